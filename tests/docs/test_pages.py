@@ -36,7 +36,7 @@ _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rd
 _SLURM = """--nodes --ntasks-per-node --gpus-per-node --gpus-per-task --cpus-per-task --exclusive --exclude --partition
     --account --time --job-name --output --error --array --mem --signal --requeue --open-mode
     --kill-on-bad-exit --no-kill --export"""
-_OTHERS = """--help --unit --slow --whole-matrix --kills --faults --capture-range --pid --no-build-isolation
+_OTHERS = """--help --unit --slow --whole-matrix --count --capture-range --pid --no-build-isolation
     --config-settings --build-option --cpp_ext --cuda_ext --system-site-packages --build-arg --patch --type"""
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""

@@ -13,44 +13,43 @@ from megatron.commands import pretrain_llama
 from megatron.config.faults import parse_faults
 from megatron.operation.heartbeat import Heartbeat, Section
 
+DIRECTORY = Path(sys.argv.pop(1))
+REQUEST = DIRECTORY / f"fault.{os.environ['RANK']}"
+(DIRECTORY / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
+enter, import_for_training = Heartbeat.enter, pretrain_llama.import_for_training
+entered: Counter[str] = Counter()
 
-def main() -> None:
-    """Train."""
-    directory = Path(sys.argv.pop(1))
-    request = directory / f"fault.{os.environ['RANK']}"
-    (directory / f"pid.{os.environ['RANK']}").write_text(str(os.getpid()))
-    enter, prepare = Heartbeat.enter, pretrain_llama.import_for_training
-    entered: Counter[str] = Counter()
 
-    def reach(label: str) -> None:
-        entered[label] += 1
-        if not request.exists():
-            return
-        kind, wanted, before, attempt = request.read_text().split()
-        is_due = entered[label] > int(before) and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= int(attempt)
-        if wanted == label and is_due:
-            from megatron.operation.faults import EVENT_FAULTS
+def reach(label: str) -> None:
+    """Inject the fault if it is wanted here."""
+    entered[label] += 1
+    if not REQUEST.exists():
+        return
+    kind, wanted, before, attempt = REQUEST.read_text().split()
+    is_due = entered[label] > int(before) and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= int(attempt)
+    if wanted == label and is_due:
+        from megatron.operation.faults import EVENT_FAULTS
 
-            request.unlink()
-            (directory / "began").write_text(repr(time.time()))
-            EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
+        REQUEST.unlink()
+        (DIRECTORY / "began").write_text(repr(time.time()))
+        EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
 
-    def enter_and_break(heartbeat: Heartbeat, section: Section) -> Section:
-        left = enter(heartbeat, section)
-        reach(section.label)
-        return left
 
-    def prepare_and_break() -> None:
-        reach(Section.START.label)
-        prepare()
+def enter_and_break(heartbeat: Heartbeat, section: Section) -> Section:
+    left = enter(heartbeat, section)
+    reach(section.label)
+    return left
 
+
+def import_and_break() -> None:
+    reach(Section.START.label)
+    import_for_training()
+
+
+if __name__ == "__main__":
     setattr(Heartbeat, "enter", enter_and_break)  # noqa: B010 (mypy takes an assignment for a mistake)
-    pretrain_llama.import_for_training = prepare_and_break
+    pretrain_llama.import_for_training = import_and_break
     pretrain_llama.die_with_launcher()
     code = pretrain_llama.main(sys.argv[1:])
     sys.stdout.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,20 @@
-"""The records of attempts of real runs: under a launcher whose rank is killed, and without a launcher."""
+"""What real runs record of their attempts and failures: under a launcher whose rank is killed, and without one."""
 
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.config.operation import OperationConfig
 from megatron.errors import ExitCode
+from megatron.operation import attempts as failed_attempts
 from megatron.operation.accounting import ATTEMPTS, CURRENT, Attempt, account, read_attempts, read_current, settle
+from megatron.operation.failure import DIRECTORY, FILE, read_failure
 from megatron.operation.run_settings import RunSettings
 from tests.end_to_end.run_process import call_training, iterations, words_of
-from tests.operation.jobs import LAUNCH, MODEL, PATIENCE, Job
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.end()
+from tests.operation.jobs import MODEL, Job, ended
 
 
 def check_sums(attempts: list[Attempt]) -> None:
@@ -40,22 +33,22 @@ def test_ranks_may_have_newer_code_than_their_launcher() -> None:
     assert RunSettings.from_json(written) == settings
 
 
-def test_a_job_whose_rank_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_job_whose_rank_is_killed(tmp_path: Path) -> None:
     """Two attempts, the second from the newest checkpoint; nothing but the gap between them is in neither."""
     begun = time.time()
-    flags = ["--standalone", "--max-restarts", "1"]
-    jobs.append(job := Job(tmp_path, LAUNCH, flags, save_interval=5, log_interval=1))
-    job.wait_for_training()
-    job.wait_for(lambda: (found := read_current(job.save)) is not None and found.saves > 0)
-    current = read_current(job.save)
-    assert current is not None
-    assert (current.attempt, current.outcome, current.world_size) == (1, "running", 2)
-    os.kill(job.ranks()[1], signal.SIGKILL)
-    job.wait_for(lambda: len(read_attempts(job.save)) == 1)
-    job.wait_for_training()
-    os.kill(job.process.pid, signal.SIGTERM)
-    assert job.process.wait(PATIENCE) == ExitCode.STOPPED
-    ended = time.time()
+    with ended() as jobs:
+        jobs.append(job := Job(tmp_path, ["--standalone", "--max-restarts", "1"], save_interval=5))
+        job.wait_for_training()
+        job.wait_for(lambda: (found := read_current(job.save)) is not None and found.saves > 0)
+        current = read_current(job.save)
+        assert current is not None
+        assert (current.attempt, current.outcome, current.world_size) == (1, "running", 2)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        job.wait_for(lambda: len(read_attempts(job.save)) == 1)
+        job.wait_for_training()
+        job.signal(signal.SIGTERM)
+        assert job.exit_code() == ExitCode.STOPPED
+    ends = time.time()
     attempts = read_attempts(job.save)
     assert [(attempt.attempt, attempt.outcome, attempt.exit_code) for attempt in attempts] == [
         (1, "failed", -signal.SIGKILL),
@@ -78,19 +71,27 @@ def test_a_job_whose_rank_is_killed(tmp_path: Path, jobs: list[Job]) -> None:
     check_sums([settled])
     assert second.committed_iteration == second.last_iteration
     assert second.second("step") > 0 and second.second("lost") == 0.0
-    assert begun <= first.start <= first.end <= second.start <= second.end <= ended
+    assert begun <= first.start <= first.end <= second.start <= second.end <= ends
     assert account(attempts).wall_s == pytest.approx(second.end - first.start, rel=0.01)
     assert not (job.save / CURRENT).exists()
-    shares = [record["effective_time"] for record in iterations(job.metrics)]
-    assert all(0.0 < share < 1.0 for share in shares)
+    assert all(0.0 < record["effective_time"] < 1.0 for record in iterations(job.metrics))
 
 
 def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> None:
-    run_dir, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
-    flags = {**MODEL, "save": tmp_path / "save", "load": tmp_path / "save", "run_dir": run_dir}
-    flags |= {"metrics_jsonl": metrics, "save_interval": 4, "log_interval": 1, "train_iters": 12}
-    assert call_training(words_of({**flags, "exit_interval": 6})).exit_code == ExitCode.STOPPED
+    """The failure has a report, with the number of its attempt and where it was; an attempt that is stopped or complete
+    has none."""
+    save, run_dir, metrics = tmp_path / "save", tmp_path / "run", tmp_path / "metrics.jsonl"
+    flags = {**MODEL, "save": save, "load": save, "run_dir": run_dir, "metrics_jsonl": metrics, "save_interval": 4}
+    flags |= {"train_iters": 12}
+    stopped = call_training(words_of({**flags, "exit_interval": 6, "hang_limit_s": 5}))
+    assert stopped.exit_code == ExitCode.STOPPED and not (run_dir / FILE).exists()
+    assert "--hang-limit-s has no effect" in stopped.stderr
     assert call_training(words_of({**flags, "lr": 1e38, "override_opt_param_scheduler": True})).exit_code == 1
+    found = read_failure(run_dir / FILE)
+    assert found is not None and found["iteration"] > 6 and found["section"] == "step"
+    assert (found["cause"], found["rank"], found["attempt"]) == ("not_finite", None, 2)
+    assert found == read_failure(run_dir / DIRECTORY / "0002.json")
+    assert (run_dir / failed_attempts.FILE).exists() and not (save / failed_attempts.FILE).exists()
     assert call_training(words_of({**flags, "async_save": True})).exit_code == ExitCode.COMPLETE
     assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
     attempts = read_attempts(run_dir)
@@ -101,13 +102,13 @@ def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> No
     assert [attempt.saves for attempt in attempts] == [2, 0, 2]
     check_sums(attempts)
     assert attempts[1].second("step") == 0.0
-    assert not (tmp_path / "save" / ATTEMPTS).exists()
+    assert not (save / ATTEMPTS).exists() and len(list((run_dir / DIRECTORY).iterdir())) == 1
     assert all(0.0 < record["effective_time"] < 1.0 for record in iterations(metrics))
 
 
 def test_without_a_run_directory_nothing_is_written(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    flags = {**MODEL, "train_iters": 2, "log_interval": 1, "metrics_jsonl": metrics}
+    flags = {**MODEL, "train_iters": 2, "metrics_jsonl": metrics}
     assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     assert all("effective_time" not in record for record in iterations(metrics))

@@ -16,7 +16,6 @@ from megatron.errors import (
     ConfigError,
     DataError,
     DirectoryInUseError,
-    ExitCode,
     LoaderError,
     NoProgressError,
     NotFiniteError,
@@ -40,7 +39,6 @@ from megatron.operation.failure import (
 )
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.processes import RunningProcess, end_processes
-from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 
 CLOSED = "Traceback ...\nRuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"
 BUG = "Traceback ...\nZeroDivisionError: division by zero"
@@ -266,19 +264,6 @@ def test_a_run_without_a_directory_or_with_a_full_disk_only_warns(
     heartbeat.write_settings({"run_dir": str(tmp_path / "file")})
     record_own_failure(ValueError("x"), "x", 0, 0, heartbeat)
     assert capsys.readouterr().err.count("cannot be written") == 1
-
-
-def test_a_run_in_one_process_records_its_failure(tmp_path: Path) -> None:
-    """Where it was, and the number of its attempt; a run that is stopped or complete records none."""
-    flags = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "run_dir": tmp_path, "hang_limit_s": 5}
-    stopped = call_training(words_of({**flags, "exit_interval": 2}))
-    assert stopped.exit_code == ExitCode.STOPPED and not (tmp_path / FILE).exists()
-    assert "--hang-limit-s has no effect" in stopped.stderr
-    assert call_training(words_of({**flags, "lr": 1e38})).exit_code == ExitCode.CRASH
-    found = read_failure(tmp_path / FILE)
-    assert found is not None and found["iteration"] > 1 and found["section"] == "step"
-    assert (found["cause"], found["rank"], found["attempt"]) == ("not_finite", None, 2)
-    assert found == read_failure(tmp_path / "failures" / "0002.json")
 
 
 # --- processes that do not end -------------------------------------------------------------------------------

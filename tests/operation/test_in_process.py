@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,15 +19,7 @@ from megatron.operation.processes import LAUNCHER
 from megatron.operation.run_settings import RunSettings
 from megatron.training.in_process import PACKAGE, import_package, must_end
 from tests.end_to_end.run_process import FlagValue, descendants, words_of
-from tests.operation.jobs import LAUNCH, MODEL, PATIENCE, Job, is_alive
-
-
-@pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    started: list[Job] = []
-    yield started
-    for job in started:
-        job.end()
+from tests.operation.jobs import MODEL, Job, ended, is_alive
 
 
 def test_without_the_package_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +94,7 @@ def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, jobs: list[Job], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exceptions restart the training in the same processes; a killed rank is left to the launcher."""
     pytest.importorskip(PACKAGE)
@@ -116,12 +107,14 @@ def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
     }
     for name, flags in (("undisturbed", model), ("faulty", {**model, **faults})):
         (place := tmp_path / name).mkdir()
-        jobs.append(job := Job(place, LAUNCH, ["--standalone", "--max-restarts", "1"], async_save=True, **flags))
-        started = {job.process.pid}
-        while job.process.poll() is None:
-            started |= set(descendants(job.process.pid))
-            time.sleep(0.2)
-        assert job.process.wait(PATIENCE) == ExitCode.COMPLETE, job.log.read_text()
+        with ended() as jobs:
+            launcher = ["--standalone", "--max-restarts", "1"]
+            jobs.append(job := Job(place, launcher, forks=False, flags=flags, async_save=True))
+            started = {job.pid}
+            while job.process.exitcode is None:
+                started |= set(descendants(job.pid))
+                time.sleep(0.2)
+            assert job.exit_code() == ExitCode.COMPLETE, job.text()
         losses[name] = {record["iteration"]: record["lm_loss"] for record in job.records()}
         time.sleep(2.0)
         assert not [pid for pid in started if is_alive(pid)]
@@ -144,4 +137,4 @@ def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
         (1, 8, "forward-backward"),
         (0, 14, "forward-backward"),
     ]
-    assert job.log.read_text().count("All ranks restart in process.") == 2
+    assert job.text().count("All ranks restart in process.") == 2

@@ -1,14 +1,10 @@
 """``python -m megatron.operation.launch``: which exit codes end a job, on how many nodes, and what it says last."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,76 +13,9 @@ from megatron.errors import ExitCode
 from megatron.operation import launch
 from megatron.operation.attempts import FILE, FailedAttempts, read
 from megatron.operation.launch import final_code
-from tests.end_to_end.run_process import REPOSITORY, free_port, wait_until
-from tests.forked import fork_context
-from tests.operation.jobs import children
-
-PATIENCE = 150.0
-RANK = """
-import os, signal, sys, time
-sys.path.insert(0, {repository!r})
-RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-open(f"{directory}/started.{{RANK}}.{{ATTEMPT}}", "w").close()
-
-def wait_for(number):
-    signal.signal(number, lambda *_: sys.exit(75))
-    open(f"{directory}/waits.{{RANK}}", "w").close()
-    time.sleep(600)
-
-def hang():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    open(f"{directory}/waits.{{RANK}}", "w").close()
-    time.sleep(600)
-
-def wait_until_others_wait():
-    while not os.path.exists(f"{directory}/waits.{{1 - RANK}}"):
-        time.sleep(0.01)
-
-{body}
-"""
-"""A rank without torch, which starts at once."""
-
-
-@dataclass
-class Node:
-    """A launcher in a process of its own."""
-
-    process: BaseProcess
-    log: Path
-
-    def exit_code(self) -> int | None:
-        self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, self.log.read_text()
-        return self.process.exitcode
-
-
-def start(directory: Path, body: str, *flags: str, node: int = 0, reads_nodes_every: float | None = None) -> Node:
-    """Start the launcher, with a script whose ranks run ``body``."""
-    script, log = directory / "rank.py", directory / f"node{node}.log"
-    script.write_text(RANK.format(repository=str(REPOSITORY), directory=directory, body=body))
-    process = fork_context().Process(target=_launch, args=([*flags, str(script)], log, reads_nodes_every))
-    process.start()
-    return Node(process, log)
-
-
-def _launch(words: list[str], log: Path, reads_nodes_every: float | None = None) -> None:
-    """Run the launcher in this process, with its output in ``log``."""
-    os.setsid()
-    if reads_nodes_every is not None:
-        launch._NODES_SECONDS = reads_nodes_every
-    with log.open("wb") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
-    sys.exit(launch.main(words))
-
-
-def attempts(directory: Path) -> int:
-    """Attempts in which a rank has started: another may be ended before it has, because one has failed already."""
-    return len({path.suffix for path in directory.glob("started.*.*")})
-
-
-TWO = ("--standalone", "--nproc-per-node", "2")
+from tests.end_to_end.run_process import wait_until
+from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
+from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
 
 @pytest.mark.parametrize(
@@ -117,49 +46,43 @@ def test_codes_that_end_a_job(codes: list[int], final: int | None) -> None:
         ("os.kill(os.getpid(), signal.SIGKILL) if ATTEMPT == 0 else sys.exit(0)", 0, 2),
         # A rank that knows better than the others, which its end makes crash.
         ("sys.exit(2 - RANK)", 2, 1),
+        # torchrun signals the others as soon as the first ends on request, which now would kill this one.
+        ("time.sleep(1.0) if RANK else None; touch(f'saved.{RANK}'); sys.exit(75)", 75, 1),
     ],
 )
 def test_restarts_and_exit_code(tmp_path: Path, body: str, exit_code: int, number: int) -> None:
     assert start(tmp_path, body, *TWO, "--max-restarts", "2").exit_code() == exit_code
     assert attempts(tmp_path) == number
+    assert len(list(tmp_path.glob("saved.*"))) == 2 * ("saved" in body)
 
 
 def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path) -> None:
     """SIGTERM does not end it: it waits for a rank that is no more."""
-    body = "hang() if RANK else (wait_until_others_wait(), sys.exit(1))"
-    node = start(tmp_path, body, *TWO)
-    wait_until(lambda: (tmp_path / "waits.1").exists(), PATIENCE)
+    node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), sys.exit(1))", *TWO)
+    wait_until((tmp_path / "waits.1").exists, PATIENCE)
     started = time.monotonic()
     assert node.exit_code() == ExitCode.CRASH
     assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
 
 
-def test_ranks_that_stop_on_request_are_waited_for_although_one_is_through(tmp_path: Path) -> None:
-    """torchrun signals the others as soon as the first ends, which now would kill this one."""
-    body = f"time.sleep(1.0) if RANK else None; open({str(tmp_path)!r} + f'/saved.{{RANK}}', 'w').close(); sys.exit(75)"
-    assert start(tmp_path, body, *TWO).exit_code() == ExitCode.STOPPED
-    assert len(list(tmp_path.glob("saved.*"))) == 2
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_is_passed_on_and_the_save_is_waited_for(tmp_path: Path, name: str) -> None:
-    body = f"wait_for(signal.{name})"
-    node = start(tmp_path, body, *TWO, "--max-restarts", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
-    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
-    assert node.process.pid is not None
-    os.kill(node.process.pid, getattr(signal, name))
+    flags = ["--max-restarts", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    node = start(tmp_path, f"wait_for(signal.{name})", *TWO, *flags)
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
+    node.signal(signal.Signals[name])
     assert node.exit_code() == ExitCode.STOPPED
     assert attempts(tmp_path) == 1
-    assert "FAILED" not in node.log.read_text() and "Traceback" not in node.log.read_text()
+    assert "FAILED" not in node.text() and "Traceback" not in node.text()
 
 
 def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_path: Path) -> None:
     """The signal of the stop ends a rank before it handles signals; the other one does, and waits for it to join."""
-    node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), time.sleep(600))", *TWO)
-    wait_until(lambda: len([*tmp_path.glob("started.*"), *tmp_path.glob("waits.*")]) == 3, PATIENCE)
-    assert node.process.pid is not None
+    body = "hang() if RANK else (wait_until_others_wait(), touch('ready'), time.sleep(600))"
+    node = start(tmp_path, body, *TWO)
+    wait_until((tmp_path / "ready").exists, PATIENCE)
     started = time.monotonic()
-    os.kill(node.process.pid, signal.SIGTERM)
+    node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
     assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
 
@@ -168,50 +91,43 @@ def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tm
     """SLURM also signals the ranks themselves, some of them before the launcher."""
     node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2")
     wait_until(lambda: attempts(tmp_path) == 1, PATIENCE)
-    assert node.process.pid is not None
-    for rank in children(node.process.pid):
+    for rank in children(node.pid):
         os.kill(rank, signal.SIGTERM)
     time.sleep(0.3)
-    os.kill(node.process.pid, signal.SIGTERM)
+    node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
     assert attempts(tmp_path) == 1
-    assert "failed" not in node.log.read_text()
+    assert "failed" not in node.text()
 
 
 def test_a_job_that_waits_for_its_nodes_is_stopped(tmp_path: Path) -> None:
-    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
-    node = start(tmp_path, "sys.exit(0)", *flags, "--rdzv-id", "job", "--local-addr", "127.0.0.1")
+    node = start(tmp_path, "sys.exit(0)", "--nnodes", "2", *rendezvous("c10d"))
     time.sleep(3.0)
-    assert node.process.pid is not None
-    os.kill(node.process.pid, signal.SIGTERM)
+    node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
 
 
 def test_a_signal_that_is_repeated_does_not_end_the_save(tmp_path: Path) -> None:
     """SLURM's daemon sends SIGTERM, and srun once more."""
-    saved = str(tmp_path / "saved")
-    save = f"signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), open({saved!r}, 'w'), os._exit(75)))"
-    node = start(tmp_path, f"{save}; open({str(tmp_path)!r} + '/waits.0', 'w'); time.sleep(600)", *TWO)
-    wait_until(lambda: (tmp_path / "waits.0").exists() and attempts(tmp_path) == 1, PATIENCE)
-    time.sleep(0.3)
-    assert node.process.pid is not None
+    save = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), touch('saved'), os._exit(75)))"
+    node = start(tmp_path, f"{save}; touch(f'waits.{{RANK}}'); time.sleep(600)", *TWO)
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
     for _ in range(3):
-        os.kill(node.process.pid, signal.SIGTERM)
+        node.signal(signal.SIGTERM)
         time.sleep(0.3)
     assert node.exit_code() == ExitCode.STOPPED
     assert (tmp_path / "saved").exists()
 
 
 COUNTED = """
-import dataclasses
 from pathlib import Path
 from megatron.config.operation import OperationConfig
 from megatron.operation.attempts import AttemptCounter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.run_settings import RunSettings
-settings = RunSettings(RANK, 1, {directory!r}, OperationConfig(), ("host",))
+settings = RunSettings(RANK, 1, DIRECTORY, OperationConfig(), ("host",))
 Heartbeat.attach(os.environ, 0).write_settings(settings.to_json())
-AttemptCounter(Path({directory!r}), 3).begin(None)
+AttemptCounter(Path(DIRECTORY), 3).begin(None)
 hang()
 """
 
@@ -219,17 +135,13 @@ hang()
 def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path: Path) -> None:
     """Else three preemptions before the first checkpoint end with 93. The launcher is killed, too, after the grace."""
     for number in range(4):
-        node = start(tmp_path, COUNTED.format(directory=str(tmp_path)), "--standalone", "--nproc-per-node", "1")
-        wait_until(lambda: (tmp_path / "waits.0").exists(), PATIENCE)
+        node = start(tmp_path, COUNTED, "--standalone", "--nproc-per-node", "1")
+        wait_until((tmp_path / "waits.0").exists, PATIENCE)
         assert read(tmp_path / FILE) == FailedAttempts(None, 1), f"attempt {number}"
-        pid = node.process.pid
-        assert pid is not None
-        ranks = children(pid)
-        os.kill(pid, signal.SIGTERM)
+        ranks = children(node.pid)
+        node.signal(signal.SIGTERM)
         wait_until(lambda: not (tmp_path / FILE).exists(), 10)
-        for killed in (pid, *ranks):
-            with suppress(ProcessLookupError):
-                os.kill(killed, signal.SIGKILL)
+        kill_all([node.pid, *ranks])
         node.process.join(PATIENCE)
         (tmp_path / "waits.0").unlink()
 
@@ -237,9 +149,8 @@ def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path:
 @pytest.mark.slow(reason="waits for a time limit")
 def test_ranks_that_take_too_long_to_stop_are_killed(tmp_path: Path) -> None:
     node = start(tmp_path, "hang()", *TWO, "--shutdown-timeout", "1")
-    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
-    assert node.process.pid is not None
-    os.kill(node.process.pid, signal.SIGTERM)
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
+    node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.CRASH
 
 
@@ -263,10 +174,6 @@ os._exit(1)
 """
 
 
-def last_box(text: str) -> str:
-    return text[text.rindex("Root Cause (first observed failure):") :]
-
-
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
@@ -275,44 +182,23 @@ def last_box(text: str) -> str:
     ],
     ids=["all ranks know", "one rank knows"],
 )
-@pytest.mark.parametrize("module", ["torch.distributed.run", "megatron.operation.launch"])
-def test_the_sentence_stands_in_the_last_box(tmp_path: Path, module: str, body: str, sentence: str) -> None:
-    if module == "torch.distributed.run":
-        script = tmp_path / "rank.py"
-        script.write_text(RANK.format(repository=str(REPOSITORY), directory=tmp_path, body=body))
-        words = [sys.executable, "-m", module, *TWO, str(script)]
+@pytest.mark.parametrize("is_torchrun", [True, False], ids=["torchrun", "our launcher"])
+def test_the_sentence_stands_in_the_last_box(tmp_path: Path, is_torchrun: bool, body: str, sentence: str) -> None:
+    if is_torchrun:
+        words = [sys.executable, "-m", "torch.distributed.run", *TWO, str(write_script(tmp_path, body))]
         ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
-        assert ended.returncode == 1
+        assert ended.returncode == ExitCode.CRASH
         text = ended.stderr
     else:
         node = start(tmp_path, body, *TWO)
         assert node.exit_code() == ExitCode.ACTION_REQUIRED
-        text = node.log.read_text()
+        text = node.text()
         assert "Traceback (most recent call last)" not in text
-    assert sentence in last_box(text)
-    assert not re.search(r"error_file: <N/A>", last_box(text))
+    last_box = text[text.rindex("Root Cause (first observed failure):") :]
+    assert sentence in last_box and "error_file: <N/A>" not in last_box
 
 
 # --- several nodes -------------------------------------------------------------------------------------------
-
-
-def two_nodes(
-    directory: Path, kind: str, body: str, restarts: int, reads_nodes_every: float | None = None
-) -> list[Node]:
-    port, address = free_port(), "127.0.0.1"
-    flags = ["--nnodes", "2", "--max-restarts", str(restarts), "--local-addr", address]
-    places = {
-        "static": ["--master-addr", address, "--master-port", str(port)],
-        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", "job"],
-    }[kind]
-    # torch numbers nodes of one address by their processes: the first node has the store, as with static places.
-    is_host = [["--rdzv-conf", f"is_host={name}"] for name in ("true", "false")]
-    ranks = [["--node-rank", str(node)] if kind == "static" else is_host[node] for node in range(2)]
-    return [
-        start(directory, body, *flags, *places, *ranks[node], node=node, reads_nodes_every=reads_nodes_every)
-        for node in range(2)
-    ]
-
 
 RESTART = "hang() if RANK and not ATTEMPT else sys.exit(0 if ATTEMPT else (wait_until_others_wait(), 1)[1])"
 
@@ -338,21 +224,26 @@ RESTART = "hang() if RANK and not ATTEMPT else sys.exit(0 if ATTEMPT else (wait_
 def test_all_nodes_end_or_restart_together(
     tmp_path: Path, kind: str, body: str, exit_code: int, number: int | None
 ) -> None:
-    nodes = two_nodes(tmp_path, kind, body, restarts=2)
-    assert [node.exit_code() for node in nodes] == [exit_code] * 2, [node.log.read_text() for node in nodes]
+    nodes = start_nodes(tmp_path, kind, body, restarts=2)
+    assert [node.exit_code() for node in nodes] == [exit_code] * 2, [node.text() for node in nodes]
     if number is not None:
         assert attempts(tmp_path) == number
+
+
+def never_read_nodes() -> None:
+    launch._NODES_SECONDS = 1e9
 
 
 @pytest.mark.slow(reason="launchers on two nodes")
 def test_a_restart_is_counted_on_a_node_that_sees_the_other_one_join(tmp_path: Path) -> None:
     """The node without a crash sees that the other one waits for it before it reads the request of a restart."""
-    nodes = two_nodes(tmp_path, "c10d", RESTART, restarts=2, reads_nodes_every=1e9)
-    assert [node.exit_code() for node in nodes] == [0, 0], [node.log.read_text() for node in nodes]
+    nodes = start_nodes(tmp_path, "c10d", RESTART, restarts=2, prepare=never_read_nodes)
+    assert [node.exit_code() for node in nodes] == [0, 0], [node.text() for node in nodes]
     assert attempts(tmp_path) == 2
 
 
 LISTENING = """
+from contextlib import suppress
 inodes = set()
 for name in os.listdir(f"/proc/{os.getppid()}/fd"):
     with suppress(OSError):
@@ -368,7 +259,7 @@ for family in ("tcp", "tcp6"):
 @pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="reads /proc")
 def test_a_standalone_launcher_listens_on_the_loopback_address_alone(tmp_path: Path) -> None:
     """Its stores accept what anybody sends who can reach them."""
-    node = start(tmp_path, f"from contextlib import suppress\n{LISTENING}", "--standalone", "--nproc-per-node", "1")
+    node = start(tmp_path, LISTENING, "--standalone", "--nproc-per-node", "1")
     assert node.exit_code() == ExitCode.COMPLETE
-    listening = [line.split()[1] for line in node.log.read_text().splitlines() if line.startswith("LISTENS")]
+    listening = [line.split()[1] for line in node.text().splitlines() if line.startswith("LISTENS")]
     assert listening and set(listening) <= {"0100007F", "00000000000000000000000001000000"}

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,18 @@ from megatron.errors import ExitCode
 from megatron.operation import side_watch
 from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import Heartbeat
-from tests.end_to_end.run_process import REPOSITORY, FlagValue, free_port, wait_until
-from tests.operation.jobs import LAUNCH, PATIENCE, TORCHRUN, Job, is_alive
+from tests.end_to_end.run_process import REPOSITORY, FlagValue, descendants, free_port, wait_until
+from tests.operation.jobs import LAUNCH, PATIENCE, TORCHRUN, Job, cmdline, ended, is_alive
 
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 NOTHING_IS_ENDED = "A hang was found, and nothing is ended"
-LIMIT = 2.0
+REPORT: dict[str, FlagValue | Path] = {"on_hang": "report", "hang_limit_s": 2.0, "save_interval": 10**6}
 
 
-def start(directory: Path, module: str, *flags: str) -> Job:
-    """A job whose ranks have pids in ``pid.0`` and ``pid.1``."""
-    return Job(directory, module, flags, on_hang="report", hang_limit_s=LIMIT, save_interval=10**6)
-
-
-def ranks_of(job: Job, count: int = 2) -> dict[int, int]:
-    """Processes by rank, once they train."""
-    job.wait_for(lambda: len(job.records()) > 20)
-    ranks = job.ranks()
-    assert len(ranks) == count
-    return ranks
+@pytest.fixture
+def jobs() -> Iterator[list[Job]]:
+    with ended() as started:
+        yield started
 
 
 def reported(job: Job, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
@@ -46,23 +39,17 @@ def reported(job: Job, is_it: Callable[[dict[str, Any]], bool]) -> dict[str, Any
     return found
 
 
-def side_processes(directory: Path) -> list[int]:
-    """Those that watch the ranks of a job in ``directory``."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"megatron.operation.side_watch" in words and str(directory).encode() in words:
-            found.append(int(pid))
-    return found
+def side_processes(job: Job) -> list[int]:
+    """Those that watch the ranks of a job."""
+    return [pid for pid in descendants(job.pid) if b"megatron.operation.side_watch" in cmdline(pid)]
 
 
-def stop_and_let_go_on(job: Job) -> None:
-    """One rank, and then the other: each is named, and no process ends."""
-    ranks = ranks_of(job)
-    for number, rank in enumerate((1, 0), start=1):
+def stop_and_let_go_on(job: Job, stopped: Sequence[int]) -> None:
+    """One rank after the other is stopped: each is named, and no process ends."""
+    job.wait_for(lambda: len(job.records()) > 20)
+    ranks = job.ranks()
+    assert len(ranks) == 2
+    for number, rank in enumerate(stopped, start=1):
         done = len(job.records())
         os.kill(ranks[rank], signal.SIGSTOP)
         report = reported(job, lambda one, rank=rank: one["rank"] == rank)  # type: ignore[misc]
@@ -70,38 +57,38 @@ def stop_and_let_go_on(job: Job) -> None:
         waiting = next(group for group in report["groups"] if group["ranks"] == [1 - rank])
         assert waiting["stack"], "the other rank shows where it waits"
         assert all(is_alive(pid) for pid in ranks.values())
-        assert job.log.read_text().count(NOTHING_IS_ENDED) == number
+        # It is said after it is written.
+        job.wait_for(lambda number=number: job.text().count(NOTHING_IS_ENDED) == number)  # type: ignore[misc]
         os.kill(ranks[rank], signal.SIGCONT)
         job.wait_for(lambda done=done: len(job.records()) > done + 20)  # type: ignore[misc]
-        job.wait_for(lambda number=number: job.log.read_text().count("The ranks go on, ") == number)  # type: ignore[misc]
+        job.wait_for(lambda number=number: job.text().count("The ranks go on, ") == number)  # type: ignore[misc]
     assert job.ranks() == ranks
 
 
-def test_our_launcher_reports_and_ends_nothing(tmp_path: Path) -> None:
-    job = start(tmp_path, LAUNCH, "--standalone")
-    try:
-        stop_and_let_go_on(job)
-        assert side_processes(tmp_path) == []
-        os.kill(job.process.pid, signal.SIGTERM)
-        assert job.process.wait(PATIENCE) == ExitCode.STOPPED
-    finally:
-        job.end()
-
-
-def other_launcher_reports(tmp_path: Path, module: str, *flags: str) -> None:
-    job = start(tmp_path, module, "--standalone", *flags)
-    try:
-        stop_and_let_go_on(job)
-        assert len(side_processes(tmp_path)) == 1
-        os.kill(job.process.pid, signal.SIGTERM)
-        job.process.wait(PATIENCE)
-        wait_until(lambda: side_processes(tmp_path) == [], PATIENCE)
-    finally:
-        job.end()
-
-
-def test_plain_torchrun_reports_and_ends_nothing(tmp_path: Path) -> None:
-    other_launcher_reports(tmp_path, TORCHRUN)
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        (LAUNCH, []),
+        (TORCHRUN, []),
+        pytest.param(
+            FT_LAUNCHER,
+            ["--ignore-missing-fault-tol-cfg"],
+            marks=pytest.mark.slow(reason="needs the package nvidia-resiliency-ext"),
+        ),
+    ],
+)
+def test_a_launcher_reports_and_ends_nothing(tmp_path: Path, jobs: list[Job], module: str, flags: list[str]) -> None:
+    """Our own reports, under another one a process beside the ranks, which ends with them."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        pytest.skip("pip install nvidia-resiliency-ext")
+    jobs.append(job := Job(tmp_path, ["--standalone", *flags], module, flags=REPORT))
+    stop_and_let_go_on(job, (1, 0) if module == LAUNCH else (1,))
+    beside = side_processes(job)
+    assert len(beside) == (module != LAUNCH)
+    job.signal(signal.SIGTERM)
+    code = job.exit_code()
+    assert module != LAUNCH or code == ExitCode.STOPPED
+    wait_until(lambda: not any(map(is_alive, beside)), PATIENCE)
 
 
 def test_the_watching_process_finds_a_clone_that_is_not_installed(
@@ -122,37 +109,22 @@ def test_the_watching_process_finds_a_clone_that_is_not_installed(
     assert not heartbeat.is_watched and "WARNING: a hang of rank 0 will not be reported" in capsys.readouterr().err
 
 
-@pytest.mark.slow(reason="needs the package nvidia-resiliency-ext")
-def test_nvrx_reports_and_ends_nothing(tmp_path: Path) -> None:
-    if importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        pytest.skip("pip install nvidia-resiliency-ext")
-    other_launcher_reports(tmp_path, FT_LAUNCHER, "--ignore-missing-fault-tol-cfg")
-
-
 @pytest.mark.slow(reason="two launchers, started as usual")
-def test_nodes_under_torchrun_report_once(tmp_path: Path) -> None:
+def test_nodes_under_torchrun_report_once(tmp_path: Path, jobs: list[Job]) -> None:
     """The watches of both nodes exchange what they know through the store of the ranks."""
     places = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    jobs = []
-    try:
-        for node in range(2):
-            (tmp_path / str(node)).mkdir()
-            flags = ["--node-rank", str(node), *places]
-            changes: dict[str, FlagValue] = {"on_hang": "report", "hang_limit_s": LIMIT, "save_interval": 10**6}
-            changes |= {"save": str(tmp_path / "save"), "load": str(tmp_path / "save")}
-            changes |= {"metrics_jsonl": str(tmp_path / "0/metrics.jsonl")}
-            jobs.append(Job(tmp_path / str(node), TORCHRUN, [*flags, "--nproc-per-node", "1"], **changes))
-        first, second = jobs
-        first.save = tmp_path / "save"
-        pids = [ranks_of(first, 1)[0], second.ranks()[0]]
-        os.kill(pids[1], signal.SIGSTOP)
-        report = reported(first, lambda one: one["rank"] == 1)
-        assert report["cause"] == Cause.STOPPED_PROCESS
-        logs = [job.log.read_text() for job in jobs]
-        assert sum(log.count(NOTHING_IS_ENDED) for log in logs) == 1
-        assert all(map(is_alive, pids))
-        os.kill(pids[1], signal.SIGCONT)
-        first.wait_for(lambda: any("The ranks go on" in job.log.read_text() for job in jobs))
-    finally:
-        for job in jobs:
-            job.end()
+    for node in range(2):
+        (tmp_path / str(node)).mkdir()
+        flags = ["--node-rank", str(node), *places, "--nproc-per-node", "1"]
+        run: dict[str, FlagValue | Path] = {"save": tmp_path / "0/save", "load": tmp_path / "0/save"}
+        run |= {"metrics_jsonl": tmp_path / "0/metrics.jsonl"}
+        jobs.append(Job(tmp_path / str(node), flags, TORCHRUN, flags={**REPORT, **run}))
+    first, second = jobs
+    first.wait_for(lambda: len(first.records()) > 20)
+    pids = [first.ranks()[0], second.ranks()[0]]
+    os.kill(pids[1], signal.SIGSTOP)
+    assert reported(first, lambda one: one["rank"] == 1)["cause"] == Cause.STOPPED_PROCESS
+    assert sum(job.text().count(NOTHING_IS_ENDED) for job in jobs) == 1
+    assert all(map(is_alive, pids))
+    os.kill(pids[1], signal.SIGCONT)
+    first.wait_for(lambda: any("The ranks go on" in job.text() for job in jobs))

@@ -32,8 +32,8 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 from tests.operation.hosts import Host, hosts_in_a_network, reason_not_to_have_hosts
-from tests.operation.jobs import LAUNCH, MODEL, children, environment_of
-from tests.operation.test_spares import world_sizes
+from tests.operation.jobs import LAUNCH, MODEL, children, environment_of, rendezvous
+from tests.operation.scripted_ranks import WATCHED, waiting, write_script
 
 REASON = reason_not_to_have_hosts()
 pytestmark = [
@@ -228,6 +228,34 @@ def test_a_link_is_cut_for_ever(tmp_path: Path, hosts: list[Host], undisturbed: 
     assert_same_tensors(checkpoint_of(training.save, ITERATIONS), undisturbed(2))
 
 
+WAITING = f"""{WATCHED.replace("hang_limit_s=1.0", f"hang_limit_s={LIMIT}.0")}
+wait_in(Section.GRADS_REDUCE)
+"""
+"""Ranks that wait for each other without an error, as in a collective of NCCL."""
+
+
+@pytest.mark.parametrize("kind", ["c10d", "static"])
+def test_a_cut_link_is_told_as_a_lost_node_and_both_sides_end(tmp_path: Path, hosts: list[Host], kind: str) -> None:
+    script, launchers = str(write_script(tmp_path, WAITING)), []
+    for number, host in enumerate(hosts[:2]):
+        place = {"c10d": ["--rdzv-endpoint", f"node1:{PORT}"], "static": ["--master-addr", "node1"]}[kind]
+        flags = ["--nnodes", "2", *rendezvous(kind, PORT), *place, "--local-addr", host.name]
+        flags += ["--node-rank", str(number)] if kind == "static" else []
+        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
+        words = [sys.executable, "-m", LAUNCH, *flags, script]
+        launchers.append(host.start(*words, log=tmp_path / f"{host.name}.log", environment=environment))
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
+    hosts[1].cut()
+    codes = [launcher.wait(PATIENCE) for launcher in launchers]
+    logs = [(tmp_path / f"{host.name}.log").read_text() for host in hosts[:2]]
+    assert codes == [ExitCode.CRASH] * 2, logs
+    assert not [pid for host in hosts for pid in host.processes()], logs
+    assert f"(link_lost). The launcher on node2 cannot reach the rendezvous host node1:{PORT}" in logs[1]
+    found = json.loads((tmp_path / "run" / "failure.json").read_text())
+    assert (found["cause"], found["host"]) == (Cause.NODE_LOST, "node2"), logs
+    assert "the launcher of its node does not answer" in found["message"]
+
+
 @pytest.mark.parametrize("power", [True, False], ids=["power", "processes"])
 def test_the_rendezvous_host_is_lost(tmp_path: Path, hosts: list[Host], power: bool) -> None:
     """All others end, also one that waits for a place. Without a message from the host, its link may be cut."""
@@ -256,7 +284,8 @@ def test_a_host_comes_back(tmp_path: Path, hosts: list[Host]) -> None:
     training.wait_until_saved(saved + SAVE_INTERVAL)
     hosts[1].mend()
     training.start(hosts[1])
-    training.wait(lambda: world_sizes(tmp_path / "node1.log") == [3, 2, 3])
+    # The ranks that train in each attempt.
+    training.wait(lambda: re.findall(r"(?m)^> layout: (\d+)", training.log(hosts[0])) == ["3", "2", "3"])
     training.wait_until_saved(training.saved() + SAVE_INTERVAL)
     (launcher,) = children(training.launchers["node2"].pid)
     os.kill(launcher, signal.SIGTERM)

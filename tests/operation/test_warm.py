@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from megatron.operation.warm import RankCommand, Standby, WarmProcesses
 from tests.end_to_end.run_process import wait_until
-from tests.operation.jobs import LAUNCH, PATIENCE, Job, environment_of, has_imported, is_alive, standby_processes
+from tests.operation.jobs import PATIENCE, Job, ended, environment_of, has_imported, is_alive, standby_processes
 
 SCRIPT = """
 import json, os, sys
@@ -114,20 +115,18 @@ def test_commands_with_standby(tmp_path: Path) -> None:
 
 @pytest.mark.slow(reason="restarts training with standby processes")
 def test_training_is_restarted_with_standby_processes(tmp_path: Path) -> None:
-    job = Job(tmp_path, LAUNCH, ["--standalone", "--max-restarts", "2", "--warm-processes"], save_interval=2)
-
-    try:
+    with ended() as jobs:
+        flags = ["--standalone", "--max-restarts", "2", "--warm-processes"]
+        jobs.append(job := Job(tmp_path, flags, save_interval=2))
         job.wait_for_training()
         first = job.ranks()
-        job.wait_for(lambda: sum(map(has_imported, standby_processes(job.process.pid))) == 2)
-        ready = standby_processes(job.process.pid)
+        job.wait_for(lambda: sum(map(has_imported, standby_processes(job.pid))) == 2)
+        ready = standby_processes(job.pid)
         os.kill(first[1], 9)
         job.wait_for_training(without=list(first.values()))
         assert set(job.ranks().values()) == ready
         # The next ones, which end with the launcher.
-        job.wait_for(lambda: len(standby_processes(job.process.pid) - ready) == 2)
-        family = [*standby_processes(job.process.pid), *job.ranks().values()]
-        os.kill(job.process.pid, 9)
+        job.wait_for(lambda: len(standby_processes(job.pid) - ready) == 2)
+        family = [*standby_processes(job.pid), *job.ranks().values()]
+        job.signal(signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, family)), PATIENCE)
-    finally:
-        job.end()

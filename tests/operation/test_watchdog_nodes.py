@@ -1,10 +1,8 @@
 """Launchers of two nodes agree on what failed: a rank of the other node that hangs or crashes, a node that is lost."""
 
-import json
 import os
-import signal
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,216 +18,181 @@ from megatron.operation.culprit import Evidence
 from megatron.operation.heartbeat import HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
-from tests.end_to_end.run_process import REPOSITORY, descendants, free_port, wait_until
-from tests.forked import fork_context
-from tests.operation.test_launch import PATIENCE, TWO, Node, start, two_nodes
-from tests.operation.test_launch import RANK as TEMPLATE
-from tests.operation.test_launch import _launch as run_launcher
+from tests.end_to_end.run_process import descendants, free_port, wait_until
+from tests.operation.campaign_checks import read_reports
+from tests.operation.jobs import PATIENCE
+from tests.operation.scripted_ranks import TWO, WATCHED, start, start_node, start_nodes, waiting
 
-RANK = """
-from megatron.config.operation import OperationConfig
-from megatron.errors import report_crash, write_error_file
-from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.processes import die_with_parent
-from megatron.operation.run_settings import RunSettings
-
-die_with_parent()
-heartbeat = Heartbeat.attach(os.environ, int(os.environ["LOCAL_RANK"]))
-heartbeat.dump_stacks_on_signal()
-run = os.path.join(os.path.dirname(os.path.abspath(__file__)), "run")
-heartbeat.write_settings(RunSettings(RANK, 2, run, OperationConfig(hang_limit_s=1.0)).to_json())
-
-def train(iterations):
-    heartbeat.start_training(0)
-    for iteration in range(1, iterations + 1):
-        heartbeat.start_iteration(iteration)
-        for section in (Section.STEP, Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER):
-            heartbeat.enter(section)
-            time.sleep(0.02)
-
-def wait_for_other_rank():
-    heartbeat.enter(Section.GRADS_REDUCE)
-    open(os.path.join(os.path.dirname(run), f"waits.{RANK}"), "w").close()
-    time.sleep(600)
-
-def fail(text):
-    report_crash(text, RuntimeError(), os.environ["TORCHELASTIC_ERROR_FILE"])
-    os._exit(1)
-
-if ATTEMPT:
-    sys.exit(0)
-train(40)
-"""
-"""A rank without torch and without collectives, whose heartbeat is real."""
-STOPPED = f"""{RANK}
+STOPPED = f"""{WATCHED}
 heartbeat.enter(Section.OPTIMIZER)
-os.kill(os.getpid(), signal.SIGSTOP) if RANK else wait_for_other_rank()
+os.kill(os.getpid(), signal.SIGSTOP) if RANK else wait_in(Section.GRADS_REDUCE)
 """
-CRASHED = f"""{RANK}
-failed = os.path.join(os.path.dirname(run), "failed")
+CRASHED = f"""{WATCHED}
 if RANK:
-    open(failed, "w").close()
+    touch("failed")
     fail("ZeroDivisionError: division by zero")
-while not os.path.exists(failed):
-    time.sleep(0.01)
+wait_for_file("failed")
 fail("... Connection closed by peer")
 """
 """Rank 0 fails as a consequence, when rank 1 fails."""
-LOST = f"""{RANK}
-if RANK:
-    wait_for_other_rank()
-while not os.path.exists(os.path.join(os.path.dirname(run), "lost")):
-    time.sleep(0.01)
-fail("... Connection closed by peer")
-"""
 
 
 def failures(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((directory / "run" / "failures").glob("[0-9]*.json"))]
+    return read_reports(directory / "run")
 
 
-def test_on_one_node_a_stopped_rank_is_named_and_restarted(tmp_path: Path) -> None:
-    assert start(tmp_path, STOPPED, *TWO, "--max-restarts", "1").exit_code() == ExitCode.COMPLETE
+def test_without_restarts_the_last_box_names_the_rank(tmp_path: Path) -> None:
+    node = start(tmp_path, STOPPED, *TWO)
+    assert node.exit_code() == ExitCode.CRASH
+    text = node.text()
+    assert "hangs in optimizer of iteration 40" in text[text.rindex("Root Cause (first observed failure):") :]
     (found,) = failures(tmp_path)
     assert (found["rank"], found["cause"], found["section"]) == (1, Cause.STOPPED_PROCESS, "optimizer")
     assert [group["ranks"] for group in found["groups"]] == [[0], [1]]
 
 
-def launch_impatiently(words: list[str], log: Path) -> None:
-    with mock.patch.object(watchdog, "STOPPED_SECONDS", 1.0):
-        run_launcher(words, log)
+def shorten_stops() -> None:
+    watchdog.STOPPED_SECONDS = 1.0
 
 
 @pytest.mark.parametrize("section", ["START", "SAVE"])
-def test_a_stopped_rank_is_named_in_a_section_of_which_nothing_is_known(tmp_path: Path, section: str) -> None:
-    script, log = tmp_path / "rank.py", tmp_path / "node0.log"
+def test_a_stopped_rank_is_named_and_restarted_in_a_section_of_which_nothing_is_known(
+    tmp_path: Path, section: str
+) -> None:
     body = STOPPED.replace("Section.OPTIMIZER)", f"Section.{section})")
-    script.write_text(TEMPLATE.format(repository=str(REPOSITORY), directory=tmp_path, body=body))
-    words = [*TWO, "--max-restarts", "1", str(script)]
-    process = fork_context().Process(target=launch_impatiently, args=(words, log))
-    process.start()
-    assert Node(process, log).exit_code() == ExitCode.COMPLETE
+    node = start(tmp_path, body, *TWO, "--max-restarts", "1", prepare=shorten_stops)
+    assert node.exit_code() == ExitCode.COMPLETE
     (found,) = failures(tmp_path)
     assert (found["rank"], found["cause"]) == (1, Cause.STOPPED_PROCESS)
 
 
-def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path) -> None:
+def let_rank_1_remain() -> None:
+    """It seems so, as of a process that waits in the kernel."""
+    vars(launch)["end_processes"] = lambda *arguments, **keywords: [*end_processes(*arguments, **keywords), 1]
+
+
+def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: Path) -> None:
+    """Although restarts are left: new ranks would find the devices in use."""
+    node = start(tmp_path, STOPPED, *TWO, "--max-restarts", "3", prepare=let_rank_1_remain)
+    assert node.exit_code() == ExitCode.CRASH
+    (found,) = failures(tmp_path)
+    assert (found["rank"], found["cause"]) == (1, Cause.HANG)
+    assert "does not end after SIGKILL" in found["message"]
+    assert len(list(tmp_path.glob("started.*"))) == 2
+
+
+# --- launchers without ranks, that share a store -------------------------------------------------------------
+
+
+class Launchers:
+    """What the launchers of some nodes decide, each with one rank, at a moment that the test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, *words: str) -> None:
+        self.moment = 1000.0
+        monkeypatch.setattr("megatron.operation.watch.time.monotonic", lambda: self.moment)
+        self.nodes = Nodes(HashStore(), count)
+        self.all = [watch.RankWatch(HeartbeatMemory(1), words) for _ in range(count)]
+        for node, launcher in enumerate(self.all):
+            launcher.start([node], count, {0: os.getpid()}, self.nodes, node, 0)
+
+    def attempt(self, node: int) -> Any:
+        return self.all[node]._attempt
+
+
+Start = Callable[..., Launchers]
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch) -> Start:
+    return lambda count, *words: Launchers(monkeypatch, count, *words)
+
+
+def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path, launchers: Start) -> None:
     """And not one that ends its ranks, and may wait for their save."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
-    moment = 1000.0
-    with mock.patch("megatron.operation.watch.time.monotonic", lambda: moment):
-        launchers = [watch.RankWatch(memory, ["--run-dir", str(tmp_path)]) for _ in range(3)]
-        for node, launcher in enumerate(launchers):
-            launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
-        found = None
-        for second in range(0, 100, 5):
-            moment = 1000.0 + second
-            launchers[1].find_hang([]) if second < 20 else None
-            launchers[2].leave() if second == 20 else launchers[2].find_hang([]) if second < 20 else None
-            found = launchers[0].find_hang([])
-            if found is not None:
-                break
+    job = launchers(3, "--run-dir", str(tmp_path))
+    found = None
+    for second in range(0, 100, 5):
+        job.moment = 1000.0 + second
+        job.all[1].find_hang([]) if second < 20 else None
+        job.all[2].leave() if second == 20 else job.all[2].find_hang([]) if second < 20 else None
+        found = job.all[0].find_hang([])
+        if found is not None:
+            break
     assert found is not None and (found.cause, found.rank) == (Cause.NODE_LOST, 1)
     assert 15.0 + watch.LOST_SECONDS < second <= 20.0 + watch.LOST_SECONDS + 5.0
-    memory.close()
 
 
-def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(
+    launchers: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With --on-hang report: it is not named as lost, neither while the hang lasts nor when the ranks go on."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
-    moment = 1000.0
+    job = launchers(2, "--on-hang", "report")
     evidence = Evidence(rank=1, local_rank=0, host="b", pid=1, section="step", seconds=61.0, state="S")
     with (
-        mock.patch("megatron.operation.watch.time.monotonic", lambda: moment),
         mock.patch.object(watch.RankWatch, "_evidence", lambda *arguments: [evidence]),
         mock.patch.object(watch.RankWatch, "_evidence_of_all", lambda *arguments: [evidence]),
     ):
-        launchers = [watch.RankWatch(memory, ["--on-hang", "report"]) for _ in range(2)]
-        for node, launcher in enumerate(launchers):
-            launcher.start([node], 2, {0: os.getpid()}, nodes, node, 0)
         for second in range(300):
-            moment = 1000.0 + second
-            for node, launcher in enumerate(launchers):
+            job.moment = 1000.0 + second
+            for node, launcher in enumerate(job.all):
                 hang = [watchdog.Overrun(0, Section.STEP, 61.0, 60.0)] if node and second < 200 else []
                 with mock.patch.object(launcher, "_sample", lambda *arguments, hang=hang: hang):
                     assert launcher.find_hang([]) is None
     text = capsys.readouterr().err
     assert text.count("A hang was found, and nothing is ended (hang). Rank 1") == 1
     assert text.count("The ranks go on, 200 s after the report of a hang.") == 1 and "node_lost" not in text
-    memory.close()
 
 
 @pytest.mark.parametrize("said", [None, "join", "restart"])
 def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
-    capsys: pytest.CaptureFixture[str], said: str | None
+    launchers: Start, capsys: pytest.CaptureFixture[str], said: str | None
 ) -> None:
     """If a spare waits, torch restarts the ranks as for a node that joins, which says so before it stops its ranks."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
-    first, second, lost = (watch.RankWatch(memory, []) for _ in range(3))
-    for node, launcher in enumerate((first, second, lost)):
-        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
+    job = launchers(3)
+    first, second, _ = job.all
     if said is not None:
-        nodes.stop_for_join() if said == "join" else nodes.restart(0)
+        job.nodes.stop_for_join() if said == "join" else job.nodes.restart(0)
     assert not first.have_nodes_left(None) and not first.have_nodes_left({0, 1, 2})
     assert first.have_nodes_left({0, 1}) == (said is None)
     assert not second.have_nodes_left({1})  # the first launcher has left in the meantime, and has said why
     if said is None:
         assert first.failure is not None and second.failure is None
         assert (first.failure.cause, first.failure.rank) == (Cause.NODE_LOST, 2)
-    assert nodes.must_restart(0) == (said != "join")
+    assert job.nodes.must_restart(0) == (said != "join")
     assert capsys.readouterr().err.count("node_lost") == (said is None)
-    memory.close()
 
 
-def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() -> None:
+def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes(launchers: Start) -> None:
     """Ranks that lose their connection to a rank on that host may end before the launcher needs the store."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
-    launcher = watch.RankWatch(memory, [])
-    launcher.start([1], 2, {0: os.getpid()}, nodes, 1, 0)
+    job = launchers(2)
     message = {"message": "... Connection closed by peer"}
     end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
-    with mock.patch.object(nodes, "collect", lambda *_: {}):
-        launcher.record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
-    assert launcher.failure is not None
-    assert (launcher.failure.cause, launcher.failure.host) == (Cause.NODE_LOST, "first")
-    memory.close()
+    with mock.patch.object(job.nodes, "collect", lambda *_: {}):
+        job.all[1].record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
+    failure = job.all[1].failure
+    assert failure is not None and (failure.cause, failure.host) == (Cause.NODE_LOST, "first")
 
 
-def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang() -> None:
+def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang(launchers: Start) -> None:
     """It says nothing of its ranks any more, as a lost one; which is not the same."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
-    launchers = [watch.RankWatch(memory, []) for _ in range(3)]
-    for node, launcher in enumerate(launchers):
-        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
-    launchers[1].leave()
-    attempt = launchers[0]._attempt
-    assert attempt is not None
+    job = launchers(3)
+    job.all[1].leave()
     with mock.patch.object(watch, "NODES_SECONDS", -1.0):
-        evidence = launchers[0]._evidence_of_all(attempt, [], nodes)
+        evidence = job.all[0]._evidence_of_all(job.attempt(0), [], job.nodes)
     assert [(one.rank, one.is_lost) for one in evidence] == [(0, False), (2, True)]
-    memory.close()
 
 
-def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage() -> None:
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 2)
-    launchers = [watch.RankWatch(memory, []) for _ in range(2)]
-    for node, launcher in enumerate(launchers):
-        launcher.start([node], 2, {0: os.getpid()}, nodes, node, 0)
-    attempts = [launcher._attempt for launcher in launchers if launcher._attempt is not None]
+def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage(launchers: Start) -> None:
+    job = launchers(2)
     for waits in (True, False):
-        attempts[1].watchdog.waits_for_storage = waits
+        job.attempt(1).watchdog.waits_for_storage = waits
         for node in (1, 0, 0):
-            attempts[node].beat_at = 0.0
-            launchers[node]._find_lost_nodes(attempts[node], nodes, 1000.0)
-        assert attempts[0].others_wait == waits
-    memory.close()
+            job.attempt(node).beat_at = 0.0
+            job.all[node]._find_lost_nodes(job.attempt(node), job.nodes, 1000.0)
+        assert job.attempt(0).others_wait == waits
 
 
-def test_without_restarts_the_last_box_names_the_rank(tmp_path: Path) -> None:
-    node = start(tmp_path, STOPPED, *TWO)
-    assert node.exit_code() == ExitCode.CRASH
-    text = node.log.read_text()
-    assert "hangs in optimizer of iteration 40" in text[text.rindex("Root Cause (first observed failure):") :]
+# --- two nodes, and the host of the rendezvous ---------------------------------------------------------------
 
 
 @pytest.mark.slow(reason="launchers on two nodes")
@@ -238,138 +201,77 @@ def test_without_restarts_the_last_box_names_the_rank(tmp_path: Path) -> None:
     ("body", "cause"), [(STOPPED, Cause.STOPPED_PROCESS), (CRASHED, Cause.EXCEPTION)], ids=["stopped", "crashed"]
 )
 def test_one_report_names_the_rank_of_the_other_node(tmp_path: Path, kind: str, body: str, cause: Cause) -> None:
-    nodes = two_nodes(tmp_path, kind, body, restarts=1)
-    assert [node.exit_code() for node in nodes] == [ExitCode.COMPLETE] * 2, [node.log.read_text() for node in nodes]
+    nodes = start_nodes(tmp_path, kind, body, restarts=1)
+    assert [node.exit_code() for node in nodes] == [ExitCode.COMPLETE] * 2, [node.text() for node in nodes]
     (found,) = failures(tmp_path)
     assert (found["rank"], found["cause"]) == (1, cause)
 
 
-@pytest.mark.slow(reason="launchers on two nodes")
-def test_a_node_that_is_lost_is_named(tmp_path: Path) -> None:
-    nodes = two_nodes(tmp_path, "static", LOST, restarts=1)
-    wait_until((tmp_path / "waits.1").exists, PATIENCE)
-    end(nodes[1])
-    (tmp_path / "lost").write_text("")
-    wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
-    (found,) = failures(tmp_path)
-    assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
-    assert "rank 1" in found["message"] and found["host"] in found["message"]
-    end(nodes[0])
-
-
-SILENT = f"""{RANK}
-open(os.path.join(os.path.dirname(run), f"pid.{{RANK}}"), "w").write(str(os.getpid()))
-heartbeat.enter(Section.SAVE)
-open(os.path.join(os.path.dirname(run), f"waits.{{RANK}}"), "w").close()
-time.sleep(600)
+SILENT = f"""{WATCHED}
+open(f"{{DIRECTORY}}/pid.{{RANK}}", "w").write(str(os.getpid()))
+wait_in(Section.SAVE)
 """
 """In a save, of which nothing is known; no rank has an error."""
+LOST = f"""{WATCHED}
+open(f"{{DIRECTORY}}/pid.{{RANK}}", "w").write(str(os.getpid()))
+if RANK:
+    wait_in(Section.GRADS_REDUCE)
+touch("waits.0")
+wait_for_file("lost")
+fail("... Connection closed by peer")
+"""
+"""Rank 0 has an error when its node has lost the other one."""
 
 
 @pytest.mark.slow(reason="launchers on two nodes, and 45 s")
-@pytest.mark.parametrize("kind", ["static", "c10d"])
-def test_a_node_that_is_lost_is_named_within_a_minute_although_no_rank_fails(tmp_path: Path, kind: str) -> None:
-    nodes = two_nodes(tmp_path, kind, SILENT, restarts=0)
-    wait_until(lambda: len(list(tmp_path.glob("waits.*"))) == 2, PATIENCE)
-    lost = next(node for node in nodes if not _is_first(node, tmp_path))
-    end(lost)
+@pytest.mark.parametrize(("kind", "body"), [("static", SILENT), ("c10d", SILENT), ("static", LOST)])
+def test_a_node_that_is_lost_is_named_within_a_minute(tmp_path: Path, kind: str, body: str) -> None:
+    """Also if no rank fails."""
+    nodes = start_nodes(tmp_path, kind, body, restarts=0)
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
+    first = int((tmp_path / "pid.0").read_text())
+    (lost,) = [node for node in nodes if first not in descendants(node.pid)]
+    lost.end()
+    (tmp_path / "lost").touch()
     began = time.monotonic()
     wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
-    assert watch.LOST_SECONDS - 10.0 < time.monotonic() - began < 60.0
+    assert time.monotonic() - began < 60.0
+    assert body == LOST or time.monotonic() - began > watch.LOST_SECONDS - 10.0
     (found,) = failures(tmp_path)
     assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
+    assert "rank 1" in found["message"] and found["host"] in found["message"]
     for node in nodes:
-        if node is not lost:
-            end(node)
+        node.end()
 
 
-def _is_first(node: Node, directory: Path) -> bool:
-    """Whether rank 0 is on this node."""
-    assert node.process.pid is not None
-    return int((directory / "pid.0").read_text()) in descendants(node.process.pid)
-
-
-def end(node: Node) -> None:
-    """Kill a launcher with everything that it has started."""
-    assert node.process.pid is not None
-    for pid in [node.process.pid, *descendants(node.process.pid)]:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    node.process.join(PATIENCE)
-
-
-def launch_with_unkillable_rank(words: list[str], log: Path) -> None:
-    """Rank 1 seems to remain, as a process does that waits in the kernel."""
-
-    def end_all_but_one(*arguments: Any, **keywords: Any) -> list[int]:
-        return [*end_processes(*arguments, **keywords), 1]
-
-    with mock.patch.object(launch, "end_processes", end_all_but_one):
-        run_launcher(words, log)
-
-
-def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: Path) -> None:
-    """Although restarts are left: new ranks would find the devices in use."""
-    script, log = tmp_path / "rank.py", tmp_path / "node0.log"
-    script.write_text(TEMPLATE.format(repository=str(REPOSITORY), directory=tmp_path, body=STOPPED))
-    words = [*TWO, "--max-restarts", "3", str(script)]
-    process = fork_context().Process(target=launch_with_unkillable_rank, args=(words, log))
-    process.start()
-    assert Node(process, log).exit_code() == ExitCode.CRASH
-    (found,) = failures(tmp_path)
-    assert (found["rank"], found["cause"]) == (1, Cause.HANG)
-    assert "does not end after SIGKILL" in found["message"]
-    assert len(list(tmp_path.glob("started.*"))) == 2
-
-
-# --- the host of the rendezvous, and links -------------------------------------------------------------------
-
-TRAINS = f"""{RANK.replace("hang_limit_s=1.0", "hang_limit_s=20.0")}
-directory = os.path.dirname(run)
+TRAINS = f"""{WATCHED.replace("hang_limit_s=1.0", "hang_limit_s=20.0")}
 heartbeat.enter(Section.OPTIMIZER)
-open(os.path.join(directory, f"waits.{{RANK}}"), "w").close()
-while not os.path.exists(os.path.join(directory, "end")):
+touch(f"waits.{{RANK}}")
+while not os.path.exists(f"{{DIRECTORY}}/end"):
     time.sleep(0.05)
     heartbeat.start_iteration(41)
-sys.exit(int(open(os.path.join(directory, "end")).read()))
+sys.exit(int(open(f"{{DIRECTORY}}/end").read()))
 """
-
-
-def launchers(directory: Path, count: int) -> list[Node]:
-    """Launchers of a job on two nodes, of which the first has the store of the rendezvous, and the third waits."""
-    flags = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job", "--local-addr", "127.0.0.1"]
-    flags += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--max-restarts", "3", "--rdzv-conf"]
-    nodes = []
-    for node in range(count):
-        nodes.append(start(directory, TRAINS, *flags, f"is_host={'false' if node else 'true'}", node=node))
-        if node == 1:
-            wait_until(lambda: len(list(directory.glob("waits.*"))) == 2, PATIENCE)
-    return nodes
-
-
-@pytest.mark.slow(reason="launchers on two nodes")
-def test_a_rendezvous_host_that_is_lost_is_named(tmp_path: Path) -> None:
-    nodes = launchers(tmp_path, 2)
-    end(nodes[0])
-    assert nodes[1].exit_code() == ExitCode.CRASH
-    text = nodes[1].log.read_text()
-    assert "lost the rendezvous host 127.0.0.1:" in text and "Traceback" not in text
-    (found,) = failures(tmp_path)
-    assert (found["cause"], found["host"]) == (Cause.NODE_LOST, "127.0.0.1")
 
 
 @pytest.mark.slow(reason="launchers on three nodes")
 @pytest.mark.parametrize("code", [ExitCode.COMPLETE, ExitCode.ACTION_REQUIRED, None], ids=["complete", "2", "lost"])
 def test_a_launcher_that_waits_ends_with_0_only_if_the_run_is_complete(tmp_path: Path, code: ExitCode | None) -> None:
-    """Kubernetes takes 0 for success."""
-    nodes = launchers(tmp_path, 3)
+    """Kubernetes takes 0 for success. If the rendezvous host is lost, all others name it."""
+    port = free_port()
+    nodes = [start_node(tmp_path, "c10d", port, node, TRAINS, restarts=3) for node in range(2)]
+    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
+    nodes.append(start_node(tmp_path, "c10d", port, 2, TRAINS, restarts=3))
     time.sleep(6.0)  # until the third waits for a place
     if code is None:
-        end(nodes[0])
-        assert [node.exit_code() for node in nodes[1:]] == [ExitCode.CRASH] * 2, nodes[2].log.read_text()
-        assert "lost the rendezvous host 127.0.0.1:" in nodes[2].log.read_text()
+        nodes[0].end()
+        assert [node.exit_code() for node in nodes[1:]] == [ExitCode.CRASH] * 2, nodes[2].text()
+        for node in nodes[1:]:
+            assert "lost the rendezvous host 127.0.0.1:" in node.text() and "Traceback" not in node.text()
+        (found,) = failures(tmp_path)
+        assert (found["cause"], found["host"]) == (Cause.NODE_LOST, "127.0.0.1")
     else:
         (tmp_path / "draft").write_text(str(int(code)))
         (tmp_path / "draft").rename(tmp_path / "end")
-        assert [node.exit_code() for node in nodes] == [code] * 3, nodes[2].log.read_text()
-        assert "ended before it needed this node" in nodes[2].log.read_text()
+        assert [node.exit_code() for node in nodes] == [code] * 3, nodes[2].text()
+        assert "ended before it needed this node" in nodes[2].text()

@@ -5,34 +5,34 @@ import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from megatron.config.faults import SAVE, Fault, parse_fault, parse_faults
+from megatron.config.faults import parse_fault, parse_faults
 from megatron.operation import accounting
-from tests.operation import fault_campaign as campaign
-from tests.operation.fault_campaign import (
+from tests.operation import campaign
+from tests.operation.campaign import (
     LAYOUTS,
     Blow,
-    Job,
+    DisturbedJob,
     Launch,
     Plan,
     References,
-    WriterKill,
+    check_exit_code,
+    make_plan,
+    run_seed,
+)
+from tests.operation.campaign_checks import (
     check_attempts,
     check_bits,
     check_commits,
-    check_exit_code,
     check_injected,
     check_leftovers,
     check_loads,
-    check_report,
+    check_reports,
     check_writer,
-    make_plan,
-    run_seed,
 )
 
 
@@ -41,32 +41,24 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> References:
     return References(tmp_path_factory.mktemp("references"))
 
 
-def assert_holds(seed: int, directory: Path, references: References) -> None:
-    job, violations = run_seed(seed, directory, references)
-    assert not violations, campaign.report(job, violations)
-    shutil.rmtree(directory)
+USUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 14, 16)
+"""Of the first twenty seeds those that have their kinds of faults, moments, layouts and signals."""
+CASES = [
+    *((seed, False) for seed in USUAL),
+    # The kill of a background process that commits, and of one that copies; the others are in the campaign.
+    *((seed, True) for seed in (5, 6)),
+    *(pytest.param(seed, False, marks=pytest.mark.slow("the same again")) for seed in range(20) if seed not in USUAL),
+]
 
 
-@pytest.mark.parametrize("seed", [5, 6])
-def test_the_kill_of_a_background_process_costs_a_save_and_no_restart(
-    tmp_path: Path, references: References, seed: int
+@pytest.mark.parametrize(("seed", "writers"), CASES)
+def test_a_disturbed_job_ends_as_an_undisturbed_one(
+    tmp_path: Path, references: References, seed: int, writers: bool
 ) -> None:
-    """One that commits, and one that copies; the others are in the campaign."""
-    job, violations = run_seed(seed, tmp_path / "job", references, writers=True)
-    assert job.plan.writer is not None and job.plan.writer.stage != "idle"
+    job, violations = run_seed(seed, tmp_path / "job", references, writers=writers)
+    assert not writers or (job.plan.writer is not None and job.plan.writer.stage != "idle")
     assert not violations, campaign.report(job, violations)
     shutil.rmtree(tmp_path / "job")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_disturbed_job_ends_as_an_undisturbed_one(tmp_path: Path, references: References, seed: int) -> None:
-    assert_holds(seed, tmp_path / "job", references)
-
-
-@pytest.mark.whole_matrix
-def test_five_hundred_disturbed_jobs_end_as_undisturbed_ones(tmp_path: Path, references: References) -> None:
-    for seed in range(20, 500):
-        assert_holds(seed, tmp_path / str(seed), references)
 
 
 # --- what a seed does ----------------------------------------------------------------------------------------
@@ -86,7 +78,7 @@ def test_plans_are_repeatable_and_cover_the_table() -> None:
     )
     for plan in plans:
         assert plan.faults or plan.blow
-        assert parse_faults(",".join(map(str, plan.faults))) == plan.faults if plan.faults else True
+        assert not plan.faults or parse_faults(",".join(map(str, plan.faults))) == plan.faults
 
 
 # --- what it would notice ------------------------------------------------------------------------------------
@@ -104,7 +96,7 @@ def save(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_lost_or_replaced_checkpoint_is_noticed(save: Path) -> None:
-    job = Job(make_plan(0), save.parent)
+    job = DisturbedJob(make_plan(0), save.parent)
     job.note_commits()
     assert sorted(job.commits) == [4, 8, 12, 16, 20, 24]
     assert not check_commits(job.commits, save)
@@ -181,9 +173,9 @@ def test_a_load_of_an_older_or_unknown_checkpoint_is_noticed() -> None:
 
 
 def test_a_fault_that_was_not_injected_is_noticed() -> None:
-    plan = Plan(0, "data", (parse_fault("kill@3"), Fault("eio", SAVE, 2)))
-    assert not check_injected(plan, {"kill@3"})
-    assert check_injected(plan, {"eio@save2"})
+    faults = parse_faults("kill@3,eio@save2")
+    assert not check_injected(faults, {"kill@3"})
+    assert check_injected(faults, {"eio@save2"})
 
 
 @pytest.mark.parametrize(
@@ -212,20 +204,16 @@ def test_a_fault_that_was_not_injected_is_noticed() -> None:
 )
 def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | None]], is_right: bool) -> None:
     found = [{"cause": cause, "rank": rank, "message": "..."} for cause, rank in reports]
-    assert (check_report(plan_of(spec), found) == []) == is_right
+    assert (check_reports(plan_of(spec).fatal, found) == []) == is_right
 
 
 def test_what_the_kill_of_a_background_process_must_not_cost_is_noticed(save: Path, undisturbed: Path) -> None:
-    plan = Plan(0, "background", (), writer=WriterKill("writing", 0, 8))
-    job = Job(plan, save.parent, is_writer_killed=True)
     shutil.rmtree(save / "iter_0000012")
-    assert not check_writer(job, undisturbed)
+    assert not check_writer(save, undisturbed, attempts=1, most_missing=1)
     shutil.rmtree(save / "iter_0000016")
-    attempt = accounting.Attempt(attempt=2, start=0.0, end=1.0, outcome="complete", seconds={"step": 1.0})
-    accounting.append_attempt(save, attempt)
-    found = check_writer(replace(job, is_writer_killed=False), undisturbed)
-    assert [text.split()[0] for text in found] == ["the", "2", "after"]
-    assert "a failure is reported" in check_report(plan, [{"cause": "exception", "rank": 0, "message": "..."}])[0]
+    assert not check_writer(save, undisturbed, attempts=1, most_missing=2)
+    found = check_writer(save, undisturbed, attempts=2, most_missing=1)
+    assert [text.split()[0] for text in found] == ["2", "after"]
 
 
 def test_seconds_without_a_class_are_noticed(tmp_path: Path) -> None:

@@ -1,0 +1,298 @@
+"""One job of two ranks that is broken again and again: what the launcher reports of ranks that hang, and how long it
+takes until new ones train (``python -m tests.operation.campaign``).
+
+Hangs are random: kind, rank, and section of the iteration. With ``--anywhere`` the limits are those without flags,
+every second fault is a kill, and half of the faults come in a save, an evaluation, the loading or the start, or in the
+first iterations after a restart. A hang that is reported wrongly or late is a failure.
+
+Kills come at random moments, under each rendezvous in turn, sometimes with another one while the ranks start. A restart
+fails if the launcher ends, if the ranks are not back in time, or if it takes more than one attempt.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.operation.heartbeat import Section, Snapshot
+from megatron.operation.process_states import child_processes
+from tests.end_to_end.run_process import REPOSITORY, FlagValue
+from tests.operation.campaign_checks import CAUSES
+from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes
+
+# --- hangs ---------------------------------------------------------------------------------------------------
+
+KINDS = ("stop", "sleep", "gil", "fifo", "stoploader")
+SECTIONS = ("step", "data", "forward-backward", "grads-reduce", "optimizer")
+PLACES = ("start", "load", "evaluation", "save", "first iterations")
+"""Where half of the faults of ``--anywhere`` come."""
+LIMIT = 2.0
+LEARNED_LIMIT = 60.0
+"""Without flags the limits are learned, and at least so long."""
+START_LIMIT = 180.0
+"""Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""
+_QUIET_ITERATIONS = 20
+"""Iterations of an attempt before a fault: the first ones have the limit of the start."""
+_QUIET_SECONDS = 1.0
+"""The launcher samples the heartbeats every 0.2 s, and must have seen some of these iterations."""
+_SCRIPT = str(REPOSITORY / "tests" / "operation" / "faulty_training.py")
+
+
+@dataclass(frozen=True)
+class Break:
+    """A rank that hangs, or ends."""
+
+    kind: str
+    rank: int
+    section: str
+    """Where; a stopped loader is noticed in the section ``data``."""
+    before: int = 0
+    """How often the rank has entered the section in its attempt."""
+    is_next_attempt: bool = False
+    """Whether it comes in the attempt that the last fault has caused, however early."""
+
+    @staticmethod
+    def draw(chance: random.Random) -> "Break":
+        kind = chance.choice(KINDS)
+        return Break(kind, chance.randrange(2), "data" if kind == "stoploader" else chance.choice(SECTIONS))
+
+    @staticmethod
+    def draw_anywhere(chance: random.Random, number: int) -> "Break":
+        """Of two faults one is a kill, of four two come outside of quiet iterations."""
+        kind, rank = "kill" if number % 2 else chance.choice(KINDS[:-1]), chance.randrange(2)
+        if number % 4 < 2:  # not data: a rank that waits for data has ten minutes
+            return Break(kind, rank, chance.choice([one for one in SECTIONS if one != "data"]))
+        place = chance.choice(PLACES)
+        if place == "first iterations":
+            return Break(kind, rank, "forward-backward", chance.randrange(5), is_next_attempt=True)
+        return Break(kind, rank, place, is_next_attempt=place in ("start", "load"))
+
+    def __str__(self) -> str:
+        when = f", {self.before} times after a restart" if self.is_next_attempt else ""
+        return f"{self.kind} of rank {self.rank} in {self.section}{when}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the launcher made of a fault."""
+
+    fault: Break
+    content: dict[str, Any]
+    """failure.json"""
+    seconds: float
+    """From the fault to the report."""
+
+    @property
+    def limit(self) -> float:
+        """The limit that it names, if it names one."""
+        found = re.search(r"the limit is ([\d.]+) s", self.content["message"])
+        return float(found[1]) if found else 0.0
+
+    @property
+    def is_right(self) -> bool:
+        return self.content["rank"] == self.fault.rank and self.content["cause"] in CAUSES[self.fault.kind]
+
+    def __str__(self) -> str:
+        verdict = "right" if self.is_right else "WRONG"
+        return f"{verdict}: {self.fault}: after {self.seconds:.1f} s: {self.content['message']}"
+
+
+class BreakableJob(Job):
+    """A job whose ranks train until they are told to break."""
+
+    def __init__(self, directory: Path, faults: int, limit: float | None = LIMIT, forks: bool = True) -> None:
+        """``limit`` is that of the flags; without one, limits are learned, and the ranks also save and evaluate."""
+        self._directory, self._read = directory, 0
+        flags: dict[str, FlagValue | Path] = {"num_workers": 1, "run_dir": directory / "run", "max_failed_attempts": 0}
+        if limit is None:
+            flags |= {"save_interval": 5, "eval_interval": 5, "eval_iters": 1}
+        else:
+            flags |= {"hang_limit_s": limit, "hang_limit_data_s": limit, "hang_limit_start_s": START_LIMIT}
+            flags |= {"save": None, "load": None}
+        launcher = ["--standalone", "--max-restarts", str(faults)]
+        super().__init__(directory, launcher, forks=forks, script=[_SCRIPT, str(directory)], flags=flags)
+
+    def wait_until_quiet(self) -> None:
+        """Wait until all ranks of an attempt have trained for a while."""
+        self.wait_for(lambda: self._iterations() > 0)
+        first = time.monotonic()
+        self.wait_for(
+            lambda: self._iterations() >= _QUIET_ITERATIONS and time.monotonic() - first > _QUIET_SECONDS,
+        )
+
+    def _iterations(self) -> int:
+        """Iterations logged since the last report."""
+        with self.log.open("rb") as log:
+            log.seek(self._read)
+            return log.read().count(b"] iteration ")
+
+    def inject(self, fault: Break) -> Report:
+        """Break a rank, and wait for the report."""
+        reports = self.reports()
+        began = self._directory / "began"
+        began.unlink(missing_ok=True)
+        if fault.kind == "stoploader":
+            loader = loader_process(int((self._directory / f"pid.{fault.rank}").read_text()))
+            began.write_text(repr(time.time()))
+            os.kill(loader, signal.SIGSTOP)
+        else:
+            draft = self._directory / "draft"
+            attempt = len(reports) if fault.is_next_attempt else 0
+            draft.write_text(f"{fault.kind} {fault.section} {fault.before if attempt else 0} {attempt}")
+            draft.replace(self._directory / f"fault.{fault.rank}")
+        self.wait_for(lambda: len(self.reports()) > len(reports))
+        (new,) = self.reports()[len(reports) :]
+        self._read = self.log.stat().st_size
+        content = json.loads(new.read_text())
+        return Report(fault, content, content["time"] - float(began.read_text()))
+
+    def reports(self) -> list[Path]:
+        """Reports so far; there must be none that a fault has not caused."""
+        return sorted((self._directory / "run" / "failures").glob("[0-9]*.json"))
+
+
+def loader_process(rank_pid: int) -> int:
+    """The process that loads the data of a rank: a fork of it. Rank 0 may also still run git for the run files."""
+    rank_program = os.readlink(f"/proc/{rank_pid}/exe")
+    found = []
+    for child in child_processes(rank_pid):
+        with suppress(FileNotFoundError):  # the child has ended
+            if os.readlink(f"/proc/{child.pid}/exe") == rank_program:
+                found.append(child.pid)
+    (loader,) = found
+    return loader
+
+
+def break_one_after_the_other(job: BreakableJob, faults: Sequence[Break], quiet_seconds: float = 0.0) -> list[Report]:
+    """Inject the faults; with ``quiet_seconds`` of training before, in which nothing may be reported."""
+    reports: list[Report] = []
+    if quiet_seconds:
+        job.wait_until_quiet()
+        time.sleep(quiet_seconds)
+    for fault in faults:
+        if not (fault.is_next_attempt and reports):
+            job.wait_until_quiet()
+        assert len(job.reports()) == len(reports), job.reports()[-1].read_text()
+        reports.append(job.inject(fault))
+        print(reports[-1], flush=True)
+    return reports
+
+
+def run_hangs(options: argparse.Namespace, base: Path) -> bool:
+    """The campaign of hangs; whether all were reported rightly and in time."""
+    chance, numbers = random.Random(options.seed), range(options.count)
+    faults = [Break.draw_anywhere(chance, one) if options.anywhere else Break.draw(chance) for one in numbers]
+    with ended() as jobs:
+        jobs.append(job := BreakableJob(base, len(faults), None if options.anywhere else LIMIT, not options.no_fork))
+        reports = break_one_after_the_other(job, faults, options.quiet_seconds)
+    wrong = [str(report.fault) for report in reports if not report.is_right]
+    least = LEARNED_LIMIT if options.anywhere else 0.0
+    beyond = sorted(report.seconds - max(report.limit, least) for report in reports)
+    late = sum(seconds > 2.0 for seconds in beyond)
+    print(f"right: {len(reports) - len(wrong)} of {len(reports)}; wrong: {wrong}")
+    print(f"seconds beyond the limit: median {statistics.median(beyond):.2f}, longest {beyond[-1]:.2f}; {late} above 2")
+    return not wrong and not late
+
+
+# --- kills ---------------------------------------------------------------------------------------------------
+
+_BLOCK = 10
+"""Kills of one job."""
+_LONGEST_RESTART = 90.0
+_SECOND_KILLS = 0.2
+"""Share of restarts with another kill meanwhile."""
+
+
+class RestartFailed(Exception):
+    """A restart did not succeed at once."""
+
+
+def kill_some(options: argparse.Namespace, directory: Path, chance: random.Random, kind: str) -> Iterator[list[float]]:
+    """Kill ranks of one job, each time after up to three seconds of training; the seconds of the restarts."""
+    flags = [*rendezvous(kind), "--max-restarts", str(2 * _BLOCK + 10)]
+    flags += ["--warm-processes" if options.warm else "--no-warm-processes"]
+    directory.mkdir()
+    with ended() as jobs:
+        jobs.append(job := Job(directory, flags, forks=False, save_interval=5, max_failed_attempts=0))
+        job.wait_for_training()
+        for _ in range(_BLOCK):
+            if options.warm:
+                job.wait_for(lambda: sum(map(has_imported, standby_processes(job.pid))) >= 2)
+            time.sleep(chance.uniform(0.0, 3.0))
+            yield kill(job, chance)
+
+
+def kill(job: Job, chance: random.Random) -> list[float]:
+    """Kill one rank and wait until both have finished an iteration. In some cases kill another one meanwhile, from
+    which the time then counts."""
+
+    def kill_one() -> float:
+        os.kill(chance.choice(sorted(job.ranks().values())), signal.SIGKILL)
+        return time.monotonic()
+
+    ours, seen, at = set(job.ranks().values()), set[int](), kill_one()
+    again = at + chance.uniform(0.5, 4.0) if chance.random() < _SECOND_KILLS else None
+    while (now := time.monotonic()) - at < _LONGEST_RESTART:
+        if job.process.exitcode is not None:
+            raise RestartFailed(f"the launcher ended with {job.process.exitcode}")
+        found = [beat for beat in job.heartbeats().values() if beat.pid not in ours]
+        seen |= {beat.pid for beat in found}
+        if len(seen) > 2:
+            raise RestartFailed("the first attempt failed")
+        if len(found) == 2 and all(has_finished_an_iteration(beat) for beat in found):
+            return phases(found[0], at, now)
+        if again is not None and now > again and set(job.ranks().values()) - ours:
+            ours |= set(job.ranks().values())
+            at, again, seen = kill_one(), None, set()
+        time.sleep(0.01)
+    raise RestartFailed(f"not back after {_LONGEST_RESTART:g} s")
+
+
+def has_finished_an_iteration(beat: Snapshot) -> bool:
+    """Whether a rank has made a step in its attempt."""
+    return beat.section_ns[Section.OPTIMIZER] > 0 and beat.section != Section.OPTIMIZER
+
+
+PHASES = ("total", "spawn", "attach", "start", "load", "step")
+"""From the kill to the end of the first new iteration; to the start of the new process (detect, end the others,
+rendezvous); the interpreter and the imports of the flags; the flags, the import of torch, process groups, building the
+model and the data; loading; the first iteration, and whatever is in no other phase."""
+
+
+def phases(beat: Snapshot, killed: float, now: float) -> list[float]:
+    """The seconds of the phases of a restart, by the heartbeat of a rank."""
+    ticks = float(Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    # Ticks count from the boot, as this clock does.
+    started = ticks / os.sysconf("SC_CLK_TCK") - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+    # A warm process was started long before.
+    known = [max(0.0, started - killed), beat.attached_ns / 1e9 - max(started, killed)]
+    known += [beat.section_ns[section] / 1e9 for section in (Section.START, Section.LOAD)]
+    return [now - killed, *known, now - killed - sum(known)]
+
+
+def run_kills(options: argparse.Namespace, base: Path) -> bool:
+    """The campaign of kills; whether all ranks came back."""
+    chance, restarts, failures = random.Random(options.seed), [], 0
+    for number in range(-(-options.count // _BLOCK)):
+        kind = options.rendezvous[number % len(options.rendezvous)]
+        try:
+            for seconds in kill_some(options, base / str(number), chance, kind):
+                restarts.append(seconds)
+                print(f"{kind}: back after {seconds[0]:.2f} s", flush=True)
+        except RestartFailed as failure:
+            failures += 1
+            print(f"{kind}: {failure}; see {base}/{number}/log", flush=True)
+    for phase, values in zip(PHASES, zip(*restarts)):
+        late = sorted(values)[-(-len(values) * 95 // 100) - 1]
+        print(f"{phase:>6}: median {statistics.median(values):5.2f} s, p95 {late:5.2f} s, max {max(values):5.2f} s")
+    print(f"{len(restarts)} restarts, {failures} failures", flush=True)
+    return not failures
