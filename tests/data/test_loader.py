@@ -3,9 +3,9 @@
 import os
 import pickle
 import re
+import resource
 import signal
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.data.corpus_check import Share, check_indexes
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import (
@@ -30,6 +31,7 @@ from megatron.data.sources import parse_data_path
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.forked import fork_context
 
 
 @pytest.fixture(autouse=True)
@@ -359,25 +361,21 @@ def test_a_negative_id_is_refused_too() -> None:
         take(loader, 1)
 
 
-_FEW_FILES = """
-import resource, sys
-from megatron.config.data import DataConfig
-from megatron.data.corpus_check import Share, check_indexes
-from megatron.data.loader import build_datasets
-from megatron.errors import UserError
-
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-prefixes = tuple(f"corpus{number}" for number in range(40))
-data = DataConfig(data_path=prefixes, seq_length=8, split="1")
-try:
-    check_indexes(prefixes, None, Share())
-    dataset, _, _ = build_datasets(
-        data, vocab_size=1000, eod=999, seed=1, sample_counts=(80, 0, 0), tokenizer_description=None
-    )
-    print(len(dataset[79]["tokens"]))
-except UserError as error:
-    print(error)
-"""
+def read_a_blend(directory: Path, hard: int, pipe: Connection) -> None:
+    """Send the length of a sample of 40 corpora, or the refusal, of a process that may open 64 files at first."""
+    os.chdir(directory)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    prefixes = tuple(f"corpus{number}" for number in range(40))
+    data = DataConfig(data_path=prefixes, seq_length=8, split="1")
+    try:
+        check_indexes(prefixes, None, Share())
+        dataset, _, _ = build_datasets(
+            data, vocab_size=1000, eod=999, seed=1, sample_counts=(80, 0, 0), tokenizer_description=None
+        )
+        assert dataset is not None
+        pipe.send(str(len(dataset[79]["tokens"])))
+    except UserError as error:
+        pipe.send(str(error))
 
 
 @pytest.mark.processes
@@ -393,7 +391,8 @@ def test_a_blend_may_have_more_files_than_a_process_may_open_at_first(tmp_path: 
     """Many systems let a process open 1,024 files, which are those of 170 corpora."""
     for number in range(40):
         write(f"corpus{number}", golden_documents(CORPUS_A))
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", _FEW_FILES, str(hard)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert re.fullmatch(said, done.stdout.strip()), done.stdout + done.stderr
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=read_a_blend, args=(tmp_path, hard, theirs))
+    process.start()
+    process.join(300)
+    assert ours.poll() and re.fullmatch(said, words := ours.recv()), words

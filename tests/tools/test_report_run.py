@@ -61,6 +61,7 @@ def write_page(monkeypatch: pytest.MonkeyPatch, run: Path) -> Path:
 
 def test_the_page_shows_attempts_faults_saves_and_losses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = write_page(monkeypatch, run).read_text()
+    assert_loads_nothing(text)
     page, recorded = Page(text), read_run(run).attempts
     tips = page.attributes["data-tip"]
     assert sum("checkpoint of iteration" in tip for tip in tips) == sum(one.saves for one in recorded)
@@ -109,11 +110,6 @@ def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path, monke
     )
     assert [tips.count(one) for one in unusual] == [2, 2, 2]  # over tokens, and over wall time
     assert sum(tip.startswith("attempt ") and tip.endswith(" failed") for tip in tips) == 4
-
-
-def test_the_page_loads_nothing_and_executes_nothing_but_its_script(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = write_page(monkeypatch, run).read_text()
-    assert_loads_nothing(text)
 
 
 def test_all_figures_are_in_the_text_and_in_json(
