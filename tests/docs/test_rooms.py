@@ -1,6 +1,7 @@
 """Imports point downwards only, and the rooms below ``core`` do not need torch (docs/architecture.md)."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,3 +84,10 @@ assert "megatron.config.command_line" in sys.modules and "megatron.schedules.ver
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=120)
+
+
+def test_no_test_imports_another_test() -> None:
+    """What tests share is a module of its own."""
+    tests = REPOSITORY / "tests"
+    importing = re.compile(r"^\s*(?:from|import) tests\.(?:\w+\.)*test_", re.MULTILINE)
+    assert [path for path in tests.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))] == []

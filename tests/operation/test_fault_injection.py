@@ -245,11 +245,8 @@ def test_a_fault_is_injected_in_the_first_attempt_that_reaches_it(tmp_path: Path
     assert attempt(tmp_path, spec, 1, 1, 2) == ["2 exception"]
     assert attempt(tmp_path, spec, 1, 1, 3) == ["2 exception", "3 kill"]
     assert attempt(tmp_path, spec, 1, 1, 5) == ["2 exception", "4 exit", "5 stop"]
-    assert attempt(tmp_path, spec, 0, 2, 5) == [
-        "2 exception",
-        "4 exit",
-        "5 stop",
-    ]  # other ranks have records of their own
+    # Other ranks have records of their own.
+    assert attempt(tmp_path, spec, 0, 2, 5) == ["2 exception", "4 exit", "5 stop"]
     assert attempt(tmp_path, spec, 1, 3, 5) == ["4 exit"]
     assert attempt(tmp_path, spec, 1, 4, 7) == ["6 delay", "7 delay"]
     assert attempt(tmp_path, spec, 1, 2, 9) == ["2 exception"]
@@ -288,12 +285,7 @@ def test_numbers_change_from_the_iteration_of_the_fault(tmp_path: Path, run: Cal
     """Weights in its loss; gradients, moments and the learning rate one iteration later."""
     run(None).succeeded()
     clean = losses(tmp_path / "clean.jsonl")
-    cases = {
-        "flip@3:weight:29": 3,
-        "flip@3:gradient:23": 4,
-        "flip@3:moment:29": 4,
-        "spike@3+2:30": 4,
-    }
+    cases = {"flip@3:weight:29": 3, "flip@3:gradient:23": 4, "flip@3:moment:29": 4, "spike@3+2:30": 4}
     for spec, first_changed in cases.items():
         run(spec).succeeded()
         found = losses(tmp_path / f"{spec.replace(':', '_')}.jsonl")
@@ -357,5 +349,4 @@ def test_a_slow_save_and_a_fault_in_the_middle_of_a_save(
 def test_an_exception_strikes_once(run: Callable[..., Outcome], moment: str) -> None:
     with pytest.raises(InjectedError, match=f"exception@{moment}"):
         run(f"exception@{moment}")
-    run(f"exception@{moment}").succeeded()
-    assert "INJECTED FAULT" not in run(f"exception@{moment}").stderr
+    assert "INJECTED FAULT" not in run(f"exception@{moment}").succeeded().stderr
