@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -11,6 +12,7 @@ from megatron.checkpoint.directory import (
     MANIFEST,
     TRACKER,
     commit,
+    hidden_path,
     iteration_directory,
     locate_checkpoint,
     new_saving_directory,
@@ -261,6 +263,17 @@ def test_a_half_removed_checkpoint_is_none(tmp_path: Path, monkeypatch: pytest.M
             CrashAt(patch, allowed)
             remove_checkpoint(directory)
         assert list_checkpoints(tmp_path) == []
+
+
+def test_a_half_removed_checkpoint_that_was_replaced_is_not_put_back(tmp_path: Path) -> None:
+    """A crash may leave the rest of its files."""
+    write(tmp_path, 1)
+    replaced = hidden_path(iteration_directory(tmp_path, 1), "replaced")
+    os.rename(iteration_directory(tmp_path, 1), replaced)
+    assert list_checkpoints(tmp_path)
+    with mock.patch("shutil.rmtree", side_effect=Crash), pytest.raises(Crash):
+        remove_checkpoint(replaced)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_a_removal_that_was_cut_short_is_completed_by_the_next_save(

@@ -290,6 +290,8 @@ def test_exhaustive_order_computed_side_by_side_equals_step_by_step() -> None:
 def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
     targets, built = blend_targets([0.7, 0.3], 12)
     assert (targets, built) == ([9, 4], [10, 5])
+    # Half a percent more, as in Megatron-LM.
+    assert blend_targets([0.7, 0.3], 10_000) == ([7000, 3000], [7035, 3015])
     children = [
         GPTDataset(IndexedDataset("a"), 0, 10, settings_of()),
         GPTDataset(IndexedDataset("b"), 0, 5, settings_of()),
@@ -302,8 +304,9 @@ def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
     assert description_hash(blend.description) == "bca73e6243ecffd51ca12c62186269c6"
     assert blend[1]["tokens"].tolist() == children[1][0]["tokens"].tolist()
     assert len(BlendedDataset(children, [], None, 0)) == 19
-    with pytest.raises(DataError, match="The blend takes 14 samples of a, which has 12"):
-        BlendedDataset(children, [0.7, 0.3], 20, 0)
+    for size, taken in ((19, 13), (20, 14)):
+        with pytest.raises(DataError, match=f"The blend takes {taken} samples of a, which has 12"):
+            BlendedDataset(children, [0.7, 0.3], size, 0)
 
 
 def refuse(*arguments: Any, **keywords: Any) -> Any:

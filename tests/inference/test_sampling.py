@@ -47,6 +47,12 @@ def test_frequencies_are_the_probabilities(changes: dict[str, float], vocabulary
     assert (share / DRAWS - expected).abs().max() < 5 * 0.5 / math.sqrt(DRAWS)
 
 
+def test_the_nucleus_ends_where_its_probability_is_reached() -> None:
+    """Of four equal tokens two have half of the probability."""
+    drawn = Sampler(replace(CONFIG, top_p=0.5), range(DRAWS)).draw(torch.zeros(DRAWS, 4), range(DRAWS))
+    assert len(set(drawn)) == 2
+
+
 def test_temperature_0_and_one_token_of_top_k_are_greedy() -> None:
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
     for changes in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}):

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.core.communication import Communicator
-from megatron.core.gradient import MainGrad, attach_main_grad, compute_deferred
+from megatron.core.communication import Communicator, Work
+from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, compute_deferred
 from megatron.core.ops.matmul import (
     InPlaceWeightGradient,
     SeparateWeightGradient,
     WeightGradientKernel,
     WeightGradientProduct,
 )
+from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from tests.storage_watch import StorageWatch
@@ -122,3 +123,29 @@ def test_linear_layers_use_the_kernel_of_their_context_at_once_or_deferred(kind:
             output.backward(grad_outputs)
     assert recorder.accumulated == [False, True]
     torch.testing.assert_close(main_grad.buffer, expected)
+
+
+def test_deferred_gradients_are_computed_in_the_order_of_the_backward_pass_and_gathered_one_ahead() -> None:
+    """So that a bucket is reduced as soon as its gradients are there, and two gathered inputs are kept at most."""
+    events: list[str] = []
+    store = WeightGradStore()
+
+    def put(name: str) -> None:
+        weight = nn.Parameter(torch.zeros(2, 2))
+        attach_main_grad(weight, MainGrad(torch.zeros(2, 2)))
+
+        def gather() -> Work[QuantizedTensor]:
+            events.append(f"gather {name}")
+            return Work((), lambda: QuantizedTensor(torch.ones(2, 2)))
+
+        def product(gathered: QuantizedTensor) -> Tensor:
+            events.append(f"multiply {name}")
+            return gathered.data
+
+        store.put(weight, gather, product)
+
+    with store.deferring() as deferred:
+        for name in "abc":
+            put(name)
+    compute_deferred(deferred)
+    assert ", ".join(events) == "gather a, gather b, multiply a, gather c, multiply b, multiply c"

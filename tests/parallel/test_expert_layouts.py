@@ -5,6 +5,7 @@ exactly the experts that every token chooses, the load of every expert and the b
 no choice is near a tie, where rounding could change it.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -22,7 +23,7 @@ from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.topology import Topology
 from megatron.schedules.registry import SCHEDULES
 from tests.parallel.comparison import compare_balance, compare_traces, compare_with_one_process, one_process
-from tests.parallel.layout_run import BATCH, Layout, Task, train
+from tests.parallel.layout_run import BATCH, Layout, Task, assemble, train
 from tests.parallel.rows import Case, identifier, rows_of
 from tests.parallel.tasks import DEEP_MIX, DSV, L4, L4_OVERLAP, MIX, MIX_ADAM, MIX_MUP, MIX_TIED, full, selective
 from tests.rank_pool import RankPool
@@ -167,3 +168,13 @@ def test_ties_choose_the_lowest_id_in_every_layout(
     else:
         assert any(2 in experts for _, _, _, experts in chosen[-1])
         assert all(2 in experts for _, _, _, experts in chosen[-1] if 5 in experts)
+
+
+@pytest.mark.parametrize("task", [MIX, DSV, L4], ids=identifier)
+def test_the_gradient_norm_and_the_zeros_are_those_of_all_parameters(task: Task) -> None:
+    """Independent of the optimizer: what all layouts agree on must also be right."""
+    trace = one_process(task)
+    for norm, zeros, parts in zip(trace.grad_norms, trace.zeros, trace.gradients, strict=True):
+        gradients = assemble(parts).values()
+        assert norm == pytest.approx(math.sqrt(sum(float(one.square().sum()) for one in gradients)), rel=1e-9)
+        assert zeros == sum(int((one == 0).sum()) for one in gradients)

@@ -261,7 +261,7 @@ DEFAULTS = (
         "another surplus of blended corpora",
         "MID_LEVEL_SURPLUS = 0.005",
         "MID_LEVEL_SURPLUS = 0.006",
-        ("data/test_sample_order.py", "data/test_megatron_core.py"),
+        ("data/test_sample_order.py",),
     ),
     Fault(
         "uint16 for vocabularies to its end",
@@ -362,17 +362,17 @@ ORDER = (
     ),
     Fault(
         "samples of a step are counted before its size is read",
-        "        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)\n"
-        "        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)\n",
-        "        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)\n"
-        "        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)\n",
-        ("training", "end_to_end/test_resume.py"),
+        "        self.skipped_samples += batches.skipped_samples(self.consumed_samples)\n"
+        "        self.consumed_samples += batches.global_batch_size(self.consumed_samples)\n",
+        "        self.consumed_samples += batches.global_batch_size(self.consumed_samples)\n"
+        "        self.skipped_samples += batches.skipped_samples(self.consumed_samples)\n",
+        ("training/test_batch_schedule.py",),
     ),
     Fault(
         "weight gradients are computed in the reverse order",
         "    deferred.reverse()\n    gathering",
         "    gathering",
-        ("pipeline/test_executor.py", LAYOUTS),
+        ("kernels/test_weight_gradient.py",),
     ),
     Fault(
         "the second evaluation split is consumed by a resumed run",
@@ -456,7 +456,7 @@ FIGURES = (
         "tied embeddings count twice",
         "        tables = 2 if self.untie_embeddings_and_output_weights else 1\n",
         "        tables = 2\n",
-        ("training/test_description.py", "training", "planner/test_arithmetic.py"),
+        ("config/test_command_line.py", "model/test_transformers_parity.py"),
     ),
     Fault(
         "a curve that leaves its band for a while is within it",
@@ -502,7 +502,7 @@ EXPERTS = (
         "the balancing loss is reported, and its gradient is lost",
         "result: Tensor = _WithLoss.apply(weights, loss, self._scale)",
         "result: Tensor = weights",
-        (EXPERTS_AND_LAYOUTS,),
+        ("moe/test_balance_gradient.py",),
     ),
     Fault(
         "the gradient norm without the experts",

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.training.checkpoints.saved_run import Progress
 from megatron.training.loop.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
 
 
@@ -95,6 +96,22 @@ def test_rounding_down_tells_how_many_samples_it_leaves_out() -> None:
     schedule = _build(micro_batch_size=2, data_parallel_size=3, global_batch_size=20, decrease_if_needed=True)
     assert (schedule.global_batch_size(0), schedule.skipped_samples(0)) == (18, 2)
     assert schedule.num_microbatches(0) == 3
+
+
+def test_an_iteration_counts_its_samples_at_the_size_that_it_has() -> None:
+    """The next iteration has another size, which is rounded by another number."""
+    schedule = _build(
+        micro_batch_size=2,
+        data_parallel_size=3,
+        global_batch_size=20,
+        rampup_batch_size=(7, 13, 1),
+        decrease_if_needed=True,
+    )
+    progress = Progress()
+    progress.count_iteration(schedule)
+    assert (progress.iteration, progress.consumed_samples, progress.skipped_samples) == (1, 6, 1)
+    progress.count_iteration(schedule)
+    assert (progress.iteration, progress.consumed_samples, progress.skipped_samples) == (2, 6 + 18, 1 + 2)
 
 
 def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:

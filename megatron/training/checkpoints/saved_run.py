@@ -18,6 +18,7 @@ from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.data_stages import FIRST_STAGE
+from megatron.training.loop.batch_schedule import BatchSchedule
 
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +30,12 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     skipped_samples: int = 0
+
+    def count_iteration(self, batches: BatchSchedule) -> None:
+        """Count the iteration that ``batches`` has for these samples."""
+        self.skipped_samples += batches.skipped_samples(self.consumed_samples)
+        self.consumed_samples += batches.global_batch_size(self.consumed_samples)
+        self.iteration += 1
 
 
 @dataclass(frozen=True)

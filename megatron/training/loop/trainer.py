@@ -283,11 +283,8 @@ class Trainer:
             listener.on_skipped_iteration(self)
 
     def _count_iteration(self) -> None:
-        progress = self.state.progress
-        progress.skipped_samples += self.batches.skipped_samples(progress.consumed_samples)
-        progress.consumed_samples += self.batches.global_batch_size(progress.consumed_samples)
-        progress.iteration += 1
-        self.context.heartbeat.finish_iteration(progress.iteration)
+        self.state.progress.count_iteration(self.batches)
+        self.context.heartbeat.finish_iteration(self.state.progress.iteration)
 
     def close(self) -> None:
         """Close listeners, loaders and writers; also after an error."""
