@@ -237,7 +237,7 @@ STALE = (
         ("training/test_timers.py",),
     ),
     Fault(
-        "a slow rank's samples before a gap count",
+        "the steps of before a restart in the process set the limit of a hang",
         "snapshot.section in (Section.START, Section.LOAD):\n            rank.spans.clear()",
         "snapshot.section in (Section.START, Section.LOAD):\n            pass",
         ("operation/test_watchdog_limits.py",),
