@@ -179,7 +179,7 @@ def test_a_rank_that_has_restarted_in_its_process_learns_its_steps_anew() -> Non
     run = Simulation(Limits(step=60.0))
     run.steps(50, 100.0)
     run.stay(Section.START, 30.0)
-    run.steps(50, 1.0)
+    run.steps(5, 1.0)
     assert 60.0 < run.hang(Section.FORWARD_BACKWARD) <= 62.0
 
 
