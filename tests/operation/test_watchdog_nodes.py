@@ -173,13 +173,19 @@ def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes(laun
     assert failure is not None and (failure.cause, failure.host) == (Cause.NODE_LOST, "first")
 
 
-def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang(launchers: Start) -> None:
+def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang() -> None:
     """It says nothing of its ranks any more, as a lost one; which is not the same."""
-    job = launchers(3)
-    job.all[1].leave()
+    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
+    launchers = [watch.RankWatch(memory, []) for _ in range(3)]
+    for node, launcher in enumerate(launchers):
+        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
+    launchers[1].leave()
+    attempt = launchers[0]._attempt
+    assert attempt is not None
     with mock.patch.object(watch, "NODES_SECONDS", -1.0):
-        evidence = job.all[0]._evidence_of_all(job.attempt(0), [], job.nodes)
+        evidence = launchers[0]._evidence_of_all(attempt, [], nodes)
     assert [(one.rank, one.is_lost) for one in evidence] == [(0, False), (2, True)]
+    memory.close()
 
 
 def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage(launchers: Start) -> None:
