@@ -130,7 +130,7 @@ def first_samples(batches: Any) -> list[int]:
     return [int(batch["tokens"][0, 0]) for batch, _ in zip(batches, range(20))]
 
 
-@pytest.mark.slow(reason="its processes have a second to start, and on a busy machine it has hung; the next test is quick")
+@pytest.mark.slow(reason="on a busy machine, where a process starts late, it has hung")
 @pytest.mark.parametrize("where", ["_prepare_worker", "_stack"])
 def test_a_process_that_never_delivers_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
