@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -38,13 +39,14 @@ class LoaderStalledError(LoaderError):
 
 
 class LoaderNotStartedError(LoaderStalledError):
-    """A loader process has delivered nothing since its start, and it is not its reading that takes so long."""
+    """A loader process has delivered nothing since its start, and this is not because reading takes long."""
 
 
 class Starts:
     """How far each of the loader processes has come, in memory that they share with the rank."""
 
     def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
         self._stages = torch.zeros(num_workers, dtype=torch.uint8).share_memory_()
 
     def begin_to_read(self) -> None:
@@ -112,13 +114,14 @@ class LoaderProcesses(Iterator[T]):
     """Iterates over ``batches``, the iterator of a ``DataLoader`` with processes and ``timeout`` :data:`POLL`.
 
     Raises :class:`LoaderStalledError` when a process delivers nothing for longer than ``patience`` allows; with
-    ``starts``, :class:`LoaderNotStartedError` when the first one does not come and no process reads it.
+    ``starts``, :class:`LoaderNotStartedError` when the first one of a process does not come and it does not read.
     """
 
     def __init__(self, batches: Any, patience: Patience, starts: Starts | None = None) -> None:
         self._batches, self._patience, self._starts = batches, patience, starts
         self._requests = threading.Semaphore(0)
         self._replies: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+        self._num_delivered = 0
         self._is_closed = False
         self._reader = threading.Thread(target=self._read, name="loader", daemon=True)
         self._reader.start()
@@ -160,7 +163,7 @@ class LoaderProcesses(Iterator[T]):
                 reply = self._replies.get(timeout=POLL)
                 if isinstance(reply, BaseException):
                     raise reply
-                self._starts = None
+                self._num_delivered += 1
                 return reply
             process = self._awaited_process()
             wait.check(process)
@@ -168,7 +171,10 @@ class LoaderProcesses(Iterator[T]):
 
     def _check_start(self, seconds: float, process: int | None) -> None:
         worker = self._awaited_worker()
-        if self._starts is None or worker is None or seconds < START_WAIT or self._starts.is_reading(worker):
+        # Processes deliver in turn, so each of them has its first microbatch among as many as there are processes.
+        if self._starts is None or self._num_delivered >= self._starts.num_workers:
+            return
+        if worker is None or seconds < START_WAIT or self._starts.is_reading(worker):
             return
         raise LoaderNotStartedError(
             f"Loader process {process} was started {seconds:.0f} s ago, and neither reads nor delivers a microbatch."
@@ -216,21 +222,21 @@ def started(start: Callable[[Starts], Any], num_workers: int, patience: Patience
     to the :class:`Starts`.
 
     A process that is forked beside other threads may wait for ever for a lock that one of them had; so may the thread
-    with which it delivers. Therefore the processes are started a second time if the first microbatch does not come.
+    with which it delivers. Therefore the first microbatch of every process is awaited before any is used, and all are
+    started a second time if one does not come.
     """
     starts = Starts(num_workers)
     batches = LoaderProcesses[Any](start(starts), patience, starts)
     try:
         try:
-            first = next(batches, None)
+            first = list(islice(batches, num_workers))
         except LoaderNotStartedError as error:
             _logger.warning("%s The loader processes are started again.", error)
             batches.close()
             starts = Starts(num_workers)
             batches = LoaderProcesses(start(starts), patience)
-            first = next(batches, None)
-        if first is not None:
-            yield first
-            yield from batches
+            first = []
+        yield from first
+        yield from batches
     finally:
         batches.close()
