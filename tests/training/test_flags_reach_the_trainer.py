@@ -2,7 +2,7 @@
 
 The run is built from its command line as the first of four ranks, whose network is fake, and compared with the run
 without these flags: what a row names differs, and nothing else. ``tests/parallel`` shows that every layout computes the
-numbers of one process, and ``tests/end_to_end/test_layout_runs.py`` that a run goes from layout to layout.
+numbers of one process, and ``tests/end_to_end/test_resume.py`` that a run goes from layout to layout.
 """
 
 import re
