@@ -191,6 +191,15 @@ def test_the_limit_of_long_sections_is_learned() -> None:
     assert run.limit == pytest.approx(FACTOR * longest)
 
 
+def test_slow_iterations_before_a_return_to_a_checkpoint_teach_nothing() -> None:
+    run = Simulation()
+    run.steps(10, 100.0)
+    run.stay(Section.LOAD, 10.0)
+    run.steps(5, 1.0)
+    run.hang(Section.FORWARD_BACKWARD)
+    assert run.limit == 60.0
+
+
 def test_the_first_iterations_may_compile_for_as_long_as_a_start() -> None:
     run = Simulation(Limits(step=2.0, start=100.0))
     run.stay(Section.START, 90.0)
