@@ -19,7 +19,7 @@ from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -132,74 +132,42 @@ def leftovers(root: Path) -> set[str]:
 # --- kinds of save -------------------------------------------------------------------------------------------
 
 
-class Saving(Protocol):
-    """A way to save; every rank has one, and all but ``close`` are collective calls."""
-
-    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
-        """Begin to save a checkpoint; it need not be there afterwards."""
-
-    def finish(self) -> None:
-        """Return once what was begun is there; a failure is a :class:`CheckpointError`."""
-
-    def close(self) -> None:
-        """End what runs beside this process."""
+KINDS = ("sync", "async")
 
 
-class SyncSaveBackend:
-    """Nothing else is done until the checkpoint is there."""
+class Saving:
+    """A way to save; every rank has one, and all but ``close`` are collective calls. ``async``: a process beside each
+    rank writes."""
 
-    def __init__(self, world: ControlGroup) -> None:
+    def __init__(self, kind: str, world: ControlGroup) -> None:
         self._world = world
+        self._process = BackgroundProcess(PATIENCE) if kind == "async" else None
 
-    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
-        """Save it."""
-        save_checkpoint(root, iteration, tensors, state, self._world)
-
-    def finish(self) -> None:
-        """It is there already."""
-
-    def close(self) -> None:
-        """Nothing runs."""
-
-
-class SavingBehind:
-    """A process beside each rank writes."""
-
-    def __init__(self, world: ControlGroup) -> None:
-        self._world = world
-        self._process = BackgroundProcess(PATIENCE)
-
-    def save(self, root: Path, iteration: int, tensors: dict[str, Tensor], state: dict[str, JSON]) -> None:
-        """Copy it aside."""
-        self._saving = AsyncSaveBackend(root, iteration, self._process, read_back=True)
-        save_checkpoint(root, iteration, tensors, state, self._world, self._saving)
-
-    def finish(self) -> None:
-        """As a run that cannot go on without it."""
-        failures = self._world.all_gather_object(self._saving.finish_own())
-        failure = next(filter(None, failures), None) or run_on_rank0(self._world, self._saving.finish)
+    def save(self, root: Path, saved: Saved) -> None:
+        """Save a checkpoint, and return once it is there, as a run that cannot go on without it."""
+        world, backend = self._world, None
+        if self._process is not None:
+            backend = AsyncSaveBackend(root, saved.iteration, self._process, read_back=True)
+        tensors = tensors_of(saved, world.rank, world.size)
+        save_checkpoint(root, saved.iteration, tensors, state_of(saved), world, backend)
+        if backend is None:
+            return
+        failures = world.all_gather_object(backend.finish_own())
+        failure = next(filter(None, failures), None) or run_on_rank0(world, backend.finish)
         if failure is not None:
-            self._saving.abandon()
+            backend.abandon()
             raise CheckpointError(failure)
 
     def close(self) -> None:
         """End the process."""
-        self._process.close()
-
-
-KINDS: dict[str, Callable[[ControlGroup], Saving]] = {"sync": SyncSaveBackend, "async": SavingBehind}
+        if self._process is not None:
+            self._process.close()
 
 
 def save(kind: str, root: Path, saved: Saved, world: ControlGroup) -> None:
     """Save one checkpoint; all ranks call it."""
-    with closing(KINDS[kind](world)) as saving:
-        save_with(saving, root, saved, world)
-
-
-def save_with(saving: Saving, root: Path, saved: Saved, world: ControlGroup) -> None:
-    """Save one of several checkpoints; all ranks call it."""
-    saving.save(root, saved.iteration, tensors_of(saved, world.rank, world.size), state_of(saved))
-    saving.finish()
+    with closing(Saving(kind, world)) as saving:
+        saving.save(root, saved)
 
 
 # --- the run -------------------------------------------------------------------------------------------------
@@ -254,10 +222,10 @@ def run(seat: Seat, life: Life) -> None:
         found = load_newest(root, world)
         seat.tell(Started(found))
         retention = Retention(life.keep, None, partial(_verify, root, world))
-        saving = stack.enter_context(closing(KINDS[life.kind](world)))
+        saving = stack.enter_context(closing(Saving(life.kind, world)))
         first = 1 if found is None else found.iteration + (not life.again)
         for iteration in count(first) if life.saves is None else range(first, first + life.saves):
-            save_with(saving, root, Saved(iteration, life.number), world)
+            saving.save(root, Saved(iteration, life.number))
             seat.tell(Committed(Saved(iteration, life.number), inherited & leftovers(root)))
             for old in retention.superfluous(run_on_rank0(world, partial(list_checkpoints, root))):
                 if world.rank == 0:

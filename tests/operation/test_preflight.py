@@ -2,8 +2,9 @@
 
 import random
 import sys
-import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -325,41 +326,24 @@ def test_a_check_that_does_not_end_is_given_up_and_those_after_it(tmp_path: Path
     assert [(one.check, one.value, one.remedy) for one in results] == [("late", "no answer", "wait")]
 
 
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    store = HashStore()
-    boards = [Board(store, rank, 3) for rank in range(3)]
-    seen: dict[int, list[int]] = {}
-
-    def agree(board: Board) -> None:
-        try:
-            board.agree("something", 1, sum, 0.3)
-        except MissingRanksError as missing:
-            seen[board.rank] = missing.ranks
-
-    threads = [threading.Thread(target=agree, args=(boards[rank],)) for rank in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {0: [1], 2: [1]}
-
-
-def test_ranks_agree_on_what_rank_0_decides() -> None:
+def agreed(ranks: Sequence[int], seconds: float) -> list[Any]:
+    """What each of these ranks, of three, gets for its number: the ranks that rank 0 has heard, or that are missing."""
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
-    decisions: dict[int, Any] = {}
 
-    def agree(rank: int) -> None:
-        decisions[rank] = Board(store, rank, 3).agree(
-            "sum", {"value": rank}, lambda all: [one["value"] for one in all], 30
-        )
+    def agree(rank: int) -> Any:
+        try:
+            return Board(store, rank, 3).agree("numbers", rank, list, seconds)
+        except MissingRanksError as missing:
+            return missing
 
-    threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert decisions == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return list(threads.map(agree, ranks))
+
+
+def test_ranks_agree_on_what_rank_0_decides_and_name_one_that_does_not_answer() -> None:
+    assert agreed([0, 1, 2], 30.0) == [[0, 1, 2]] * 3
+    assert [missing.ranks for missing in agreed([0, 2], 0.3)] == [[1], [1]]
 
 
 def test_an_error_of_a_thread_reaches_its_caller() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,11 +85,9 @@ def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: P
 
 
 class Launchers:
-    """What the launchers of some nodes decide, each with one rank, at a moment that the test sets."""
+    """What the launchers of some nodes decide, each with one rank."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, *words: str) -> None:
-        self.moment = 1000.0
-        monkeypatch.setattr("megatron.operation.watch.time.monotonic", lambda: self.moment)
+    def __init__(self, count: int, *words: str) -> None:
         self.nodes = Nodes(HashStore(), count)
         self.all = [watch.RankWatch(HeartbeatMemory(1), words) for _ in range(count)]
         for node, launcher in enumerate(self.all):
@@ -99,20 +97,26 @@ class Launchers:
         return self.all[node]._attempt
 
 
-Start = Callable[..., Launchers]
+@dataclass
+class Clock:
+    """A clock that the test sets."""
+
+    moment: float = 1000.0
 
 
 @pytest.fixture
-def launchers(monkeypatch: pytest.MonkeyPatch) -> Start:
-    return lambda count, *words: Launchers(monkeypatch, count, *words)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("megatron.operation.watch.time.monotonic", lambda: clock.moment)
+    return clock
 
 
-def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path, launchers: Start) -> None:
+def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path, clock: Clock) -> None:
     """And not one that ends its ranks, and may wait for their save."""
-    job = launchers(3, "--run-dir", str(tmp_path))
+    job = Launchers(3, "--run-dir", str(tmp_path))
     found = None
     for second in range(0, 100, 5):
-        job.moment = 1000.0 + second
+        clock.moment = 1000.0 + second
         job.all[1].find_hang([]) if second < 20 else None
         job.all[2].leave() if second == 20 else job.all[2].find_hang([]) if second < 20 else None
         found = job.all[0].find_hang([])
@@ -123,17 +127,17 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
 
 
 def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(
-    launchers: Start, capsys: pytest.CaptureFixture[str]
+    clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --on-hang report: it is not named as lost, neither while the hang lasts nor when the ranks go on."""
-    job = launchers(2, "--on-hang", "report")
+    job = Launchers(2, "--on-hang", "report")
     evidence = Evidence(rank=1, local_rank=0, host="b", pid=1, section="step", seconds=61.0, state="S")
     with (
         mock.patch.object(watch.RankWatch, "_evidence", lambda *arguments: [evidence]),
         mock.patch.object(watch.RankWatch, "_evidence_of_all", lambda *arguments: [evidence]),
     ):
         for second in range(300):
-            job.moment = 1000.0 + second
+            clock.moment = 1000.0 + second
             for node, launcher in enumerate(job.all):
                 hang = [watchdog.Overrun(0, Section.STEP, 61.0, 60.0)] if node and second < 200 else []
                 with mock.patch.object(launcher, "_sample", lambda *arguments, hang=hang: hang):
@@ -145,10 +149,10 @@ def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(
 
 @pytest.mark.parametrize("said", [None, "join", "restart"])
 def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
-    launchers: Start, capsys: pytest.CaptureFixture[str], said: str | None
+    capsys: pytest.CaptureFixture[str], said: str | None
 ) -> None:
     """If a spare waits, torch restarts the ranks as for a node that joins, which says so before it stops its ranks."""
-    job = launchers(3)
+    job = Launchers(3)
     first, second, _ = job.all
     if said is not None:
         job.nodes.stop_for_join() if said == "join" else job.nodes.restart(0)
@@ -162,9 +166,9 @@ def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
     assert capsys.readouterr().err.count("node_lost") == (said is None)
 
 
-def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes(launchers: Start) -> None:
+def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() -> None:
     """Ranks that lose their connection to a rank on that host may end before the launcher needs the store."""
-    job = launchers(2)
+    job = Launchers(2)
     message = {"message": "... Connection closed by peer"}
     end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
     with mock.patch.object(job.nodes, "collect", lambda *_: {}):
@@ -175,21 +179,15 @@ def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes(laun
 
 def test_a_launcher_that_ends_its_ranks_is_not_named_in_a_hang() -> None:
     """It says nothing of its ranks any more, as a lost one; which is not the same."""
-    memory, nodes = HeartbeatMemory(1), Nodes(HashStore(), 3)
-    launchers = [watch.RankWatch(memory, []) for _ in range(3)]
-    for node, launcher in enumerate(launchers):
-        launcher.start([node], 3, {0: os.getpid()}, nodes, node, 0)
-    launchers[1].leave()
-    attempt = launchers[0]._attempt
-    assert attempt is not None
+    job = Launchers(3)
+    job.all[1].leave()
     with mock.patch.object(watch, "NODES_SECONDS", -1.0):
-        evidence = launchers[0]._evidence_of_all(attempt, [], nodes)
+        evidence = job.all[0]._evidence_of_all(job.attempt(0), [], job.nodes)
     assert [(one.rank, one.is_lost) for one in evidence] == [(0, False), (2, True)]
-    memory.close()
 
 
-def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage(launchers: Start) -> None:
-    job = launchers(2)
+def test_the_launchers_of_other_nodes_know_that_a_rank_waits_for_storage() -> None:
+    job = Launchers(2)
     for waits in (True, False):
         job.attempt(1).watchdog.waits_for_storage = waits
         for node in (1, 0, 0):
