@@ -216,7 +216,9 @@ class RestartFailed(Exception):
     """A restart did not succeed at once."""
 
 
-def kill_some(options: argparse.Namespace, directory: Path, chance: random.Random, kind: str) -> Iterator[list[float]]:
+def kill_some(
+    options: argparse.Namespace, directory: Path, chance: random.Random, kind: str, kills: int
+) -> Iterator[list[float]]:
     """Kill ranks of one job, each time after up to three seconds of training; the seconds of the restarts."""
     flags = [*rendezvous(kind), "--max-restarts", str(2 * _BLOCK + 10)]
     flags += ["--warm-processes" if options.warm else "--no-warm-processes"]
@@ -224,7 +226,7 @@ def kill_some(options: argparse.Namespace, directory: Path, chance: random.Rando
     with ended() as jobs:
         jobs.append(job := Job(directory, flags, forks=False, save_interval=5, max_failed_attempts=0))
         job.wait_for_training()
-        for _ in range(_BLOCK):
+        for _ in range(kills):
             if options.warm:
                 job.wait_for(lambda: sum(map(has_imported, standby_processes(job.pid))) >= 2)
             time.sleep(chance.uniform(0.0, 3.0))
@@ -285,7 +287,8 @@ def run_kills(options: argparse.Namespace, base: Path) -> bool:
     for number in range(-(-options.count // _BLOCK)):
         kind = options.rendezvous[number % len(options.rendezvous)]
         try:
-            for seconds in kill_some(options, base / str(number), chance, kind):
+            kills = min(_BLOCK, options.count - number * _BLOCK)
+            for seconds in kill_some(options, base / str(number), chance, kind, kills):
                 restarts.append(seconds)
                 print(f"{kind}: back after {seconds[0]:.2f} s", flush=True)
         except RestartFailed as failure:
