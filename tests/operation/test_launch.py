@@ -56,9 +56,13 @@ def test_restarts_and_exit_code(tmp_path: Path, body: str, exit_code: int, numbe
     assert len(list(tmp_path.glob("saved.*"))) == 2 * ("saved" in body)
 
 
+def shorten_waits() -> None:
+    launch.CRASH_SECONDS = 1
+
+
 def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path) -> None:
     """SIGTERM does not end it: it waits for a rank that is no more."""
-    node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), sys.exit(1))", *TWO)
+    node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), sys.exit(1))", *TWO, prepare=shorten_waits)
     wait_until((tmp_path / "waits.1").exists, PATIENCE)
     started = time.monotonic()
     assert node.exit_code() == ExitCode.CRASH
@@ -79,7 +83,7 @@ def test_a_signal_is_passed_on_and_the_save_is_waited_for(tmp_path: Path, name: 
 def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_path: Path) -> None:
     """The signal of the stop ends a rank before it handles signals; the other one does, and waits for it to join."""
     body = "hang() if RANK else (wait_until_others_wait(), touch('ready'), time.sleep(600))"
-    node = start(tmp_path, body, *TWO)
+    node = start(tmp_path, body, *TWO, prepare=shorten_waits)
     wait_until((tmp_path / "ready").exists, PATIENCE)
     started = time.monotonic()
     node.signal(signal.SIGTERM)

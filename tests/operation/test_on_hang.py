@@ -22,7 +22,8 @@ from tests.operation.jobs import LAUNCH, PATIENCE, TORCHRUN, Job, cmdline, ended
 
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 NOTHING_IS_ENDED = "A hang was found, and nothing is ended"
-REPORT: dict[str, FlagValue | Path] = {"on_hang": "report", "hang_limit_s": 2.0, "save_interval": 10**6}
+REPORT: dict[str, FlagValue | Path] = {"on_hang": "report", "hang_limit_s": 2.0, "hang_limit_data_s": 2.0}
+REPORT["save_interval"] = 10**6
 
 
 @pytest.fixture
