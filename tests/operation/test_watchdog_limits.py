@@ -174,15 +174,6 @@ def test_a_limit_that_is_given_keeps_its_meaning_also_after_short_stays(section:
     assert decided == limit or limit < decided <= limit + 2.0
 
 
-def test_a_rank_that_has_restarted_in_its_process_learns_its_steps_anew() -> None:
-    """Slow steps of before, with another layout or on a broken device, allow no longer hangs."""
-    run = Simulation(Limits(step=60.0))
-    run.steps(50, 100.0)
-    run.stay(Section.START, 30.0)
-    run.steps(5, 1.0)
-    assert 60.0 < run.hang(Section.FORWARD_BACKWARD) <= 62.0
-
-
 def test_the_limit_of_long_sections_is_learned() -> None:
     run = Simulation()
     run.steps(10, 100.0)
@@ -191,10 +182,11 @@ def test_the_limit_of_long_sections_is_learned() -> None:
     assert run.limit == pytest.approx(FACTOR * longest)
 
 
-def test_slow_iterations_before_a_return_to_a_checkpoint_teach_nothing() -> None:
-    run = Simulation()
+@pytest.mark.parametrize("section", [Section.START, Section.LOAD])
+def test_slow_iterations_before_a_restart_or_a_return_to_a_checkpoint_allow_no_longer_hangs(section: Section) -> None:
+    run = Simulation(Limits(step=60.0))
     run.steps(10, 100.0)
-    run.stay(Section.LOAD, 10.0)
+    run.stay(section, 10.0)
     run.steps(5, 1.0)
     run.hang(Section.FORWARD_BACKWARD)
     assert run.limit == 60.0

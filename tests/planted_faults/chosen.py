@@ -237,7 +237,7 @@ STALE = (
         ("training/test_timers.py",),
     ),
     Fault(
-        "the steps of before a restart in the process set the limit of a hang",
+        "iterations before a restart in the process set the limit of a hang",
         "snapshot.section in (Section.START, Section.LOAD):\n            rank.spans.clear()",
         "snapshot.section in (Section.START, Section.LOAD):\n            pass",
         ("operation/test_watchdog_limits.py",),
