@@ -121,12 +121,12 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "message"),
     [(lambda pid: os.kill(pid, signal.SIGKILL), "has died"), (lambda pid: None, r"no progress for 1 s \(--async-save")],
     ids=["killed", "stopped"],
 )
 def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
-    tmp_path: Path, end: Callable[[int], None], told: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, end: Callable[[int], None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, 1, tensors(), {})
     process, pid = stopped_process(1.0)
@@ -135,7 +135,7 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
     end(pid)
     started = time.monotonic()
     failure = finish(saving)
-    assert failure is not None and re.search(told, failure), failure
+    assert failure is not None and re.search(message, failure), failure
     assert time.monotonic() - started < TIMEOUT / 2
     assert not is_alive(pid)
     saving.abandon()

@@ -226,7 +226,7 @@ def test_a_damaged_manifest_is_refused_by_name(saved: Path, damage: Callable[[st
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(saved: Path) -> None:
-    """200 random ones; the seed is printed on failure. test_verified_file.py flips those of the other files."""
+    """200 random bits; the seed is printed on failure. Bits of tensor files are flipped in test_verified_file.py."""
     seed = random.SystemRandom().randrange(2**32)
     choose, victim = random.Random(seed), manifest_file(saved)
     verify_share(saved, 5, rank=0, size=1)

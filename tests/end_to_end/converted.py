@@ -163,7 +163,7 @@ def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
 
 
 def our_model(root: Path) -> TransformerModel:
-    """The converted model in fp64, with the architecture that the checkpoint tells."""
+    """The converted model in fp64, with the architecture stored in the checkpoint."""
     architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
     kernel = choose_attention_kernel("auto", CPU, torch.float64)
     parallel = TensorParallel(single_process().tensor_parallel)

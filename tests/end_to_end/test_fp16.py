@@ -1,4 +1,4 @@
-"""Runs in fp16: their losses are those of fp32, and overflows end no run before the loss scale is at its floor."""
+"""Runs in fp16: losses close to fp32, and an overflow ends a run only at the minimum loss scale."""
 
 import re
 from pathlib import Path

@@ -36,7 +36,7 @@ def process_of_rank(run: RunningTraining, rank: int) -> int:
 
 @pytest.mark.slow(reason="two ranks under torchrun")
 def test_signal_to_one_stage_stops_all_and_the_run_goes_on(corpus: Corpus, tmp_path: Path) -> None:
-    """Each stage is told of it between two iterations, so that none waits for another's messages."""
+    """All stages stop after the same iteration, so no stage waits for a message that is never sent."""
     metrics, whole = tmp_path / "metrics.jsonl", tmp_path / "whole.jsonl"
     flags: dict[str, FlagValue | Path] = {"fp64": True, "train_iters": 20_000, "save": tmp_path, "load": tmp_path}
     run = RunningTraining(flags_of(corpus, **flags, **TWO_STAGES, metrics_jsonl=metrics), processes=2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from tests.llama4_definition import token_logits, token_losses
-from tests.model.reference import fp32_means_fp64
+from tests.model.reference import common_settings, fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -96,28 +96,10 @@ def config_of(case: str) -> TransformerConfig:
 
 def hugging_face_llama4(config: TransformerConfig) -> Any:
     """``Llama4ForCausalLM`` of these sizes, with weights of its own."""
-    rope = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if config.use_rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_scaling_low_freq_factor,
-            "high_freq_factor": config.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling_original_length,
-        }
     settings = transformers.Llama4TextConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
+        **common_settings(config),
         intermediate_size=config.moe_ffn_hidden_size,
         intermediate_size_mlp=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_query_groups,
-        head_dim=config.kv_channels,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.norm_epsilon,
-        rope_parameters=rope,
-        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
         num_local_experts=config.num_experts,
         num_experts_per_tok=config.moe_router_topk,
         moe_layers=[layer for layer, is_moe in enumerate(config.moe_layers()) if is_moe],
@@ -129,7 +111,6 @@ def hugging_face_llama4(config: TransformerConfig) -> Any:
         floor_scale=config.attention_temperature_floor,
         attn_scale=config.attention_temperature_scale,
         use_cache=False,
-        attn_implementation="eager",
     )
     return transformers.Llama4ForCausalLM(settings)
 

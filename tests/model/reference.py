@@ -1,4 +1,4 @@
-"""Our models beside those of transformers, and how they are compared."""
+"""The same model here and in transformers: configs, weights in both forms, and comparisons of logits and gradients."""
 
 import math
 from collections.abc import Iterator
@@ -65,14 +65,15 @@ def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -
     )
 
 
-def hugging_face_model(config: TransformerConfig) -> Any:
+def common_settings(config: TransformerConfig) -> dict[str, Any]:
+    """The arguments that the configs of all architectures of transformers share."""
     rope = {"rope_type": "default", "rope_theta": config.rotary_base}
     if config.use_rope_scaling:
         rope |= {
             "rope_type": "llama3",
             "factor": config.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
+            "low_freq_factor": config.rope_scaling_low_freq_factor,
+            "high_freq_factor": config.rope_scaling_high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling_original_length,
         }
     if config.position_embedding_type == "yarn":
@@ -87,22 +88,26 @@ def hugging_face_model(config: TransformerConfig) -> Any:
             "attention_factor": config.yarn_attention_factor,
             "truncate": config.yarn_correction_range_round_to_int,
         }
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": rope,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "attn_implementation": "eager",
+    }
+
+
+def hugging_face_model(config: TransformerConfig) -> Any:
     architecture = architecture_of(config)
     assert architecture is not None
     settings = getattr(transformers, f"{architecture.title}Config")(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.ffn_hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_query_groups,
-        head_dim=config.kv_channels,
-        max_position_embeddings=config.max_position_embeddings,
-        rms_norm_eps=config.norm_epsilon,
-        rope_parameters=rope,
-        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
-        attn_implementation="eager",
-        **hugging_face_experts(config),
+        **common_settings(config), intermediate_size=config.ffn_hidden_size, **hugging_face_experts(config)
     )
     return getattr(transformers, architecture.hugging_face_class)(settings)
 

@@ -107,7 +107,7 @@ class Report:
 
 
 class BreakableJob(Job):
-    """A job whose ranks train until they are told to break."""
+    """A job whose ranks train until :meth:`inject` breaks one."""
 
     def __init__(self, directory: Path, faults: int, limit: float | None = LIMIT, forks: bool = True) -> None:
         """``limit`` is that of the flags; without one, limits are learned, and the ranks also save and evaluate."""

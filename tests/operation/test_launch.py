@@ -13,7 +13,7 @@ from megatron.errors import ExitCode
 from megatron.operation import launch
 from megatron.operation.attempts import FILE, FailedAttempts, read
 from megatron.operation.launch import final_code
-from tests.end_to_end.run_process import wait_until
+from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
@@ -54,6 +54,14 @@ def test_restarts_and_exit_code(tmp_path: Path, body: str, exit_code: int, numbe
     assert start(tmp_path, body, *TWO, "--max-restarts", "2").exit_code() == exit_code
     assert attempts(tmp_path) == number
     assert len(list(tmp_path.glob("saved.*"))) == 2 * ("saved" in body)
+
+
+def test_the_command_restarts_its_ranks_and_ends_with_their_code(tmp_path: Path) -> None:
+    """In a Python of its own; the other tests fork launchers."""
+    script = write_script(tmp_path, "sys.exit(75 if ATTEMPT else 1)")
+    words = [sys.executable, "-m", "megatron.operation.launch", *TWO, "--max-restarts", "1", str(script)]
+    assert subprocess.run(words, env=environment(), cwd=REPOSITORY, timeout=PATIENCE).returncode == 75
+    assert attempts(tmp_path) == 2
 
 
 def shorten_waits() -> None:
