@@ -137,6 +137,8 @@ def test_a_rehearsal_runs_every_line_of_both_calls(tmp_path: Path) -> None:
     assert "speed / transformers eager" in (figures_of(results, "8b") or {})
     assert (figures_of(results, "real", "dry run") or {})["peak_bytes"] > 0
     assert (figures_of(results, "products") or {})["passed"] >= 5
+    with tarfile.open(tmp_path / ARCHIVE) as tar:
+        assert any(name.endswith("trace.json") for name in tar.getnames()), "the profile of the real run"
 
 
 def test_its_table_is_short_and_its_archive_has_all(rehearsal: Path, tmp_path: Path) -> None:
