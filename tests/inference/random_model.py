@@ -1,6 +1,6 @@
 """Random models, and their logits without a cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from megatron.core.initialization import initialize_parameters
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.inference.loading import build_model
-from tests.model.llama4 import CHUNK
+from tests.model.llama4 import CASES, CHUNK, llama4_config
 from tests.model.reference import CPU, architecture
+from tests.model.yarn_variants import VARIANTS
 from tests.whole_model import logits_of
 
 TOLERANCE = 1e-9
@@ -20,6 +21,11 @@ MODELS: dict[str, TransformerConfig] = {
     name: architecture(scaling=False, tied=name == "qwen2", tp=1, family=name)
     for name in ARCHITECTURES
     if name != "llama4_text"
+} | {
+    "scaled rope": architecture(scaling=True, tied=True, tp=1),
+    "yarn": replace(VARIANTS["short"], max_position_embeddings=64),
+    "llama4_text": llama4_config(**CASES["scout"]),
+    "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),
 }
 PROMPTS = (3, 1, CHUNK + 5)
 """Lengths: rows are at different places of a chunk, and in different chunks."""

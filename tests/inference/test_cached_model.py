@@ -1,7 +1,6 @@
 """Passes with a key-value cache compute the logits of a model without one, in fp64, in every layout."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,17 +20,7 @@ from tests.inference.random_model import (
     texts_of,
     whole_logits,
 )
-from tests.model.llama4 import CASES, llama4_config
-from tests.model.reference import architecture
-from tests.model.yarn_variants import VARIANTS
 from tests.rank_pool import RankPool
-
-MODELS |= {
-    "scaled rope": architecture(scaling=True, tied=True, tp=1),
-    "yarn": replace(VARIANTS["short"], max_position_embeddings=64),
-    "llama4_text": llama4_config(**CASES["scout"]),
-    "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),
-}
 
 
 def largest_error(config: TransformerConfig, topology: Topology) -> float:
