@@ -9,8 +9,10 @@ import gc
 import os
 import random
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import settings
@@ -72,23 +74,32 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-REFERENCE = pytest.StashKey[list[float]]()
+NEXT_REFERENCE = pytest.StashKey[float]()
 VERDICT = pytest.StashKey[str]()
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Time the reference load before the tests; not in a worker."""
-    if session.config.getoption("--compare-seconds") and not hasattr(session.config, "workerinput"):
-        session.config.stash[REFERENCE] = [durations.time_reference_load()]
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Time the reference load between tests, under whatever load they have."""
+    config = item.config
+    if config.getoption("--compare-seconds") and time.monotonic() >= config.stash.get(NEXT_REFERENCE, 0.0):
+        item.user_properties.append((durations.REFERENCE, durations.time_reference_load()))
+        config.stash[NEXT_REFERENCE] = time.monotonic() + durations.REFERENCE_INTERVAL
+    return (yield)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Time the reference load again, and fail if the tests took longer than it explains."""
-    if REFERENCE in session.config.stash:
-        reference = [*session.config.stash[REFERENCE], durations.time_reference_load()]
-        total = sum(seconds_of_tests(session.config).values())
-        is_within, sentence = durations.compare(total, sum(reference) / len(reference), durations.recorded_times())
-        session.config.stash[VERDICT] = sentence
+    """Fail if the tests took longer than the reference load explains; not in a worker."""
+    config = session.config
+    if config.getoption("--compare-seconds") and not hasattr(config, "workerinput"):
+        properties = [
+            one for report in reports_of(config) if report.when == "teardown" for one in report.user_properties
+        ]
+        reference = [float(str(value)) for name, value in properties if name == durations.REFERENCE]
+        if not reference:  # not a single test has run
+            return
+        total = sum(seconds_of_tests(config).values())
+        is_within, config.stash[VERDICT] = durations.compare(total, fmean(reference), durations.recorded_times())
         if not is_within:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -104,10 +115,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def seconds_of_tests(config: pytest.Config) -> dict[str, float]:
     """Of each test that has run."""
+    return durations.seconds_of((one.nodeid, one.duration) for one in reports_of(config))
+
+
+def reports_of(config: pytest.Config) -> list[pytest.TestReport]:
+    """Of each phase of each test."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     assert reporter is not None
-    reports = [one for found in reporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
-    return durations.seconds_of((one.nodeid, one.duration) for one in reports)
+    return [one for found in reporter.stats.values() for one in found if isinstance(one, pytest.TestReport)]
 
 
 def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:

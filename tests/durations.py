@@ -1,12 +1,10 @@
 """Where the seconds of a test run go, and whether they have grown beyond what the machine explains.
 
-Seconds differ by a factor of two between machines and days. So a run with ``--compare-seconds`` times a fixed load
-before and after the tests, and compares their seconds with it.
+Seconds differ by a factor of two between machines and days, and within a run. So with ``--compare-seconds`` each worker
+times a fixed load between its tests again and again, and the seconds of the tests are compared with it.
 """
 
 import json
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,7 +16,11 @@ LEAST_TESTS = 1000
 RECORDED = Path(__file__).with_name("recorded_seconds.json")
 """How many times the reference load the default tier takes."""
 MOST_GROWTH = 1.3
-WORKERS = 2
+REFERENCE = "seconds of the reference load"
+"""The property of a test before which it was timed."""
+REFERENCE_INTERVAL = 20.0
+"""Seconds between two timings in a worker, of a third of a second each."""
+REFERENCE_ROUNDS = 1500
 
 
 def seconds_of(phases: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -53,12 +55,16 @@ def lines_of(seconds: Mapping[str, float]) -> list[str]:
 
 
 def time_reference_load() -> float:
-    """Seconds of the fixed load, on as many processes at once as run tests: each imports everything, and trains."""
-    start = time.monotonic()
-    processes = [subprocess.Popen([sys.executable, "-m", "tests.reference_load"]) for _ in range(WORKERS)]
-    codes = [process.wait() for process in processes]
-    assert codes == [0] * WORKERS, codes
-    return time.monotonic() - start
+    """Seconds of a fixed load of what tests are made of: objects and text of Python, and small products in fp64."""
+    import torch
+
+    start = time.perf_counter()
+    weight = torch.full((64, 64), 1e-3, dtype=torch.float64, requires_grad=True)
+    record = {str(number): [number, str(number)] for number in range(200)}
+    for _ in range(REFERENCE_ROUNDS):
+        (weight @ weight).tanh().sum().backward()
+        record = json.loads(json.dumps(record))
+    return time.perf_counter() - start
 
 
 def compare(total: float, reference: float, recorded: float) -> tuple[bool, str]:
@@ -66,7 +72,7 @@ def compare(total: float, reference: float, recorded: float) -> tuple[bool, str]
     and a sentence."""
     times = total / reference
     growth = times / recorded
-    sentence = f"{times:.0f} times the reference load of {reference:.1f} s; recorded were {recorded:.0f} times"
+    sentence = f"{times:.0f} times the reference load of {reference:.3f} s; recorded were {recorded:.0f} times"
     if growth <= MOST_GROWTH:
         return True, f"{sentence}."
     return False, (

@@ -30,7 +30,9 @@ def test_seconds_may_grow_as_the_reference_load_does() -> None:
     assert durations.compare(total=2600.0, reference=20.0, recorded=100.0)[0]
     is_within, sentence = durations.compare(total=2640.0, reference=20.0, recorded=100.0)
     assert not is_within
-    assert sentence.startswith("132 times the reference load of 20.0 s; recorded were 100 times, of which this is 1.32")
+    assert sentence.startswith(
+        "132 times the reference load of 20.000 s; recorded were 100 times, of which this is 1.32"
+    )
     assert durations.recorded_times() > 0
 
 
