@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.local_ranks import parse
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
@@ -68,7 +69,7 @@ class Layout:
     def config(self) -> RunConfig:
         """The checked flags of the run."""
         config = parse_command_line(f"{MODEL} --micro-batch-size {self.micro_batch_size} {self.flags}".split())
-        config.check(self.ranks)
+        check_run(config, self.ranks)
         return config
 
     @property

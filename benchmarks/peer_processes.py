@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_worker import Job
+from benchmarks.peer_job import Job
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from benchmarks.error_line import error_line
 from benchmarks.peer_environments import PACKAGES, make_environment
+from benchmarks.peer_job import Job
 from benchmarks.peer_processes import ContenderError, RankProcesses
-from benchmarks.peer_worker import Job
 from megatron.errors import ConfigError
 from megatron.ranges import require_at_least
 from megatron.schedules.registry import SCHEDULES

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.checks import check_resolved_architecture
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.kernels import KernelConfig
 from megatron.config.model import ModelConfig
@@ -119,7 +120,7 @@ class SliceConfig:
         )
         for group in (self.model, self.precision, self.kernels):
             group.check()
-        self.run_config().check_architecture(self.grid.world_size)
+        check_resolved_architecture(self.run_config(), self.grid.world_size)
 
     @property
     def architecture(self) -> TransformerConfig:

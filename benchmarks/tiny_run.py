@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.gpu_lines.line import complete_records
+from benchmarks.jsonl import complete_records
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 

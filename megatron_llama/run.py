@@ -18,6 +18,7 @@ import torch
 from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.run_on_ranks import run_on_rank0
@@ -101,7 +102,7 @@ class Run:
             end.enter_context(random_numbers_restored())  # the parser of the flags draws numbers, too
             config = parse_command_line(words, print_messages=process.rank == 0)
             check_flags(config)
-            config.check(process.world_size)
+            check_run(config, process.world_size)
             self._trainer = self._build(config, words, process, end)
             self._end = end.pop_all()
         # A run that is not closed ends before Python takes the modules down.

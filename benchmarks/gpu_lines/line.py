@@ -9,6 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.jsonl import complete_records
+
 RESULTS = "results.jsonl"
 WHOLE = "the line"
 """The name of a line's last result: how its process has ended, and the state of the GPU before and after it."""
@@ -141,14 +143,6 @@ def read_results(out: Path) -> dict[str, list[Result]]:
             right = {name: one for name, one in found.items() if one.verdict == Verdict.RIGHT and name != WHOLE}
             lines[result.line] = right if resumes else {}
     return {name: list(results.values()) for name, results in lines.items()}
-
-
-def complete_records(file: Path) -> list[dict[str, Any]]:
-    """The records of a JSONL file that another process may be writing: what has no newline yet is left out."""
-    if not file.exists():
-        return []
-    complete, _, _ = file.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in complete.splitlines()]
 
 
 def whole_of(results: Sequence[Result]) -> Result | None:

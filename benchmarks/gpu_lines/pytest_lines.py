@@ -14,11 +14,11 @@ from benchmarks.gpu_lines.line import (
     Result,
     Verdict,
     append,
-    complete_records,
     own_results,
     read_results,
 )
 from benchmarks.gpu_lines.line_run import LineRun, place_of, require, verdict_of
+from benchmarks.jsonl import complete_records
 from megatron.core.device import device_is_broken
 
 PACKAGES = ("pytest", "pytest_timeout", "hypothesis")

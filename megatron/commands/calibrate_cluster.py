@@ -21,6 +21,7 @@ from typing import Literal
 
 import tyro
 
+from megatron.config.checks import check_run
 from megatron.errors import ConfigError, UserError
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
@@ -92,7 +93,7 @@ def calibrate(config: CalibrateConfig) -> str | None:
     words = (config.flags or (SMALL_MODEL if is_cpu else f"{LARGE_MODEL} --bf16")).split()
     flags = f"--mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --device {device.type}"
     run = parse_command_line([*words, *flags.split()])
-    run.check(1)
+    check_run(run, 1)
     plan = Plan(run, planned_vocabulary(run).size, device, Effort(turns=config.turns), config.batches)
     if is_cpu:
         prepare_cpu(process)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import tyro
 
 from megatron.commands import pretrain_llama
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.evaluate import EvaluateConfig
@@ -173,7 +174,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     saved = None if given.checkpoint.load is None else read_saved_state(given)
     config = run_config(evaluate, words, saved)
     check_texts(evaluate, config.seq_length)
-    config.check(world_size)
+    check_run(config, world_size)
     data = TextData(evaluate)
     parts = RunParts(data.build, partial(open_writers, evaluate, data))
     process = Process.from_environment(os.environ)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatron.commands.script_recorder import recorded
 from megatron.config.all_checks import flags_in
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_line
 from megatron.config.megatron_flags import NO_EFFECT
 from megatron.config.recipes import edited, read_recipes
@@ -50,7 +51,7 @@ def explain(words: Sequence[str], world_size: int) -> Explained:
     corrections = [sentence for error in errors for sentence in error.sentences]
     wrong = {flag for sentence in corrections for flag in flags_in(sentence)}
     try:
-        line.config.check(world_size)
+        check_run(line.config, world_size)
     except ConfigError as error:
         corrections += [one for one in error.sentences if not wrong & set(flags_in(one))]
     except Exception:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line, with_flags_of_file
 from megatron.config.faults import VARIABLE, check_allowed
 from megatron.config.operation import HANG_LIMITS
@@ -33,7 +34,7 @@ def dry_run(config: RunConfig, world_size: int) -> None:
     if world_size > 1:
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
     assert config.dry_run.num_gpus is not None
-    config.check(config.dry_run.num_gpus)
+    check_run(config, config.dry_run.num_gpus)
     from megatron.planner.dry_run import plan_and_report
 
     plan_and_report(config)
@@ -72,7 +73,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
         dry_run(config, world_size)
         return ExitCode.COMPLETE
     num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
-    config.check(world_size - num_spares)
+    check_run(config, world_size - num_spares)
     if rank == 0:
         name_flags_without_effect(arguments)
     check_allowed(config.operation.inject_fault, os.environ.get(VARIABLE))
@@ -115,7 +116,7 @@ def name_flags_without_effect(arguments: Sequence[str]) -> None:
 
 def count_spares(config: RunConfig, rank: int, world_size: int) -> int:
     """The ranks that have no part in the training: the last ones, for which there is no share of the batch."""
-    from megatron.training.loop.batch_schedule import check_batches
+    from megatron.training.batch_schedule import check_batches
 
     spares = world_size - usable_world_size(config, world_size, partial(check_batches, config))
     if spares and rank == 0:

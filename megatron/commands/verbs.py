@@ -69,9 +69,6 @@ def start(arguments: Sequence[str]) -> int:
     if name in ("-h", "--help", "help"):
         print(help_text())
         return ExitCode.COMPLETE
-    if name == "--version":
-        print(version_text())
-        return ExitCode.COMPLETE
     verb = next((verb for verb in VERBS if verb.name == name), None)
     if verb is None:
         print(f"ERROR: {unknown(name)}", file=sys.stderr)
@@ -96,13 +93,6 @@ def help_text() -> str:
             f"{PROGRAM} launch --nproc-per-node N -m megatron.commands.pretrain_llama FLAGS",
         ]
     )
-
-
-def version_text() -> str:
-    """The version of this package."""
-    from megatron_llama import __version__
-
-    return f"{PROGRAM} {__version__}"
 
 
 def unknown(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, get_type_hints
 
 from megatron.architectures.registry import PRESETS
 from megatron.config.all_checks import flags_in, without_sentences_on
+from megatron.config.checks import check_run
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.flag_docs import docstrings
 from megatron.config.flag_files import FlagFileConfig
@@ -184,7 +185,7 @@ def _found_by_checks(line: ParsedLine, world_size: int) -> list[ConfigError]:
     if line.config.checkpoint.load_hf is not None:
         return []  # The directory has sizes that the checks need.
     try:
-        line.config.check(line.config.dry_run.num_gpus or world_size)
+        check_run(line.config, line.config.dry_run.num_gpus or world_size)
     except ConfigError as error:
         return [kept for one in error.causes or [error] for kept in without_sentences_on(one, named)]
     except Exception:

@@ -1,13 +1,9 @@
-"""All flag groups of one run, and the order of the checks that cross groups."""
+"""All flag groups of one run."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 
 from megatron.config.activations import ActivationConfig
-from megatron.config.all_checks import run_all
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.checks import attention, backends, experts, faults, layout, length, mup, operation, precision
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
@@ -70,24 +66,9 @@ class RunConfig:
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     """Compatibility."""
 
-    def check(self, world_size: int) -> None:
-        """Raise :class:`ConfigError` for every invalid flag or combination in a run of ``world_size`` processes.
-
-        With ``--use-checkpoint-args`` the architecture is not known yet: call :meth:`check_architecture` later.
-        """
-        stages = [[getattr(self, group.name).check for group in fields(self)]]
-        stages.append([partial(check, self, world_size) for check in CROSS_GROUP_CHECKS])
-        if not self.checkpoint.use_checkpoint_args:
-            stages.append([partial(check, self, world_size) for check in ARCHITECTURE_CHECKS])
-        run_all(stages)
-
-    def check_architecture(self, world_size: int) -> None:
-        """Raise :class:`ConfigError` for every model size that is missing or incompatible with the layout."""
-        run_all([[partial(check, self, world_size) for check in ARCHITECTURE_CHECKS]])
-
     @property
     def seq_length(self) -> int:
-        """``--seq-length``, which :meth:`check` requires."""
+        """``--seq-length``, which the checks require."""
         assert self.data.seq_length is not None
         return self.data.seq_length
 
@@ -101,7 +82,7 @@ class RunConfig:
 
     @property
     def micro_batch_size(self) -> int:
-        """``--micro-batch-size``, which :meth:`check` requires."""
+        """``--micro-batch-size``, which the checks require."""
         assert self.training.micro_batch_size is not None
         return self.training.micro_batch_size
 
@@ -125,41 +106,3 @@ class RunConfig:
 
     def data_parallel_size(self, world_size: int) -> int:
         return self.parallel.data_parallel_size(world_size)
-
-
-CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
-    length.check_required,
-    length.check_data_source,
-    length.check_loader_timeout,
-    layout.check_tensor_parallel_overlap,
-    backends.check_transformer_engine_overlap,
-    layout.check_data_parallel,
-    precision.check_formats,
-    backends.check_transformer_engine,
-    length.check_length,
-    length.check_profile,
-    length.check_data_stage,
-    length.check_validation_sets,
-    length.check_evaluation_batch,
-    length.check_evaluation_of_average,
-    operation.check_update_policies,
-    backends.check_kernels,
-    length.check_dry_run,
-    faults.check_faults,
-)
-ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
-    layout.check_tensor_parallel,
-    attention.check_attention,
-    mup.check_mup,
-    experts.check_experts,
-    experts.check_expert_layout,
-    layout.check_context_parallel,
-    layout.check_pipeline,
-    layout.check_activations,
-    experts.check_recomputed_modules,
-    layout.check_fully_sharded,
-    experts.check_expert_precision,
-    experts.check_expert_optimizer,
-    precision.check_fp8,
-    backends.check_transformer_engine_buffers,
-)

@@ -1,1 +1,1 @@
-"""The model-parallel core: no flags, no files, no logging. Groups, configs and devices are arguments."""
+"""The model-parallel core: no files, no logging. Groups of ranks, groups of flags and devices are arguments."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.communication import Work
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.quantized import QuantizedTensor
 
 _ATTRIBUTE = "megatron_main_grad"
 

@@ -74,6 +74,11 @@ class ParameterInfo:
     initial: InitialValues | None = None
     """Other initial values than ones, zeros or normal ones."""
 
+    @property
+    def section_rows(self) -> list[int]:
+        """Rows of each section of a fused weight on this rank: query, key and value, or gate and up projection."""
+        return [box.shape[0] for box in self.boxes]
+
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
     """Store ``info`` on ``parameter`` and return it."""

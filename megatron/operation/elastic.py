@@ -6,6 +6,7 @@ the data-parallel size does: it is the largest with which the run is valid. Furt
 
 from collections.abc import Callable
 
+from megatron.config.checks import check_run
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -33,7 +34,7 @@ def usable_world_size(config: RunConfig, world_size: int, check_batches: Callabl
     for data_parallel_size in range(world_size // replica, 0, -1):
         try:
             check_batches(data_parallel_size)
-            config.check(data_parallel_size * replica)
+            check_run(config, data_parallel_size * replica)
         except ConfigError as error:
             first = first or error
         else:

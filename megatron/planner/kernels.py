@@ -31,11 +31,11 @@ from megatron.core.ops.fp8 import (
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, NormThenQuantization
-from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_, rotated
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUThenQuantization
 from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.precision import number_formats
+from megatron.core.quantized import Layout, QuantizedTensor
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker
 

@@ -34,10 +34,10 @@ from megatron.schedules.schedule import Placement, Schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensorMode, fake_store
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import build_batches
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.initialize import rank_grid
-from megatron.training.loop.batch_schedule import BatchSchedule
 
 _MIN_PARALLEL = 4
 """Simulations from which on they run in several processes."""

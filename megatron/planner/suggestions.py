@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from megatron.config.activations import RecomputeMethod, RecomputeModule
+from megatron.config.checks import check_run
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import flag_of, words_of
@@ -46,7 +47,7 @@ def _try(plan: Plan, config: RunConfig, flags: str) -> Suggestion | None:
     Of a pipeline with another number of stages, the first, the middle and the last stage are simulated."""
     num_gpus = plan.run.grid.world_size
     try:
-        config.check(num_gpus)
+        check_run(config, num_gpus)
         run = Run.of(config, num_gpus, plan.run.vocabulary)
         _ = run.num_microbatches
     except ConfigError:

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Literal
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_fraction
-from megatron.update_rules.rule import Flags, Group, Shard, UpdateContext, UpdateRule
+from megatron.update_rules.rule import Flags, Group, ParameterFacts, Shard, UpdateContext, UpdateRule
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron.core.parameter import ParameterInfo
 
 BF16_SPACING = 2.0**-7
 """Largest relative distance between neighbouring bf16 numbers."""
@@ -69,11 +67,11 @@ class Adam(UpdateRule):
     def mup_obstacle(self) -> None:
         return None
 
-    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+    def learning_rate_factor(self, info: ParameterFacts) -> float:
         """An element changes by about the learning rate, and an output is a sum over the fan-in."""
         return 1.0 / info.fan_in_mult
 
-    def _epsilon(self, info: "ParameterInfo") -> float:
+    def _epsilon(self, info: ParameterFacts) -> float:
         """Epsilon falls with the gradients of hidden matrices, as the learning rate does (arXiv 2203.03466, B.3)."""
         return self._flags.adam_eps / info.fan_in_mult
 

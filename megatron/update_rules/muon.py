@@ -14,13 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron.flags import changed_flags, require_flag, values_of
 from megatron.ranges import require_at_least, require_fraction, require_positive
 from megatron.update_rules.adam import Adam
-from megatron.update_rules.rule import Flags, Group, UpdateContext, UpdateRule, take_flags
+from megatron.update_rules.rule import Flags, Group, ParameterFacts, Ranks, UpdateContext, UpdateRule, take_flags
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron.core.communication import Communicator
-    from megatron.core.parameter import ParameterInfo
 
 Coefficients = tuple[float, float, float]
 
@@ -105,7 +102,7 @@ class Muon(UpdateRule):
     def of(cls, config: Any) -> "Muon":
         return cls(take_flags(config, MuonFlags), Adam.of(config))
 
-    def rule_for(self, info: "ParameterInfo") -> UpdateRule:
+    def rule_for(self, info: ParameterFacts) -> UpdateRule:
         """AdamW for vectors, and for weights with one row per token id."""
         return self if len(info.global_shape) == 2 and not info.is_vocabulary else self._others
 
@@ -120,13 +117,10 @@ class Muon(UpdateRule):
 
     def bind(self, groups: Sequence[Group], context: UpdateContext) -> Callable[[int], None]:
         """Momentum and weight decay run on shards; each matrix is orthogonalised on one rank."""
-        from megatron.core.optimizer.whole_matrices import WholeMatrices
-
-        splits = [split for split in context.splits if self.rule_for(split.info) is self]
-        matrices = WholeMatrices(splits, context.shard_ranks)
+        updates = context.whole_matrices(lambda info: self.rule_for(info) is self)
         momentum, nesterov = self._flags.muon_momentum, self._flags.muon_nesterov
 
-        def orthogonalize(info: "ParameterInfo", matrix: "Tensor") -> "Tensor":
+        def orthogonalize(info: ParameterFacts, matrix: "Tensor") -> "Tensor":
             return self.orthogonalize(info, matrix, context.tensor_parallel)
 
         def update(step: int) -> None:
@@ -137,14 +131,14 @@ class Muon(UpdateRule):
                 average.lerp_(gradient, 1.0 - momentum)
                 # The gradient is not needed any more; its memory holds the direction.
                 directions[name] = gradient.lerp_(average, momentum) if nesterov else average
-            for name, direction in matrices.transform(directions, orthogonalize, context.empty):
+            for name, direction in updates(directions, orthogonalize):
                 shard, group = shards[name]
                 shard.weight.mul_(1.0 - group.learning_rate * group.weight_decay)
                 shard.weight.add_(direction, alpha=-group.learning_rate)
 
         return update
 
-    def orthogonalize(self, info: "ParameterInfo", matrix: "Tensor", ranks: "Communicator") -> "Tensor":
+    def orthogonalize(self, info: ParameterFacts, matrix: "Tensor", ranks: Ranks) -> "Tensor":
         """The scaled update of this tensor-parallel rank's shard of a parameter, from the same shard of the momentum
         ``matrix``; of fused weights section by section."""
         fused = {
@@ -152,13 +146,13 @@ class Muon(UpdateRule):
             "linear_fc1.weight": self._flags.muon_split_fc1,
         }
         is_split = any(info.name.endswith(name) and splits for name, splits in fused.items())
-        heights = [box.shape[0] for box in info.boxes] if is_split else [matrix.shape[0]]
+        heights = info.section_rows if is_split else [matrix.shape[0]]
         update = matrix.new_empty(matrix.shape)
         for section, target in zip(matrix.split(heights), update.split(heights)):
             target.copy_(self._orthogonalize_section(section, _divided_dim(info), ranks))
         return update
 
-    def _orthogonalize_section(self, part: "Tensor", divided_dim: int | None, ranks: "Communicator") -> "Tensor":
+    def _orthogonalize_section(self, part: "Tensor", divided_dim: int | None, ranks: Ranks) -> "Tensor":
         flags, size = self._flags, list(part.shape)
         if divided_dim is not None:
             size[divided_dim] *= ranks.size
@@ -176,7 +170,7 @@ class Muon(UpdateRule):
             return scale * newton_schulz(whole, coefficients, in_bf16).chunk(ranks.size, divided_dim)[ranks.rank]
 
 
-def _divided_dim(info: "ParameterInfo") -> int | None:
+def _divided_dim(info: ParameterFacts) -> int | None:
     """The dimension that tensor parallelism divides, if any."""
     pairs = zip(info.global_shape, info.local_shape)
     return next((dim for dim, (whole, part) in enumerate(pairs) if whole != part), None)

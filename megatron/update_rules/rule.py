@@ -1,17 +1,18 @@
 """The interface between update rules and the optimizer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
-    from megatron.core.communication import Communicator
-    from megatron.core.data_parallel.buffer import ParameterSplit
-    from megatron.core.optimizer.kernels import AdamBuilder
-    from megatron.core.parameter import ParameterInfo
+    MatrixUpdates = Callable[
+        [Mapping[str, Tensor], Callable[["ParameterFacts", Tensor], Tensor]], Iterator[tuple[str, Tensor]]
+    ]
+    """From this rank's shards by name, and a function of a matrix, to this rank's shards of what it returns."""
 
 Kind = TypeVar("Kind")
 
@@ -19,11 +20,45 @@ SLICE = 1 << 22
 """Elements that an elementwise rule updates at once, which bounds the memory of copies in another dtype."""
 
 
+class ParameterFacts(Protocol):
+    """What a rule knows of a parameter: a part of ``ParameterInfo`` of the core, which explains it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def local_shape(self) -> tuple[int, ...]: ...
+    @property
+    def section_rows(self) -> list[int]: ...
+    @property
+    def weight_decay(self) -> bool: ...
+    @property
+    def is_vocabulary(self) -> bool: ...
+    @property
+    def fan_in_mult(self) -> float: ...
+    @property
+    def fan_out_mult(self) -> float: ...
+
+
+class Ranks(Protocol):
+    """The collectives that a rule may call: a part of ``Communicator`` of the core."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: "Tensor") -> "Tensor":
+        """The sum over the ranks, in place."""
+
+    def all_gather(self, tensor: "Tensor") -> "Tensor":
+        """The tensors of all ranks, concatenated along dim 0."""
+
+
 @dataclass
 class Shard:
     """The elements of one parameter that this rank updates; all tensors are 1-D and of one size."""
 
-    info: "ParameterInfo"
+    info: ParameterFacts
     weight: "Tensor"
     """The master weights."""
     gradient: "Tensor"
@@ -50,14 +85,12 @@ class Group:
 class UpdateContext:
     """What an update may use in addition to the shards."""
 
-    adam: "AdamBuilder"
-    tensor_parallel: "Communicator"
-    shard_ranks: "Communicator"
-    """The shard group of ``splits``."""
-    splits: "Sequence[ParameterSplit]"
-    """Every dense parameter of this rank's model chunks, with the elements of each rank."""
-    empty: "Tensor"
-    """A tensor without elements, with the shards' dtype and device."""
+    adam: "Callable[[Sequence[dict[str, Any]], tuple[float, float], float], Optimizer]"
+    """AdamW on parameter groups, with its betas and its epsilon."""
+    tensor_parallel: Ranks
+    whole_matrices: "Callable[[Callable[[ParameterFacts], bool]], MatrixUpdates]"
+    """Updates of whole matrices of those dense parameters for which a function is true. Collective: every rank exhausts
+    their iterator, also without shards."""
 
 
 class Flags:
@@ -81,7 +114,7 @@ class UpdateRule(ABC):
         """The rule with its flags in ``config``."""
         return cls(*([take_flags(config, cls.flags)] if cls.flags is not Flags else []))
 
-    def rule_for(self, info: "ParameterInfo") -> "UpdateRule":
+    def rule_for(self, info: ParameterFacts) -> "UpdateRule":
         """The rule that updates this parameter."""
         return self
 
@@ -90,7 +123,7 @@ class UpdateRule(ABC):
         :meth:`learning_rate_factor`."""
         return "how its updates grow with the width is not known: use adam, or remove --use-mup."
 
-    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+    def learning_rate_factor(self, info: ParameterFacts) -> float:
         """Factor of the learning rate of a parameter with which updates keep their size over widths (muP). It must be 1
         for a parameter whose fan-in and fan-out are those of the base model, as without ``--use-mup``."""
         return 1.0

@@ -5,12 +5,10 @@ from typing import TYPE_CHECKING
 
 from megatron.flags import values_of
 from megatron.ranges import require_fraction
-from megatron.update_rules.rule import Flags, Shard, UpdateRule
+from megatron.update_rules.rule import Flags, ParameterFacts, Shard, UpdateRule
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from megatron.core.parameter import ParameterInfo
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Sgd(UpdateRule):
     def mup_obstacle(self) -> None:
         return None
 
-    def learning_rate_factor(self, info: "ParameterInfo") -> float:
+    def learning_rate_factor(self, info: ParameterFacts) -> float:
         """Gradients of a hidden matrix have the size that its updates need (arXiv 2203.03466, tables 3 and 8)."""
         return info.fan_out_mult / info.fan_in_mult
 

@@ -26,8 +26,8 @@ from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.parameter import info_of
+from megatron.core.quantized import Layout, QuantizedTensor
 from megatron.core.topology import Topology
 
 pytestmark = pytest.mark.slow(reason="a benchmark")

@@ -50,6 +50,7 @@ from benchmarks.gpu_lines.real import device_time
 from benchmarks.gpu_lines.runner import ARCHIVE, TABLE, Session, run_lines, start_process
 from benchmarks.gpu_lines.session import run_session
 from benchmarks.gpu_lines.table import MOST_ROWS, MOST_WIDTH, as_text, verdict_of
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
 from tests.forked import fork_context
@@ -524,6 +525,7 @@ def test_the_command_starts_without_torch_and_with_few_packages() -> None:
 import sys
 sys.modules.update(dict.fromkeys({absent}))
 import benchmarks.first_contact
+from megatron.config.checks import check_run
 try:
     benchmarks.first_contact.main(["--help"])
 except SystemExit as end:
@@ -546,7 +548,7 @@ def test_the_flags_of_every_line_are_valid_at_full_size(line: Line) -> None:
         more = f"{documents.SLICE} " if place == "documents.run" else ""
         parse([*more.split(), *(words[2:] if place == "steps.parts" else words)]).check()
     elif place.startswith("real."):
-        parse_command_line([*words, *real.RUN.split(), "--train-iters", "20"]).check(1)
+        check_run(parse_command_line([*words, *real.RUN.split(), "--train-iters", "20"]), 1)
     elif place == "tiny.run":
         assert set(words) <= set(tiny_run.VARIANTS)
     elif place == "experts.run":

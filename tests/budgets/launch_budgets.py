@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.planner.launches import LaunchCounts
 from megatron.planner.plan import Run, planned_vocabulary
@@ -70,7 +71,7 @@ class Row:
         )
         config = parse_command_line(flags.split())
         num_gpus = config.parallel.tensor_model_parallel_size * num_stages * data_parallel_size
-        config.check(num_gpus)
+        check_run(config, num_gpus)
         return Run.of(config, num_gpus, planned_vocabulary(config))
 
     def counts(self) -> dict[str, LaunchCounts]:

@@ -13,6 +13,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 import megatron
+from megatron.config.checks import check_resolved_architecture, check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.flag_names import flag_names
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
@@ -187,7 +188,7 @@ def test_a_number_outside_of_its_bound_is_refused_by_name_and_one_inside_is_not(
                 assert_helpful(message, f"{flag} {value if is_integer[flag] else float(value)}")
                 assert re.search(rf"{flag} {value}(\.0)? must {bound}\.", message), message
         try:
-            parse_command_line(f"{GOOD} {flag} {inside}".split()).check(1)
+            check_run(parse_command_line(f"{GOOD} {flag} {inside}".split()), 1)
         except ConfigError as error:
             # It may need another flag.
             assert not re.search(rf"{flag} \S+ must", str(error)), error
@@ -200,7 +201,7 @@ def test_a_number_outside_of_its_bound_is_refused_by_name_and_one_inside_is_not(
 def refuse(arguments: str, world_size: int) -> ConfigError:
     """The refusal; the flag that comes last in ``arguments`` counts."""
     with pytest.raises(ConfigError) as raised:
-        parse_command_line(shlex.split(arguments)).check(world_size)
+        check_run(parse_command_line(shlex.split(arguments)), world_size)
     return raised.value
 
 
@@ -283,7 +284,7 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("arguments", "world_size"), GOOD_ROWS)
 def test_a_good_combination_passes(arguments: str, world_size: int) -> None:
-    parse_command_line(arguments.split()).check(world_size)
+    check_run(parse_command_line(arguments.split()), world_size)
 
 
 def test_an_architecture_that_came_later_is_checked_like_one_of_the_flags() -> None:
@@ -293,11 +294,11 @@ def test_an_architecture_that_came_later_is_checked_like_one_of_the_flags() -> N
         (preset("tiny"), "--num-query-groups 4, --tensor-model-parallel-size 8"),
     ):
         config = parse_command_line(arguments, defaults)
-        config.check(8)
+        check_run(config, 8)
         with pytest.raises(ConfigError) as raised:
-            config.check_architecture(8)
+            check_resolved_architecture(config, 8)
         assert_helpful(str(raised.value), named)
-    parse_command_line(arguments, preset("llama3-8b")).check_architecture(8)
+    check_resolved_architecture(parse_command_line(arguments, preset("llama3-8b")), 8)
 
 
 def test_the_layout_follows_from_the_flags() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from megatron.architectures.registry import PRESETS
 from megatron.commands.pretrain_llama import main, name_flags_without_effect
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.flag_names import SYNONYMS, all_spellings, flag_names
@@ -296,7 +297,7 @@ def test_everything_that_is_wrong_is_said_at_once(capfd: pytest.CaptureFixture[s
 
 def test_a_first_start_names_all_flags_that_are_missing() -> None:
     with pytest.raises(ConfigError) as raised:
-        parse_command_line([]).check(1)
+        check_run(parse_command_line([]), 1)
     for flag in ("--seq-length", "--micro-batch-size", "--lr", "--train-iters", "--num-layers", "--hidden-size"):
         assert sum(flag in sentence.split()[0] for sentence in raised.value.sentences) == 1, raised.value
     assert "No corpus: set --data-path to a tokenized corpus, or add --mock-data." in raised.value.sentences
@@ -519,7 +520,7 @@ RECIPE = """
 
 def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     config = parse_command_line(RECIPE.split())
-    config.check(world_size=16)
+    check_run(config, 16)
     architecture = config.model.resolve(128256, tensor_parallel_size=2, seq_length=8192)
     assert architecture.num_parameters() == 8_030_261_248
     assert architecture.padded_vocab_size == 128256
@@ -543,7 +544,7 @@ PIPELINE_RECIPE = f"""
 
 def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     config = parse_command_line(PIPELINE_RECIPE.split())
-    config.check(world_size=1024)
+    check_run(config, 1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
     assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000

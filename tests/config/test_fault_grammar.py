@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.commands import pretrain_llama
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.faults import (
     ITERATION,
@@ -150,10 +151,10 @@ def test_faults_that_do_not_fit_the_other_flags_are_refused(
 ) -> None:
     config = parse_command_line(words_of({**RUN, "inject_fault": spec, **flags}))
     with pytest.raises(ConfigError) as caught:
-        config.check(world_size=2)
+        check_run(config, 2)
     assert reason in str(caught.value)
     good = dataclasses.replace(config, operation=dataclasses.replace(config.operation, inject_fault=None))
-    good.check(world_size=2)
+    check_run(good, 2)
 
 
 def test_the_environment_has_to_allow_faults(

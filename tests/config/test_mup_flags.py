@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError
@@ -18,7 +19,7 @@ MODEL = (
 
 def model_of(flags: str = "") -> ModelConfig:
     config = parse_command_line(f"{MODEL} {flags}".split())
-    config.check(world_size=1)
+    check_run(config, 1)
     return config.model
 
 

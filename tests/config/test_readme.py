@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.flag_names import flag_names
 
@@ -14,7 +15,7 @@ def test_the_first_run_on_a_gpu_node_has_good_flags() -> None:
     command = re.search(r"pretrain_llama\.py \\\n(.*?)```", README, re.DOTALL)
     assert command is not None
     config = parse_command_line(shlex.split(command[1].replace("\\\n", " ")))
-    config.check(world_size=8)
+    check_run(config, 8)
     assert config.model.resolve(128256, 4, config.seq_length).num_parameters() == 8_030_261_248
 
 

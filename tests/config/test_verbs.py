@@ -11,6 +11,7 @@ import pytest
 
 from megatron.commands import verbs
 from megatron.commands.verbs import VERBS, Verb, help_text, start, unknown
+from megatron_llama.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VERB = {"flag_reference"}
@@ -85,5 +86,7 @@ def test_a_word_that_is_no_verb(word: str, hint: str, capsys: pytest.CaptureFixt
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(["--version"]) == 0
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code is None
     assert capsys.readouterr().out == "megatron-llama 0.1.0\n"

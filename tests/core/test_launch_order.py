@@ -18,9 +18,9 @@ from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.attention import AttentionInputs
 from megatron.core.ops.attention_interface import AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import ReferenceAttention
-from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
+from megatron.core.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.overlap import P2POverlap
 from megatron.core.topology import RankGrid, Topology
 from megatron.schedules.launch_queue import Launch, run_launches

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
@@ -106,7 +107,7 @@ def test_beside_another_tokenizer_the_flags_are_named_and_change_nothing(files: 
 def test_where_they_would_matter_they_are_refused(words: str, sentence: str) -> None:
     flags = "--model tiny --seq-length 32 --micro-batch-size 1 --train-iters 1 --lr 1 --data-path P"
     with pytest.raises(ConfigError, match=sentence):
-        parse_command_line([*flags.split(), *words.split()]).check(1)
+        check_run(parse_command_line([*flags.split(), *words.split()]), 1)
 
 
 @pytest.mark.parametrize(

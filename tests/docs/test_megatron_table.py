@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megatron.commands.flag_reference import MegatronFlag, accepted_flags, megatron_flags
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.flag_docs import Flag
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
@@ -276,7 +277,7 @@ def accept(given: Sequence[Given], beside: str = "") -> RunConfig:
     for flag, value in given:
         arguments += [flag, *(value.split() if flag in SEVERAL_WORDS else [value] * bool(value))]
     config = parse_command_line(arguments)
-    config.check(RANKS)
+    check_run(config, RANKS)
     return config
 
 

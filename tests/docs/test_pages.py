@@ -11,6 +11,7 @@ import pytest
 
 from megatron.architectures.registry import PRESETS
 from megatron.commands.flag_reference import accepted_flags, megatron_flags
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.flag_docs import Flag, flags_of
 from megatron.config.generation import GenerationConfig
@@ -278,7 +279,7 @@ def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternat
         flags = (
             f"{run} {strategy} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {embeddings} {chunks}"
         )
-        parse_command_line(flags.split()).check(4)
+        check_run(parse_command_line(flags.split()), 4)
 
     for schedule in ("zb-v", "dualpipe-v"):
         assert f"`{schedule}`" in section or f"--pipeline-schedule {schedule}`" in section

@@ -1,16 +1,20 @@
-"""Imports point downwards only, and the rooms below ``core`` do not need torch (docs/architecture.md)."""
+"""Imports point downwards only, in no circle, and the rooms below ``core`` do not need torch (docs/architecture.md)."""
 
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 ROOMS = (
+    ("benchmarks",),
+    ("megatron_llama",),
     ("commands",),
     ("planner", "inference"),
     ("training",),
@@ -25,47 +29,69 @@ ROOMS = (
     ("errors",),
 )
 """From the top to the ground."""
-EXCEPTIONS = {("update_rules", "core")}
-"""An update rule is one file: flags, which are read without torch, and the update, which imports when it is built."""
+FLOORS = {room: -floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 ABOVE_EXPERTS, EXPERTS = {"models", "pipeline_parallel", "optimizer"}, "moe"
 """Rooms of ``core``: nothing below the layers of experts imports them, and they import nothing above."""
-FLOORS = {room: -floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 
 
-def imports() -> Iterator[tuple[str, str, str]]:
-    """(file, room, room of a module that it imports) for every import of another room."""
-    for path in sorted((REPOSITORY / "megatron").rglob("*.py")):
-        room = path.relative_to(REPOSITORY / "megatron").with_suffix("").parts[0]
+@cache
+def imports() -> dict[str, set[str]]:
+    """What every module imports of others here: also inside functions, and for types only."""
+    files = {}
+    for package in ("megatron", "megatron_llama", "benchmarks"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            files[".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")] = path
+    edges: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for module in modules:
-                if module.startswith("megatron.") and module.split(".")[1] != room:
-                    yield str(path.relative_to(REPOSITORY)), room, module.split(".")[1]
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                inside = {f"{node.module}.{alias.name}" for alias in node.names}
+                names |= inside if inside <= files.keys() else {*inside & files.keys(), str(node.module)}
+        edges[module] = names & files.keys() - {module}
+    return edges
+
+
+def between(folder: str) -> dict[str, set[str]]:
+    """The imports between the files and folders in a package, by their names."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for module, imported in imports().items():
+        for other in imported:
+            if module.startswith(f"{folder}.") and other.startswith(f"{folder}."):
+                here, there = (name.removeprefix(f"{folder}.").split(".")[0] for name in (module, other))
+                edges[here] |= {there} - {here}
+    return edges
+
+
+def room_of(module: str) -> str:
+    names = module.split(".")
+    return names[1] if names[0] == "megatron" and len(names) > 1 else names[0]
 
 
 def test_every_room_has_a_floor() -> None:
-    rooms = {path.stem for path in (REPOSITORY / "megatron").iterdir() if path.suffix == ".py" or path.is_dir()}
-    assert rooms - {"__init__", "__pycache__"} == FLOORS.keys()
+    assert {room_of(module) for module in imports()} - {"megatron"} == FLOORS.keys()
 
 
 def test_imports_point_downwards() -> None:
-    found = list(imports())
-    assert len(found) > 100
-    upwards = [(file, room, to) for file, room, to in found if FLOORS[to] >= FLOORS[room]]
-    assert not [(file, to) for file, room, to in upwards if (room, to) not in EXCEPTIONS]
+    found = [(module, other) for module, imported in imports().items() for other in imported - {"megatron"}]
+    assert len(found) > 1000
+    rooms = [(module, other, room_of(module), room_of(other)) for module, other in found]
+    assert not [(module, other) for module, other, here, to in rooms if here != to and FLOORS[to] >= FLOORS[here]]
+
+
+def test_no_imports_form_a_circle() -> None:
+    """Neither between files, nor between the folders of a package."""
+    TopologicalSorter(imports()).prepare()
+    for folder in {module.rpartition(".")[0] for module in imports()} - {""}:
+        TopologicalSorter(between(folder)).prepare()
 
 
 def test_experts_are_between_models_and_tensor_parallel_layers() -> None:
-    edges = set()
-    for path in sorted((REPOSITORY / "megatron" / "core").rglob("*.py")):
-        room = path.relative_to(REPOSITORY / "megatron" / "core").with_suffix("").parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            edges |= {(room, module.split(".")[2]) for module in modules if module.startswith("megatron.core.")}
-    assert {room for room, to in edges if to == EXPERTS} <= ABOVE_EXPERTS | {EXPERTS}
-    assert not {to for room, to in edges if room == EXPERTS} & ABOVE_EXPERTS
+    edges = between("megatron.core")
+    assert {room for room, imported in edges.items() if EXPERTS in imported} <= ABOVE_EXPERTS
+    assert not edges[EXPERTS] & ABOVE_EXPERTS
 
 
 @pytest.mark.processes

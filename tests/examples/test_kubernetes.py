@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.errors import FINAL, ExitCode
 from megatron.operation.launch import parse
@@ -99,7 +100,7 @@ def test_the_flags_of_the_job_are_accepted_and_its_directories_are_volumes() -> 
     (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
     options = parse(container["args"])
     config = parse_command_line(options.training_script_args)
-    config.check(int(options.nnodes) * int(options.nproc_per_node))
+    check_run(config, int(options.nnodes) * int(options.nproc_per_node))
     assert config.operation.preflight and config.checkpoint.save == config.checkpoint.load
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = documents()["Job"]["spec"]["template"]["spec"]["volumes"]

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
-from megatron.training.loop.batch_schedule import build_batch_schedule
+from megatron.training.batch_schedule import build_batch_schedule
 from tests.end_to_end.run_process import call_training
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -60,7 +61,7 @@ def start(directory: Path, recipe: str, *arguments: str, **knobs: str) -> Comman
 def checked(command: Command, world_size: int) -> RunConfig:
     """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided."""
     config = parse_command_line(command.flags)
-    config.check(world_size)
+    check_run(config, world_size)
     training = config.training
     build_batch_schedule(
         micro_batch_size=config.micro_batch_size,

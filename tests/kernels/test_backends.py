@@ -15,12 +15,12 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.backends import apex
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.backends.transformer_engine import kernels as transformer_engine
-from megatron.core.kernels.choice import Unavailable, load
 from megatron.core.kernels.trials import TrialSizes, try_attention, try_weight_gradient
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_interface import AttentionOutput
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
+from megatron.core.packages import Unavailable, load
 from megatron.training.pretrain import deterministic_algorithms
 from tests.update_rules.bound import bind, run, states
 

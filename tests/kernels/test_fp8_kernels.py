@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron.config.kernels import KernelConfig
-from megatron.core.kernels.choice import Unavailable
 from megatron.core.kernels.request import KernelRequest, Machine
 from megatron.core.kernels.selection import choose_kernels
 from megatron.core.kernels.trials import Trials, TrialSizes, try_fp8_weight_gradient, try_quantization
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.fp8 import EagerQuantization, SeparateFp8WeightGradient, widened_gemm
-from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.packages import Unavailable
+from megatron.core.quantized import Layout, QuantizedTensor
 from megatron.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.kernels.choice import Unavailable
 from megatron.core.kernels.trials import TrialSizes, try_quantized_rms_norm, try_quantized_swiglu
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import EagerRMSNorm
-from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.ops.swiglu import EagerSwiGLU
+from megatron.core.packages import Unavailable
+from megatron.core.quantized import QuantizedTensor
 
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 112, 48, 64, (64,))
 IN_BF16 = (SIZES, torch.device("cpu"), torch.bfloat16)

@@ -16,7 +16,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.kernels import choice
-from megatron.core.kernels.choice import Candidate, Choice, Unavailable, choose, table
+from megatron.core.kernels.choice import Candidate, Choice, choose, table
 from megatron.core.kernels.request import KernelRequest, Machine
 from megatron.core.kernels.selection import Kernels, choose_kernels
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
@@ -28,6 +28,7 @@ from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
+from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 

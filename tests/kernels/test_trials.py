@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.kernels.choice import Unavailable
 from megatron.core.kernels.trials import (
     TrialSizes,
     try_attention,
@@ -28,9 +27,10 @@ from megatron.core.ops.documents import PackedSpans
 from megatron.core.ops.fp8 import E5M2, scaled_gemm_reference, widened_gemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
-from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
+from megatron.core.packages import Unavailable
+from megatron.core.quantized import QuantizedTensor
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SIZES = TrialSizes(2, AttentionShape(4, 2, 32), 48, 40, 64, (57, 64), norms_heads=True)

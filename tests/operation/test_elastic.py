@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.operation.elastic import usable_world_size
 from megatron.operation.named_nodes import FILE, NamedNodes, Naming, read
 from megatron.operation.node_order import NodeOrder, NodeReport, first_ranks, order_nodes
-from megatron.training.loop.batch_schedule import check_batches
+from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import TINY_RUN, FlagValue, words_of
 from tests.messages import assert_helpful
 

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
@@ -24,7 +25,7 @@ RANKS = 4
 
 def config_of(flags: str) -> RunConfig:
     config = parse_command_line(f"{TINY} {flags}".split())
-    config.check(RANKS)
+    check_run(config, RANKS)
     return config
 
 

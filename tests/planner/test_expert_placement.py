@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.topology import RankGrid
 from megatron.planner.report import groups
@@ -84,7 +85,7 @@ def test_suggestions_recompute_what_the_layers_have(flags: str, parts: set[str])
     words = f"{flags} --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1"
     suggested = list(candidates(parse_command_line(words.split())))
     for config in suggested:
-        config.check(16)
+        check_run(config, 16)
     modules = {module for config in suggested for module in config.activations.modules}
     assert modules == {"core_attn", "layernorm"} | parts
     sizes = {config.parallel.expert_model_parallel_size for config in suggested}

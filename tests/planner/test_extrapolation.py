@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer
 from megatron.planner.plan import Plan, Run, StagePlan, planned_vocabulary, simulate_rank
@@ -99,7 +100,7 @@ LARGE = [
 def run_of(ranks: int, flags: str, whole: bool = False) -> Run:
     words = f"{TINY} --global-batch-size {4 * ranks} {flags} --num-gpus {ranks}".split()
     config = parse_command_line([*words, *(["--dry-run-whole"] if whole else [])])
-    config.check(ranks)
+    check_run(config, ranks)
     return Run.of(config, ranks, planned_vocabulary(config))
 
 

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -49,7 +50,7 @@ def test_every_layout_is_valid(name: str) -> None:
     assert len(set(layouts)) == len(layouts) > 0
     for layout in random.Random(1).sample(layouts, min(len(layouts), 60)):
         applied = layout.apply(config)
-        applied.check(num_gpus)
+        check_run(applied, num_gpus)
         assert layout.num_gpus == num_gpus
         assert applied.training.global_batch_size is not None
         assert applied.training.global_batch_size % (layout.dp * layout.micro_batch_size) == 0
@@ -84,7 +85,7 @@ def test_a_given_flag_is_a_constraint(field: str) -> None:
         values = {name: value for name, value in expected.items() if layout.pp > 1 or name not in ("schedule", "vp")}
         assert {name: getattr(layout, name) for name in values} == values
     for layout in random.Random(2).sample(layouts, min(len(layouts), 10)):
-        layout.apply(config, (field,)).check(8)
+        check_run(layout.apply(config, (field,)), 8)
 
 
 def test_the_flags_of_a_layout_parse_to_its_configuration() -> None:
@@ -114,7 +115,7 @@ def is_valid(layout: Layout, config: RunConfig) -> bool:
     batch = config.training.global_batch_size
     assert batch is not None
     try:
-        layout.apply(config).check(layout.num_gpus)
+        check_run(layout.apply(config), layout.num_gpus)
     except ConfigError:
         return False
     return batch % (layout.dp * layout.micro_batch_size) == 0

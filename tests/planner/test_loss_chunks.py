@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.planner.plan import Run, StagePlan, planned_vocabulary, simulate_rank
 
@@ -13,7 +14,7 @@ def plan(flags: str, num_gpus: int) -> StagePlan:
         f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length {TOKENS} --micro-batch-size 1 "
         f"--train-iters 10 --lr 1e-3 {flags}".split()
     )
-    config.check(num_gpus)
+    check_run(config, num_gpus)
     return simulate_rank(Run.of(config, num_gpus, planned_vocabulary(config)), 0)
 
 

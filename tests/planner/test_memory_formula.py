@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.planner.plan import ALLOWANCE, Run, live_peaks, simulate_rank
@@ -62,7 +63,7 @@ class Case:
         vocabulary = config.mock_vocab_size
         assert vocabulary is not None
         applied = self.layout.apply(config, self.given)
-        applied.check(self.layout.num_gpus)
+        check_run(applied, self.layout.num_gpus)
         return Run.of(applied, self.layout.num_gpus, Vocabulary(vocabulary, vocabulary - 1))
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.ops.attention_interface import VarlenKernel
@@ -193,7 +194,7 @@ def test_traffic_crosses_nodes_of_the_given_size(gpus_per_node: int, across: set
 def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulated: list[int]) -> None:
     config = parse_command_line(f"{TINY} {flags}".split())
     config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(simulated)))
-    config.check(ranks)
+    check_run(config, ranks)
     run = Run.of(config, ranks, Vocabulary(VOCABULARY, VOCABULARY - 1))
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
     assert [stage.simulated_rank for stage in plan.stages] == simulated
@@ -206,7 +207,7 @@ def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulate
 @pytest.mark.parametrize("documents", ["", "--reset-attention-mask"])
 def test_documents_on_gpus_are_planned_as_one_call(documents: str) -> None:
     config = parse_command_line(f"{TINY} --bf16 {documents}".replace("--device cpu", "").split())
-    config.check(1)
+    check_run(config, 1)
     run, tracker = Run.of(config, 1, Vocabulary(VOCABULARY, VOCABULARY - 1)), ShapeTracker()
     with fake_processes(run, 0), tracker:
         topology = run.topology(0, tracker, run.traffic(0))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError
@@ -23,7 +24,7 @@ COMMON = "--model llama3-70b --mock-data --bf16 --seq-length 8192 --micro-batch-
 
 def step(flags: str, num_gpus: int = 64, batch: int = 64, cluster: Cluster = H100) -> Run:
     config = parse_command_line(f"{COMMON} --global-batch-size {batch} {flags}".split())
-    config.check(num_gpus)
+    check_run(config, num_gpus)
     architecture = config.model.resolve(128256, config.parallel.tensor_model_parallel_size, config.seq_length)
     return step_to_price(architecture, config, rank_grid(config.parallel, num_gpus), batch, cluster)
 

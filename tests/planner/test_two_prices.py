@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import MLP, SequencePositions, TransformerLayer
 from megatron.planner.plan import Run, planned_vocabulary
@@ -42,7 +43,7 @@ class Case:
     @property
     def run(self) -> Run:
         config = parse_command_line(f"{COMMON} --global-batch-size {self.batch} {self.flags}".split())
-        config.check(self.num_gpus)
+        check_run(config, self.num_gpus)
         return Run.of(config, self.num_gpus, planned_vocabulary(config))
 
 

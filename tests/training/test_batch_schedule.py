@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
+from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
 from megatron.training.checkpoints.saved_run import Progress
-from megatron.training.loop.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
 
 
 def _build(**flags: Any) -> BatchSchedule:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.control import ControlGroup
 from megatron.core.models.kernels import build_kernels
@@ -59,7 +60,7 @@ def fake_group() -> Iterator[None]:
 def built(flags: str) -> tuple[Facts, list[str]]:
     """What the first of four ranks builds, and what it says of it."""
     config = parse_command_line([*RUN.split(), *flags.split()])
-    config.check(RANKS)
+    check_run(config, RANKS)
     grid, said = rank_grid(config.parallel, RANKS), list[str]()
     topology: Any = SimulatedTopology(grid, 0, torch.device("cpu"), ShapeTracker(), lambda ranks: lambda *_: None)
     topology.control = ControlGroup([0], 0)

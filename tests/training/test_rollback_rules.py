@@ -15,6 +15,7 @@ from megatron.checkpoint.schema import DataStage, Rollback
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.operation import OperationConfig
 from megatron.core.control import ControlGroup
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints import pruning
 from megatron.training.checkpoints.pruning import Pruning
 from megatron.training.checkpoints.rollback import (
@@ -24,7 +25,6 @@ from megatron.training.checkpoints.rollback import (
     set_later_aside,
 )
 from megatron.training.checkpoints.saved_run import Progress
-from megatron.training.loop.batch_schedule import BatchSchedule
 
 RAMP = BatchSchedule(((0, 4), (20, 8), (60, 16)), micro_batch_size=2, data_parallel_size=2)
 

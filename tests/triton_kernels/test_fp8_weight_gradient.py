@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.kernels.trials import try_fp8_weight_gradient
 from megatron.core.ops.fp8 import E4M3, E5M2, Fp8WeightGradientKernel, SeparateFp8WeightGradient, widened_gemm
-from megatron.core.ops.quantized import QuantizedTensor
+from megatron.core.quantized import QuantizedTensor
 from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes

@@ -15,7 +15,7 @@ from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.kernels.trials import try_quantization
 from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Quantization, amax_of, widened_gemm
-from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.quantized import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 from tests.triton_kernels.worker import TritonProcess

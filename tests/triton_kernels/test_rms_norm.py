@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.core.backends.triton.rms_norm import quantized_rms_norm
 from megatron.core.ops.fp8 import E4M3, E5M2, DelayedQuantization, EagerQuantization
 from megatron.core.ops.norm import normalise
-from megatron.core.ops.quantized import Layout
+from megatron.core.quantized import Layout
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 

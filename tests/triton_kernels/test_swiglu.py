@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.core.backends.triton.swiglu import quantized_swiglu
 from megatron.core.ops.fp8 import E4M3, E5M2, DelayedQuantization, EagerQuantization
-from megatron.core.ops.quantized import Layout
 from megatron.core.ops.swiglu import swiglu_reference
+from megatron.core.quantized import Layout
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 

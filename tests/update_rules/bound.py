@@ -1,6 +1,7 @@
 """An update rule bound to plain tensors of one process."""
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,10 +9,14 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.optimizer.kernels import AdamBuilder, torch_adam
+from megatron.core.optimizer.whole_matrices import WholeMatrices
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.update_rules.registry import build_rule
-from megatron.update_rules.rule import Group, Shard, UpdateContext
+from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext
+
+if TYPE_CHECKING:
+    from megatron.update_rules.rule import MatrixUpdates
 
 
 def bind(
@@ -32,7 +37,13 @@ def bind(
         for info, weight, gradient, decay in zip(infos, weights, gradients, decays, strict=True)
     ]
     splits = [ParameterSplit(info, ((0, weight.numel()),)) for info, weight in zip(infos, weights)]
-    context = UpdateContext(adam, ranks, ranks, splits, weights[0].new_empty(0))
+
+    def whole_matrices(belongs: Callable[[ParameterFacts], bool]) -> "MatrixUpdates":
+        return WholeMatrices(
+            [split for split in splits if belongs(split.info)], ranks, weights[0].new_empty(0)
+        ).transform
+
+    context = UpdateContext(adam, ranks, whole_matrices)
     return groups, rule.bind(groups, context)
 
 

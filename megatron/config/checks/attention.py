@@ -1,15 +1,11 @@
 """Checks of the features of attention that only some layers have."""
 
-from typing import TYPE_CHECKING
-
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_attention(run: "RunConfig", world_size: int) -> None:
+def check_attention(run: RunConfig, world_size: int) -> None:
     model = run.model
     tuned = changed_flags(model, "attention_temperature_floor", "attention_temperature_scale")
     require_flag("--attention-temperature-tuning", model.attention_temperature_tuning, tuned)

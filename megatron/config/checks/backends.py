@@ -1,15 +1,11 @@
 """Checks of Transformer Engine and of forced kernels."""
 
-from typing import TYPE_CHECKING
-
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.schedules.registry import SCHEDULES
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_transformer_engine(run: "RunConfig", world_size: int) -> None:
+def check_transformer_engine(run: RunConfig, world_size: int) -> None:
     precision, activations, flag = run.precision, run.activations, "--transformer-impl transformer_engine"
     if run.model.transformer_impl == "local":
         if precision.fp8_recipe in ("blockwise", "mxfp8"):
@@ -51,7 +47,7 @@ def check_transformer_engine(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_transformer_engine_overlap(run: "RunConfig", world_size: int) -> None:
+def check_transformer_engine_overlap(run: RunConfig, world_size: int) -> None:
     """Limits of Transformer Engine's overlap that it does not check itself."""
     parallel, precision = run.parallel, run.precision
     size = parallel.tensor_model_parallel_size
@@ -74,7 +70,7 @@ def check_transformer_engine_overlap(run: "RunConfig", world_size: int) -> None:
         raise ConfigError(f"{overlap} does not support --fp8-recipe blockwise: use another recipe, {remedy}.")
 
 
-def check_transformer_engine_buffers(run: "RunConfig", world_size: int) -> None:
+def check_transformer_engine_buffers(run: RunConfig, world_size: int) -> None:
     parallel, size = run.parallel, run.parallel.tensor_model_parallel_size
     if size == 1 or not parallel.tp_comm_overlap or run.model.transformer_impl == "local":
         return
@@ -93,7 +89,7 @@ def check_transformer_engine_buffers(run: "RunConfig", world_size: int) -> None:
             )
 
 
-def check_kernels(run: "RunConfig", world_size: int) -> None:
+def check_kernels(run: RunConfig, world_size: int) -> None:
     attention, adam = run.kernels.wanted("attention"), run.kernels.wanted("adam")
     backend = run.model.attention_backend
     if attention is not None and backend != "auto":

@@ -1,18 +1,15 @@
 """Checks of mixture of experts against the model, the layout, precision and recompute."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from megatron.config.model import preset
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
 from megatron.update_rules.registry import update_rules
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_experts(run: "RunConfig", world_size: int) -> None:
+def check_experts(run: RunConfig, world_size: int) -> None:
     model = run.model
     if model.num_experts == 0 and model.model is not None and preset(model.model).num_experts:
         raise ConfigError(
@@ -50,7 +47,7 @@ def check_experts(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def _check_score_function(run: "RunConfig") -> None:
+def _check_score_function(run: RunConfig) -> None:
     model = run.model
     is_softmax, topk = model.moe_router_score_function == "softmax", model.moe_router_topk
     if is_softmax and topk == 1 and not model.moe_router_pre_softmax:
@@ -72,7 +69,7 @@ def _check_score_function(run: "RunConfig") -> None:
     require_flag("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias, rate)
 
 
-def _check_groups(run: "RunConfig") -> None:
+def _check_groups(run: RunConfig) -> None:
     model = run.model
     experts, topk = model.num_experts or 0, model.moe_router_topk
     groups, chosen = model.moe_router_num_groups, model.moe_router_group_topk
@@ -96,7 +93,7 @@ def _check_groups(run: "RunConfig") -> None:
         )
 
 
-def _check_balance(run: "RunConfig") -> None:
+def _check_balance(run: RunConfig) -> None:
     types, coefficients = run.moe.moe_router_load_balancing_type, run.moe.moe_aux_loss_coeff
     flag, named = "--moe-router-load-balancing-type", " ".join(types)
     given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
@@ -119,7 +116,7 @@ def _check_balance(run: "RunConfig") -> None:
         )
 
 
-def check_expert_layout(run: "RunConfig", world_size: int) -> None:
+def check_expert_layout(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     tensor_size, size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     expert_tensor_size = parallel.expert_tensor_size
@@ -164,7 +161,7 @@ def check_expert_layout(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def _check_stage(run: "RunConfig", world_size: int, expert_ranks: int, by_default: str) -> None:
+def _check_stage(run: RunConfig, world_size: int, expert_ranks: int, by_default: str) -> None:
     """The ranks of a stage must be a multiple of the ``expert_ranks`` of one copy of the experts."""
     parallel = run.parallel
     ranks = world_size // parallel.pipeline_model_parallel_size
@@ -183,7 +180,7 @@ def _check_stage(run: "RunConfig", world_size: int, expert_ranks: int, by_defaul
         )
 
 
-def check_expert_precision(run: "RunConfig", world_size: int) -> None:
+def check_expert_precision(run: RunConfig, world_size: int) -> None:
     if not run.model.num_experts:
         return
     if run.precision.fp8_format is not None:
@@ -200,7 +197,7 @@ def check_expert_precision(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_expert_optimizer(run: "RunConfig", world_size: int) -> None:
+def check_expert_optimizer(run: RunConfig, world_size: int) -> None:
     name = run.optimizer.optimizer
     if run.model.num_experts and not update_rules()[name].supports_experts:
         raise ConfigError(
@@ -209,7 +206,7 @@ def check_expert_optimizer(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_recomputed_modules(run: "RunConfig", world_size: int) -> None:
+def check_recomputed_modules(run: RunConfig, world_size: int) -> None:
     """Modules of ``--recompute-modules`` that no layer has."""
     model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
     is_moe = model.moe_layers()

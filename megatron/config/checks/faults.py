@@ -1,18 +1,14 @@
 """Checks of ``--inject-fault`` against the other flags."""
 
-from typing import TYPE_CHECKING
-
 from megatron.config.faults import SAVE, Fault, parse_faults
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.urls import is_url
-
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
 _LOADERS, _WRITERS = ("stoploader", "killloader"), ("stopwriter", "killwriter")
 
 
-def check_faults(run: "RunConfig", world_size: int) -> None:
+def check_faults(run: RunConfig, world_size: int) -> None:
     if run.operation.inject_fault is None:
         return
     if run.operation.run_dir is None and (run.checkpoint.save is None or is_url(run.checkpoint.save)):
@@ -25,7 +21,7 @@ def check_faults(run: "RunConfig", world_size: int) -> None:
             raise ConfigError(f"--inject-fault {fault}: {reason}.")
 
 
-def _reason_against(fault: Fault, run: "RunConfig", world_size: int) -> str | None:
+def _reason_against(fault: Fault, run: RunConfig, world_size: int) -> str | None:
     save = run.checkpoint.save
     if fault.rank is not None and fault.rank >= world_size:
         return f"the run has ranks 0 to {world_size - 1}"

@@ -1,18 +1,15 @@
 """Checks of the parallel layout against the model and the number of processes."""
 
 import math
-from typing import TYPE_CHECKING
 
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import values_of
 from megatron.schedules.registry import SCHEDULES
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
+def check_tensor_parallel(run: RunConfig, world_size: int) -> None:
     size = run.parallel.tensor_model_parallel_size
     model = run.model.resolve(1, size, run.data.seq_length or 1)
     divided = values_of(model, "num_attention_heads", "num_query_groups")
@@ -31,7 +28,7 @@ def check_tensor_parallel(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_tensor_parallel_overlap(run: "RunConfig", world_size: int) -> None:
+def check_tensor_parallel_overlap(run: RunConfig, world_size: int) -> None:
     size = run.parallel.tensor_model_parallel_size
     if size > 1 and run.parallel.tp_comm_overlap and not run.parallel.sequence_parallel:
         raise ConfigError(
@@ -40,7 +37,7 @@ def check_tensor_parallel_overlap(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_context_parallel(run: "RunConfig", world_size: int) -> None:
+def check_context_parallel(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     size, tensor_size = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     model = run.model.resolve(1, tensor_size, run.data.seq_length or 1)
@@ -74,12 +71,12 @@ def check_context_parallel(run: "RunConfig", world_size: int) -> None:
             )
 
 
-def check_pipeline(run: "RunConfig", world_size: int) -> None:
+def check_pipeline(run: RunConfig, world_size: int) -> None:
     model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
     run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
 
 
-def check_data_parallel(run: "RunConfig", world_size: int) -> None:
+def check_data_parallel(run: RunConfig, world_size: int) -> None:
     data_parallel = run.data_parallel_size(world_size)
     instances = run.parallel.num_distributed_optimizer_instances
     if run.parallel.sharding_strategy == "no_shard" and instances > 1:
@@ -94,7 +91,7 @@ def check_data_parallel(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_fully_sharded(run: "RunConfig", world_size: int) -> None:
+def check_fully_sharded(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     stages = parallel.pipeline_model_parallel_size
     copies = run.data_parallel_size(world_size) * parallel.context_parallel_size
@@ -114,7 +111,7 @@ def check_fully_sharded(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_activations(run: "RunConfig", world_size: int) -> None:
+def check_activations(run: RunConfig, world_size: int) -> None:
     activations, parallel = run.activations, run.parallel
     size = parallel.tensor_model_parallel_size
     model = run.model.resolve(1, size, run.data.seq_length or 1)

@@ -1,15 +1,11 @@
 """Checks of required flags, data, the length of a run, profiles and evaluation."""
 
-from typing import TYPE_CHECKING
-
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_required(run: "RunConfig", world_size: int) -> None:
+def check_required(run: RunConfig, world_size: int) -> None:
     required: dict[str, float | None] = {
         "--seq-length": run.data.seq_length,
         "--micro-batch-size": run.training.micro_batch_size,
@@ -22,7 +18,7 @@ def check_required(run: "RunConfig", world_size: int) -> None:
         raise ConfigError(*(f"{flag} is missing: set it." for flag in missing))
 
 
-def check_data_source(run: "RunConfig", world_size: int) -> None:
+def check_data_source(run: RunConfig, world_size: int) -> None:
     if not run.data.sources:
         raise ConfigError("No corpus: set --data-path to a tokenized corpus, or add --mock-data.")
     if any(run.data.split_paths.values()) and not run.data.train_data_path and not run.validation.skip_train:
@@ -37,7 +33,7 @@ def check_data_source(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_loader_timeout(run: "RunConfig", world_size: int) -> None:
+def check_loader_timeout(run: RunConfig, world_size: int) -> None:
     minutes = run.parallel.distributed_timeout_minutes
     if world_size > 1 and run.dataloader_timeout >= minutes * 60:
         raise ConfigError(
@@ -46,14 +42,14 @@ def check_loader_timeout(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_length(run: "RunConfig", world_size: int) -> None:
+def check_length(run: RunConfig, world_size: int) -> None:
     unit, other = ("samples", "iters") if run.training.train_samples is not None else ("iters", "samples")
     names = [f"lr_{phase}_{other}" for phase in ("decay", "warmup", "wsd_decay")]
     for flag in changed_flags(run.learning_rate, *names):
         raise ConfigError(f"{flag} cannot be combined with --train-{unit}: use {flag.removesuffix(other)}{unit}.")
 
 
-def check_profile(run: "RunConfig", world_size: int) -> None:
+def check_profile(run: RunConfig, world_size: int) -> None:
     missing = [rank for rank in run.logging.profile_ranks if not 0 <= rank < world_size]
     if missing:
         raise ConfigError(f"--profile-ranks {missing[0]} is not a rank of this run: use 0 to {world_size - 1}.")
@@ -71,20 +67,20 @@ def check_profile(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_data_stage(run: "RunConfig", world_size: int) -> None:
+def check_data_stage(run: RunConfig, world_size: int) -> None:
     if run.data.new_data_stage is not None and run.validation.skip_train:
         raise ConfigError(
             f"--new-data-stage {run.data.new_data_stage} and --skip-train exclude each other: remove one of them."
         )
 
 
-def check_validation_sets(run: "RunConfig", world_size: int) -> None:
+def check_validation_sets(run: RunConfig, world_size: int) -> None:
     for flag in changed_flags(run.validation, "full_validation", "multiple_validation_sets"):
         if run.data.mock_data:
             raise ConfigError(f"{flag} needs corpora, and --mock-data has none: remove one of them.")
 
 
-def check_evaluation_of_average(run: "RunConfig", world_size: int) -> None:
+def check_evaluation_of_average(run: RunConfig, world_size: int) -> None:
     if not run.validation.eval_ema:
         return
     if run.validation.skip_train and run.checkpoint.load is None:
@@ -93,7 +89,7 @@ def check_evaluation_of_average(run: "RunConfig", world_size: int) -> None:
         raise ConfigError("--eval-ema needs a moving average of the weights: add --ema-decay.")
 
 
-def check_evaluation_batch(run: "RunConfig", world_size: int) -> None:
+def check_evaluation_batch(run: RunConfig, world_size: int) -> None:
     size, ranks = run.validation.eval_global_batch_size, run.data_parallel_size(world_size)
     unit = run.micro_batch_size * ranks
     if size is not None and size % unit:
@@ -103,7 +99,7 @@ def check_evaluation_batch(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def check_dry_run(run: "RunConfig", world_size: int) -> None:
+def check_dry_run(run: RunConfig, world_size: int) -> None:
     if not run.dry_run.dry_run:
         return
     for flag, is_given, reason in (

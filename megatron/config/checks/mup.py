@@ -1,16 +1,12 @@
 """Checks of the maximal update parametrization against the model and the optimizer."""
 
-from typing import TYPE_CHECKING
-
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 from megatron.update_rules.registry import build_rule
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_mup(run: "RunConfig", world_size: int) -> None:
+def check_mup(run: RunConfig, world_size: int) -> None:
     model, optimizer = run.model, run.optimizer
     if not model.use_mup:
         return

@@ -1,15 +1,11 @@
 """Checks of the flags for running unattended against training and checkpoints."""
 
-from typing import TYPE_CHECKING
-
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_update_policies(run: "RunConfig", world_size: int) -> None:
+def check_update_policies(run: RunConfig, world_size: int) -> None:
     operation, checkpoint = run.operation, run.checkpoint
     if operation.nan_policy != "stop" and not run.training.check_for_nan_in_loss_and_grad:
         raise ConfigError(

@@ -1,20 +1,16 @@
 """Checks of number formats against the optimizer and the sizes of the model."""
 
-from typing import TYPE_CHECKING
-
 from megatron.config.precision import FP8_UNITS
+from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
-
-def check_formats(run: "RunConfig", world_size: int) -> None:
+def check_formats(run: RunConfig, world_size: int) -> None:
     if run.precision.fp64 and run.optimizer.use_precision_aware_optimizer:
         raise ConfigError("--fp64 and --use-precision-aware-optimizer exclude each other: remove one of them.")
 
 
-def check_fp8(run: "RunConfig", world_size: int) -> None:
+def check_fp8(run: RunConfig, world_size: int) -> None:
     if run.precision.fp8_format is None:
         return
     unit = FP8_UNITS[run.precision.fp8_recipe]
@@ -46,7 +42,7 @@ def check_fp8(run: "RunConfig", world_size: int) -> None:
         )
 
 
-def _check_fp8_param_gather(run: "RunConfig") -> None:
+def _check_fp8_param_gather(run: RunConfig) -> None:
     if run.training.freeze_parameters:
         raise ConfigError(
             "--fp8-param-gather and --freeze-parameters exclude each other: weights that are gathered in FP8 exist in "

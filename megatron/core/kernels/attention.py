@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from megatron.config.kernels import Wanted
-from megatron.core.kernels.choice import Candidate, Unavailable, load, short_name
+from megatron.core.kernels.choice import Candidate, short_name
 from megatron.core.kernels.request import KernelRequest
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import (
@@ -17,6 +17,7 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
+from megatron.core.packages import Unavailable, load
 
 _ATTENTION: dict[str, Callable[[], AttentionKernel]] = {
     "flash3": lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),

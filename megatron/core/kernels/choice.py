@@ -1,32 +1,18 @@
 """Choosing one of several implementations, and saying why."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from megatron.config.kernels import Wanted
 from megatron.core.device import device_is_broken
+from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-class Unavailable(Exception):
-    """Why an implementation cannot be used here: half a sentence."""
-
-
-def load(module: str, package: str) -> Any:
-    """The ``module`` of ``package``; raises :class:`Unavailable`."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise Unavailable(f"{package} is not installed (no module {module})") from None
-    except (ImportError, OSError, RuntimeError) as error:
-        raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
 
 
 class BrokenDevice(Exception):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.core.kernels.choice import Candidate, Unavailable, load
+from megatron.core.kernels.choice import Candidate
 from megatron.core.kernels.request import KernelRequest
 from megatron.core.ops.fp8 import (
     EagerQuantization,
@@ -12,6 +12,7 @@ from megatron.core.ops.fp8 import (
     ScaledGemm,
     SeparateFp8WeightGradient,
 )
+from megatron.core.packages import Unavailable, load
 
 
 def quantization_candidates(request: KernelRequest) -> Sequence[Candidate[Quantization]]:

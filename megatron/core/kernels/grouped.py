@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron.core.kernels.choice import Candidate, Unavailable, short_name
+from megatron.core.kernels.choice import Candidate, short_name
 from megatron.core.kernels.request import ExpertSizes, KernelRequest
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, TorchGroupedGemm
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel
+from megatron.core.packages import Unavailable
 from megatron.torch_compat import onednn_linear
 
 

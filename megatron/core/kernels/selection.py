@@ -13,7 +13,7 @@ import torch
 
 from megatron.config.kernels import KernelConfig
 from megatron.core.kernels.attention import attention_candidates
-from megatron.core.kernels.choice import BrokenDevice, Candidate, Choice, Unavailable, attempt, choose, load, short_name
+from megatron.core.kernels.choice import BrokenDevice, Candidate, Choice, attempt, choose, short_name
 from megatron.core.kernels.fp8 import quantization_candidates, weight_gradient_candidates
 from megatron.core.kernels.grouped import grouped_gemm_candidates
 from megatron.core.kernels.request import KernelRequest
@@ -27,6 +27,7 @@ from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
 from megatron.core.optimizer.kernels import AdamBuilder, OptimizerKernels, SquaredNorm, torch_adam, torch_squared_norm
+from megatron.core.packages import Unavailable, load
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.kernels.choice import Unavailable, attempt
+from megatron.core.kernels.choice import attempt
 from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention
@@ -36,9 +36,10 @@ from megatron.core.ops.fp8 import (
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, RowCounts
 from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
-from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
+from megatron.core.packages import Unavailable
+from megatron.core.quantized import Layout, QuantizedTensor
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""

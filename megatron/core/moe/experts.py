@@ -20,9 +20,9 @@ from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_g
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, RowCounts
-from megatron.core.ops.quantized import QuantizedTensor
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
+from megatron.core.quantized import QuantizedTensor
 from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import LayerContext
 

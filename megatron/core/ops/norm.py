@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.quantized import QuantizedActivation, QuantizedTensor
+from megatron.core.quantized import QuantizedActivation, QuantizedTensor
 
 
 class RMSNormKernel(Protocol):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.quantized import QuantizedActivation, QuantizedTensor
+from megatron.core.quantized import QuantizedActivation, QuantizedTensor
 
 
 class SwiGLUKernel(Protocol):

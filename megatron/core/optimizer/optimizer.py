@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +18,14 @@ from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
 from megatron.core.optimizer.weight_average import WeightAverage
+from megatron.core.optimizer.whole_matrices import WholeMatrices
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
 from megatron.update_rules.registry import build_rule
-from megatron.update_rules.rule import Group, Shard, UpdateContext, UpdateRule
+from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, UpdateRule
+
+if TYPE_CHECKING:
+    from megatron.update_rules.rule import MatrixUpdates
 
 AVERAGE = "ema"
 """The kind of the state that holds the moving average of the weights."""
@@ -106,13 +111,15 @@ class Optimizer:
             Shard(shard.info, master, shard.gradient, self._rule.rule_for(shard.info).state(master))
             for shard, master in zip(self._param_shards, self._masters)
         ]
-        context = UpdateContext(
-            kernels.adam,
-            topology.tensor_parallel,
-            sharing.dense.shards,
-            [split for split in data_parallel.splits if not split.info.is_expert],
-            torch.empty(0, dtype=master_dtype, device=topology.device),
-        )
+        empty = torch.empty(0, dtype=master_dtype, device=topology.device)
+        dense = [split for split in data_parallel.splits if not split.info.is_expert]
+
+        def whole_matrices(belongs: Callable[[ParameterFacts], bool]) -> "MatrixUpdates":
+            return WholeMatrices(
+                [split for split in dense if belongs(split.info)], sharing.dense.shards, empty
+            ).transform
+
+        context = UpdateContext(kernels.adam, topology.tensor_parallel, whole_matrices)
         self._groups = self._grouped(config.weight_decay)
         self._average = None if config.ema_decay is None else WeightAverage(config.ema_decay, self._masters)
         # Ranks without a shard bind and update as well: a rule may communicate.

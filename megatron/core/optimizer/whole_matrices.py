@@ -20,36 +20,34 @@ Transform = Callable[[ParameterInfo, Tensor], Tensor]
 
 
 class WholeMatrices:
-    """The matrices of ``splits``, which are the same on all ``ranks`` of the shard group."""
+    """The matrices of ``splits``, which are the same on all ``ranks`` of the shard group.
 
-    def __init__(self, splits: Sequence[ParameterSplit], ranks: Communicator) -> None:
+    ``empty`` has no elements, and the dtype and device of the shards.
+    """
+
+    def __init__(self, splits: Sequence[ParameterSplit], ranks: Communicator, empty: Tensor) -> None:
         # The sort is stable, so that all ranks have the same order.
         ordered = sorted(splits, key=lambda split: prod(split.info.local_shape), reverse=True)
         self._rounds = [ordered[start : start + ranks.size] for start in range(0, len(ordered), ranks.size)]
-        self._ranks = ranks
+        self._ranks, self._empty = ranks, empty
 
-    def transform(
-        self, shards: Mapping[str, Tensor], transform: Transform, empty: Tensor
-    ) -> Iterator[tuple[str, Tensor]]:
+    def transform(self, shards: Mapping[str, Tensor], transform: Transform) -> Iterator[tuple[str, Tensor]]:
         """Yield the name and this rank's shard of every transformed matrix of which this rank has a shard.
 
-        ``shards`` are 1-D, by parameter name; ``empty`` has no elements, and their dtype and device. Collective: all
-        ranks must exhaust the iterator.
+        ``shards`` are 1-D, by parameter name. Collective: all ranks must exhaust the iterator.
         """
         for splits in self._rounds:
             if self._ranks.size == 1:
                 info = splits[0].info
                 yield info.name, transform(info, shards[info.name].view(info.local_shape)).flatten()
             else:
-                own = [shards.get(split.info.name, empty) for split in splits]
-                results = self._round(splits, own, transform, empty)
+                own = [shards.get(split.info.name, self._empty) for split in splits]
+                results = self._round(splits, own, transform)
                 yield from ((split.info.name, result) for split, result in zip(splits, results) if result.numel())
 
-    def _round(
-        self, splits: Sequence[ParameterSplit], own: Sequence[Tensor], transform: Transform, empty: Tensor
-    ) -> list[Tensor]:
+    def _round(self, splits: Sequence[ParameterSplit], own: Sequence[Tensor], transform: Transform) -> list[Tensor]:
         """Rank i transforms matrix i; returns this rank's shards of all of them."""
-        rank, size = self._ranks.rank, self._ranks.size
+        rank, size, empty = self._ranks.rank, self._ranks.size, self._empty
         absent = [empty] * (size - len(splits))
         results = [torch.empty_like(shard) for shard in own]
         if rank >= len(splits):

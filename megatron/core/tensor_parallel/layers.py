@@ -20,7 +20,6 @@ from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.ops.fp8 import E4M3, DelayedQuantization
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
-from megatron.core.ops.quantized import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.parameter import (
     Division,
     InitialValues,
@@ -31,6 +30,7 @@ from megatron.core.parameter import (
     padded_rows_box,
     sharded_boxes,
 )
+from megatron.core.quantized import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 
 

@@ -7,12 +7,13 @@ from itertools import product
 from math import gcd
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.checks import check_run
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.layout import Layout, divides_layers
 from megatron.schedules.registry import SCHEDULES
-from megatron.training.loop.batch_schedule import build_batch_schedule
+from megatron.training.batch_schedule import build_batch_schedule
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 SHORTEST_PART = 2048
@@ -183,7 +184,7 @@ class _Space:
 
     def _is_valid(self, layout: Layout) -> bool:
         try:
-            layout.apply(self.config, self.given).check(self.num_gpus)
+            check_run(layout.apply(self.config, self.given), self.num_gpus)
         except ConfigError:
             return False
         return True

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
+from megatron.config.checks import check_resolved_architecture
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.run_on_ranks import run_on_rank0
@@ -34,7 +35,7 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     if saved is None:
         check_may_begin(config.checkpoint)
         try:
-            config.check_architecture(world_size)
+            check_resolved_architecture(config, world_size)
         except ConfigError as error:
             raise ConfigError(
                 f"--load {config.checkpoint.load} has no checkpoint yet for --use-checkpoint-args, and {error}"
@@ -49,6 +50,6 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
     surplus = "what differs" if config.model.model is None else f"--model {config.model.model} and what differs"
     given, where = given_architecture(config.model), f"The checkpoint under {saved.root}"
     check_architecture(given, architecture, where, remedy=f"leave out {surplus}")
-    config.check_architecture(world_size)
+    check_resolved_architecture(config, world_size)
     log_rank0(f"architecture: from the checkpoint of iteration {saved.iteration} in {saved.root}")
     return config

@@ -21,10 +21,10 @@ from megatron.data.packed_dataset import describe_packing
 from megatron.data.sources import Sources, read_sources
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.batch_schedule import BatchSchedule
 from megatron.training.loop.data import Data, EvaluationSet, Lookahead
 from megatron.training.loop.data_check import (
     DataCheck,

@@ -17,8 +17,8 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.data_stages import FIRST_STAGE
-from megatron.training.loop.batch_schedule import BatchSchedule
 
 _logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Da
 from megatron.data.corpus_digests import digests_path, remedy_of
 from megatron.data.gpt_dataset import Dataset
 from megatron.errors import DataError
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.context import LogRank0
-from megatron.training.loop.batch_schedule import BatchSchedule
 
 _NAMED_CORPORA = 3
 

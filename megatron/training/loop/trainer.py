@@ -15,10 +15,10 @@ from megatron.metrics.timers import Timers
 from megatron.metrics.writer import MetricsWriter
 from megatron.operation.heartbeat import Section
 from megatron.operation.update_guard import Action, Verdict
+from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.rollback import RollbackRequested
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
-from megatron.training.loop.batch_schedule import BatchSchedule
 from megatron.training.loop.data import Data
 from megatron.training.loop.step import StepOutcome, train_step
 from megatron.training.loop.stop import NO_DATA, StopConditions

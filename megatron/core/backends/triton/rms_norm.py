@@ -15,7 +15,7 @@ from megatron.core.backends.triton.quantize import (
 )
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.norm import CompiledRMSNorm
-from megatron.core.ops.quantized import Layout, QuantizedTensor
+from megatron.core.quantized import Layout, QuantizedTensor
 
 _SCALARS = ["scale_ptr", "inverse_scale_ptr", "step_amax_ptr"]
 """Elements of larger tensors: with their alignment every layer would compile its own kernels."""

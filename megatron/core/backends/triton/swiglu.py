@@ -14,8 +14,8 @@ from megatron.core.backends.triton.quantize import (
     to_fp8,
 )
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
-from megatron.core.ops.quantized import Layout, QuantizedTensor
 from megatron.core.ops.swiglu import CompiledSwiGLU
+from megatron.core.quantized import Layout, QuantizedTensor
 
 _SCALARS = ["scale_ptr", "inverse_scale_ptr", "step_amax_ptr"]
 """Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
