@@ -77,14 +77,18 @@ class Forked:
 def start_forked(session: Session, line: Line, seconds: float, log: Path) -> Forked:
     process = fork_context().Process(target=run_forked, args=(session, line, seconds, log))
     process.start()
-    return Forked(process)
+    forked = Forked(process)
+    # On a busy machine the time of a line may end before its fork begins.
+    while process.is_alive() and os.getpgid(forked.pid) != forked.pid:
+        time.sleep(0.01)
+    return forked
 
 
 def run_forked(session: Session, line: Line, seconds: float, log: Path) -> None:
-    os.setsid()
     with log.open("ab") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
+    os.setsid()
     worker.run_in_this_process(line, session.out, session.device, session.is_tiny, seconds)
 
 
