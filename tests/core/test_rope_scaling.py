@@ -77,7 +77,16 @@ def test_scaled_frequencies_are_those_of_transformers(
         torch.testing.assert_close(found, expected.double(), rtol=tolerance + rounding, atol=0.0)
 
 
-def test_a_wave_exactly_as_long_as_the_limit_is_finite() -> None:
+def test_equal_bounds_keep_a_wave_at_the_bound() -> None:
     """Where transformers divides zero by zero."""
-    fields = fields_of(16.0, 64, 64 / (2 * math.pi), 64 / (2 * math.pi))
-    assert our_frequencies(8, 10000.0, fields).isfinite().all()
+    one_turn = rotary_frequencies(4, 4.0)[1].item() * 8 / (2 * math.pi)
+    assert our_frequencies(4, 4.0, fields_of(2.0, 8, one_turn, one_turn)).tolist() == [1.0, 0.5]
+    below = one_turn * 1.01
+    assert our_frequencies(4, 4.0, fields_of(2.0, 8, below, below)).tolist() == [1.0, 0.25]
+    assert our_frequencies(8, 10000.0, fields_of(16.0, 64, 64 / (2 * math.pi), 64 / (2 * math.pi))).isfinite().all()
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_frequencies_without_scaling(base: float) -> None:
+    expected = [base ** (-2 * pair / 128) for pair in range(64)]
+    assert rotary_frequencies(128, base).tolist() == pytest.approx(expected, rel=1e-12)
