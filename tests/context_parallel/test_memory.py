@@ -1,6 +1,7 @@
 """What a rank needs for its part of a sequence."""
 
 import resource
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,23 +12,20 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model
-from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import NumberFormats
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
-from tests.parallel.layout_run import CPU
+from tests.parallel.layout_run import CPU, Layout, context
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch
 
@@ -43,17 +41,7 @@ WIDE = TransformerConfig(
     padded_vocab_size=VOCABULARY,
     max_position_embeddings=1,
 )
-NARROW = TransformerConfig(
-    num_layers=1,
-    hidden_size=16,
-    ffn_hidden_size=32,
-    num_attention_heads=1,
-    num_query_groups=1,
-    kv_channels=16,
-    vocab_size=VOCABULARY,
-    padded_vocab_size=VOCABULARY,
-    max_position_embeddings=1,
-)
+NARROW = replace(WIDE, num_layers=1, hidden_size=16, ffn_hidden_size=32, num_attention_heads=1, num_query_groups=1)
 
 
 def step(
@@ -63,26 +51,15 @@ def step(
     size = dist.get_world_size()
     topology = Topology(RankGrid(cp=size), dist.get_rank(), CPU)
     sizes = (2, size // 2) if kind == "a2a+p2p" and size > 1 else ()
-    context_parallel = ContextParallel(topology.context_parallel, (kind,), topology.context_parallel_levels(sizes))
-    kernel = choose_attention_kernel("auto", CPU, torch.float32)
-    parallel = TensorParallel(topology.tensor_parallel)
-    model = build_model(
-        model_config, BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel), seed=1
-    )
+    layout = Layout(cp=size, cp_comm_type=(kind,), cp_sizes=sizes)
+    model = build_model(model_config, context(topology, layout, torch.float32), seed=1)
     documents = partial(Documents, masks_attention=True, resets_positions=False, device=CPU)
-    executor = build_executor(
-        model,
-        topology,
-        partial(build_schedule, "1f1b", 1),
-        length,
-        1,
-        documents=documents if in_documents else None,
-    )
-    config = ParallelConfig()
-    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
+    schedule = partial(build_schedule, "1f1b", 1)
+    executor = build_executor(model, topology, schedule, length, 1, documents=documents if in_documents else None)
+    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, ParallelConfig())
     optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
     text = torch.randint(0, VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(0))
-    places = context_parallel.split.positions(length)
+    places = ContextSplit(topology.context_parallel.rank, size).positions(length)
     batch = {
         "tokens": text[:, places],
         "labels": text[:, places + 1],

@@ -97,6 +97,14 @@ def test_whole_gradients_leave_once_with_the_last_microbatch(overlap: bool) -> N
     assert all((shard.gradient == 2.0).all() for shard in data_parallel.param_shards)
 
 
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
+    data_parallel, (_, second), events = two_buckets("optim", overlap=True)
+    data_parallel.start_grad_accumulation(1)
+    deliver(second, events)
+    with pytest.raises(AssertionError, match="arrived after its bucket was reduced"):
+        deliver(second, events)
+
+
 def test_sharded_gradients_leave_with_every_microbatch_behind_the_backward_pass() -> None:
     """Room for the next microbatch's is made by the end of the last one's; others stay under way, step after step."""
     data_parallel, (first, second), events = two_buckets("optim_grads", overlap=True)

@@ -102,13 +102,19 @@ def assert_all_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Non
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_experts_are_one_mlp_for_each_expert(counts: tuple[int, ...]) -> None:
+def test_experts_are_one_mlp_for_each_expert(counts: tuple[int, ...], recomputes: bool) -> None:
     experts, rows = experts_of(), random(sum(counts), HIDDEN).requires_grad_()
+    main_grads = main_grads_of(experts)
+    if recomputes:
+        experts.set_submodule("swiglu_fc2", Recomputed(experts.swiglu_fc2))
     gradient = random(sum(counts), HIDDEN, seed=1)
     output = experts(rows, RowCounts.of(counts))
-    found = torch.autograd.grad(output, [rows, *experts.parameters()], gradient)
-    assert_all_close((output.detach(), *found), expected_passes(rows, gradient, counts))
+    output.backward(gradient)
+    assert rows.grad is not None
+    found = (output.detach(), rows.grad, *(main_grad.buffer for main_grad in main_grads))
+    assert_all_close(found, expected_passes(rows, gradient, counts))
 
 
 @pytest.mark.parametrize("defers", [False, True])
@@ -177,43 +183,6 @@ def test_every_layout_has_the_same_facts_and_each_weight_once(ep_size: int, etp_
     for one, other in zip(found, whole):
         assert torch.equal(one, other.detach())
     assert float(found[0].std()) == pytest.approx(CONFIG.init_method_std, rel=0.05)
-
-
-@pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS)
-def test_ranks_together_compute_what_one_rank_computes(ep_size: int, etp_size: int) -> None:
-    counts = (5, 1, 33, 16)
-    rows, gradient = (random(sum(counts), HIDDEN, seed=seed) for seed in (0, 1))
-    whole_output, *expected = expected_passes(rows, gradient, counts)
-    output, row_gradient = torch.zeros_like(rows), torch.zeros_like(rows)
-    local = NUM_EXPERTS // ep_size
-    for shard in shards(ep_size, etp_size):
-        first = shard.ep_rank * local
-        own_counts = counts[first : first + local]
-        own = slice(sum(counts[:first]), sum(counts[: first + local]))
-        experts, own_rows = experts_of(shard), rows[own].clone().requires_grad_()
-        own_output = experts(own_rows, RowCounts.of(own_counts))
-        found = torch.autograd.grad(own_output, [own_rows, *experts.parameters()], gradient[own])
-        output[own] += own_output.detach()
-        row_gradient[own] += found[0]
-        for one, parameter, other in zip(found[1:], experts.parameters(), expected[1:]):
-            for box in info_of(parameter).boxes:
-                place = tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))
-                assert_all_close([box.view(one)], [other[place]])
-    assert_all_close((output, row_gradient), (whole_output, expected[0]))
-
-
-def test_recomputed_activation_gives_the_same_gradients() -> None:
-    counts = (5, 1, 33, 16)
-    rows, gradient = (random(sum(counts), HIDDEN, seed=seed) for seed in (0, 1))
-    experts = experts_of()
-    experts.set_submodule("swiglu_fc2", Recomputed(experts.swiglu_fc2))
-    main_grads = main_grads_of(experts)
-    leaf = rows.clone().requires_grad_()
-    output = experts(leaf, RowCounts.of(counts))
-    output.backward(gradient)
-    assert leaf.grad is not None
-    found = (output.detach(), leaf.grad, *(main_grad.buffer for main_grad in main_grads))
-    assert_all_close(found, expected_passes(rows, gradient, counts))
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
