@@ -23,6 +23,7 @@ from tests.rank_pool import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 WORLDS = [2, 3, 4]
+WIDE_SHAPE = (24, 3)
 
 
 def everyone() -> Communicator:
@@ -46,22 +47,18 @@ def run_collectives(dtype: torch.dtype, group: Callable[[], Communicator]) -> Re
     return collectives_of(group(), part_of(dist.get_rank(), dtype))
 
 
-def run_overlapping(dtype: torch.dtype, group: Callable[[], Communicator]) -> Results:
+def run_overlapping(group: Callable[[], Communicator]) -> Results:
     """Several collectives under way on one communicator at once, waited for in another order."""
     ranks = group()
-    mine, wide = part_of(ranks.rank, dtype), part_of(ranks.rank, dtype, (24, 3))
-    first = ranks.start_reduce_scatter(mine.clone())
-    second = ranks.start_reduce_scatter(wide.clone())
-    third = ranks.start_all_gather(mine.clone())
-    fourth = ranks.start_all_reduce(wide.clone())
-    fifth = ranks.start_all_gather(wide.clone())
-    return {
-        "fifth": fifth.wait(),
-        "second": second.wait(),
-        "fourth": fourth.wait(),
-        "first": first.wait(),
-        "third": third.wait(),
+    mine, wide = (part_of(ranks.rank, torch.float32, shape) for shape in (SHAPE, WIDE_SHAPE))
+    works = {
+        "first": ranks.start_reduce_scatter(mine.clone()),
+        "second": ranks.start_reduce_scatter(wide.clone()),
+        "third": ranks.start_all_gather(mine.clone()),
+        "fourth": ranks.start_all_reduce(wide.clone()),
+        "fifth": ranks.start_all_gather(wide.clone()),
     }
+    return {name: works[name].wait() for name in ("fifth", "second", "fourth", "first", "third")}
 
 
 def run_rounding(seed: int) -> tuple[Tensor, Tensor]:
@@ -156,18 +153,6 @@ def run_completion(group: Callable[[], Communicator]) -> tuple[bool, list[float]
     return sending.is_complete, sending.wait().tolist()
 
 
-def run_exclusive() -> list[bool]:
-    """Whether exclusive communicators have groups of their own, beside those that share."""
-    ranks, rank = range(dist.get_world_size()), dist.get_rank()
-    first, second = (Communicator(ranks, rank, name, exclusive=True) for name in ("first", "second"))
-    groups = [first.process_group, second.process_group, dist.group.WORLD]
-    return [
-        Communicator(ranks, rank, "shared").process_group is dist.group.WORLD,
-        len({id(group) for group in groups}) == 3,
-        first.process_group is groups[0],
-    ]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("group", [everyone, over_gloo])
@@ -186,18 +171,12 @@ def test_collectives_of_a_part_of_the_ranks_stay_among_them(four_ranks: RankPool
 
 @pytest.mark.parametrize("group", [everyone, over_gloo])
 def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
-    outcomes = four_ranks.run(run_overlapping, torch.float32, group, world_size=4)
-    mine = [part_of(rank, torch.float32) for rank in range(4)]
-    wide = [part_of(rank, torch.float32, (24, 3)) for rank in range(4)]
-    for rank, results in enumerate(outcomes):
-        expected = {
-            "first": sum(mine, torch.zeros(())).chunk(4)[rank],
-            "second": sum(wide, torch.zeros(())).chunk(4)[rank],
-            "third": torch.cat(mine),
-            "fourth": sum(wide, torch.zeros(())),
-            "fifth": torch.cat(wide),
-        }
-        assert_results(results, expected)
+    mine, wide = ([part_of(rank, torch.float32, shape) for rank in range(4)] for shape in (SHAPE, WIDE_SHAPE))
+    summed, summed_wide = torch.stack(mine).sum(0), torch.stack(wide).sum(0)
+    for rank, results in enumerate(four_ranks.run(run_overlapping, group, world_size=4)):
+        parts = {"first": summed.chunk(4)[rank], "second": summed_wide.chunk(4)[rank]}
+        whole = {"third": torch.cat(mine), "fourth": summed_wide, "fifth": torch.cat(wide)}
+        assert_results(results, parts | whole)
 
 
 def test_a_sum_does_not_depend_on_who_arrives_first(four_ranks: RankPool) -> None:
@@ -229,20 +208,13 @@ def test_an_observer_sees_every_collective(four_ranks: RankPool) -> None:
 
 
 @pytest.mark.parametrize("receive_first", [True, False], ids=["received ahead", "sent ahead"])
-@pytest.mark.parametrize("group", [everyone, over_gloo])
+@pytest.mark.parametrize(("group", "distance"), [(everyone, 1), (over_gloo, 1), (evens_or_odds, 2)])
 def test_messages_arrive_in_the_order_of_sending(
-    four_ranks: RankPool, receive_first: bool, group: Callable[[], Communicator]
+    four_ranks: RankPool, receive_first: bool, group: Callable[[], Communicator], distance: int
 ) -> None:
+    """Also between the two even and the two odd ranks, whose places in the group are not their global ranks."""
     for rank, received in enumerate(four_ranks.run(run_messages, receive_first, group, world_size=4)):
-        assert [tensor.tolist() for tensor in received] == [
-            message((rank - 1) % 4, number).tolist() for number in range(3)
-        ]
-
-
-def test_messages_go_to_places_in_the_group(four_ranks: RankPool) -> None:
-    """Between the two even and the two odd ranks, whose places are not their global ranks."""
-    for rank, received in enumerate(four_ranks.run(run_messages, True, evens_or_odds, world_size=4)):
-        wanted = [message((rank + 2) % 4, number).tolist() for number in range(3)]
+        wanted = [message((rank - distance) % 4, number).tolist() for number in range(3)]
         assert [tensor.tolist() for tensor in received] == wanted
 
 
@@ -258,10 +230,6 @@ def test_messages_of_one_channel_wait_for_no_other(four_ranks: RankPool) -> None
 def test_a_message_that_has_been_taken_says_so(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
     """Without a wait, so that a sender keeps nothing longer than it must (gloo itself tells only those who wait)."""
     assert four_ranks.run(run_completion, group, world_size=2) == [(True, message(0, 1).tolist())] * 2
-
-
-def test_an_exclusive_communicator_shares_its_group_with_nobody(four_ranks: RankPool) -> None:
-    assert four_ranks.run(run_exclusive, world_size=4) == [[True, True, True]] * 4
 
 
 def test_a_single_rank_communicates_nothing() -> None:

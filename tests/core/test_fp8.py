@@ -227,9 +227,9 @@ def linear_layer(kind: str, scaling: Fp8Scaling) -> ColumnParallelLinear | RowPa
     return linear
 
 
-def row_layer(config: PrecisionConfig, keeps_weights: bool = True) -> tuple[RowParallelLinear, Fp8Scaling]:
+def row_layer(config: PrecisionConfig) -> tuple[RowParallelLinear, Fp8Scaling]:
     """A layer and its scales."""
-    scaling = Fp8Scaling(config, ALONE, CPU, keeps_weights)
+    scaling = Fp8Scaling(config, ALONE, CPU)
     linear = linear_layer("row", scaling)
     assert isinstance(linear, RowParallelLinear)
     return linear, scaling
@@ -281,29 +281,6 @@ def test_microbatches_of_a_step_share_their_scales() -> None:
     assert torch.equal(outputs[0], outputs[2])
     scaling.finish_step()
     assert not torch.equal(outputs[0], linear(layer_inputs())), "the second microbatch set the scale"
-
-
-@pytest.mark.parametrize("keeps_weights", [True, False])
-def test_a_step_sees_the_weights_that_it_began_with(keeps_weights: bool) -> None:
-    """A weight is quantised once a step where that may be kept, and again where the weight itself is not kept."""
-    linear, scaling = row_layer(HYBRID, keeps_weights)
-    weight_gradient_of_a_step(linear, scaling, torch.ones(16, 1, 32))
-
-    def both_ways() -> tuple[Tensor, Tensor]:
-        inputs = layer_inputs().requires_grad_()
-        output = linear(inputs)
-        (gradient,) = torch.autograd.grad(output, inputs, torch.ones_like(output))
-        return output, gradient
-
-    before = both_ways()
-    with torch.no_grad():
-        linear.weight.mul_(1.5)
-    within = both_ways()
-    scaling.start_step()
-    after = both_ways()
-    for one, other, updated in zip(before, within, after):
-        assert torch.equal(one, other) is keeps_weights
-        assert not torch.equal(one, updated)
 
 
 def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import (
     MainGrad,
@@ -12,51 +11,17 @@ from megatron.core.gradient import (
     attach_main_grad,
     main_grad_of,
 )
-from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
-from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import CpuFlashAttention
 from megatron.core.parameter import info_of
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
+from tests.parallel.layout_run import MODEL, SEED, TIED_MODEL, Layout, context, microbatches
 from tests.whole_model import token_losses_of
 
 STALE = 1e6
 """What the last step left in the buffer."""
 
 
-def model_of(*, tied: bool, dtype: torch.dtype = torch.float64) -> TransformerModel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=24,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=29,
-        padded_vocab_size=32,
-        max_position_embeddings=8,
-        untie_embeddings_and_output_weights=not tied,
-    )
-    topology = single_process()
-    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, CpuFlashAttention())
-    return build_model(config, context, seed=3)
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 29, (2, 9), generator=torch.Generator().manual_seed(number))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
 # One main gradient
-
-
-def test_the_first_delivery_overwrites_and_later_ones_add() -> None:
-    main_grad = MainGrad(torch.full((2, 3), STALE))
-    main_grad.add(torch.ones(2, 3))
-    assert torch.equal(main_grad.buffer, torch.ones(2, 3))
-    main_grad.add(torch.full((2, 3), 2.0))
-    assert torch.equal(main_grad.buffer, torch.full((2, 3), 3.0))
 
 
 def test_rows_add_up_where_ids_repeat_and_overwrite_what_was_there() -> None:
@@ -161,12 +126,13 @@ def test_what_autograd_computes_goes_to_the_slot_at_once_and_nothing_of_a_frozen
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_slots_collect_over_microbatches_what_autograd_would(tied: bool) -> None:
     """Two microbatches, over the last step's leftovers; a tied weight gets both of its contributions."""
-    plain, slotted = model_of(tied=tied), model_of(tied=tied)
+    config = TIED_MODEL if tied else MODEL
+    plain, slotted = (build_model(config, context(single_process(), Layout()), SEED) for _ in range(2))
     buffer = ParameterBuffer(list(slotted.parameters()), torch.float64, shards=1)
     buffer.gradients.fill_(STALE)
-    for number in range(2):
+    for microbatch in microbatches(0, Layout(microbatches=2), 0):
         for model in (plain, slotted):
-            token_losses_of(model, *batch(number)).sum().backward()
+            token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
     assert all(parameter.grad is None for parameter in slotted.parameters())
     found = {info_of(one).name: main_grad.buffer for one, main_grad in zip(buffer.parameters, buffer.main_grads)}
     expected = {info_of(parameter).name: parameter.grad for parameter in plain.parameters()}

@@ -16,7 +16,7 @@ from megatron.core.gradient import main_grad_of
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels, torch_adam, torch_squared_norm
 from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
-from megatron.core.parameter import ParameterInfo, empty_parameter, padded_rows_box, sharded_boxes
+from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import single_process
 
@@ -236,7 +236,7 @@ def test_master_weights_are_taken_anew_from_loaded_weights() -> None:
     assert all((weight == 0.5).all() for weight in run.weights())
 
 
-# Gradients that are not finite, and zeros
+# Gradients that are not finite
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
@@ -262,34 +262,6 @@ def test_a_norm_that_is_not_finite_changes_nothing(
         either.step(2)
     for one, other in zip(run.everything(), undisturbed.everything(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_zeros_in_the_gradient_are_counted() -> None:
-    run = Run(ADAM)
-    values = gradients(0)
-    values[0][:2] = 0.0
-    values[1][3] = 0.0
-    run.deliver(values)
-    assert run.optimizer.count_zeros() == 9
-    run.deliver(gradients(1))
-    assert run.optimizer.count_zeros() == 0
-    run.deliver([torch.zeros_like(value) for value in values])
-    assert run.optimizer.count_zeros() == sum(value.numel() for value in values)
-
-
-def test_padding_rows_are_not_counted_as_zeros() -> None:
-    info = ParameterInfo("table", *padded_rows_box(5, 8, 3, 0, 1), None, True, tensor_parallel_sharded=True)
-    parameter = empty_parameter(info, torch.float64, "cpu")
-    torch.nn.init.zeros_(parameter)
-    data_parallel = BufferedDataParallel(
-        [parameter], NumberFormats.uniform(torch.float64), single_process(), ParallelConfig()
-    )
-    optimizer = Optimizer(ADAM, data_parallel, single_process())
-    main_grad = main_grad_of(parameter)
-    assert main_grad is not None
-    main_grad.add(torch.cat([torch.ones(5, 3), torch.zeros(3, 3)]))
-    data_parallel.finish_grad_sync()
-    assert optimizer.count_zeros() == 0
 
 
 # State

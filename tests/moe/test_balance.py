@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.moe import MoEConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.moe.balance import BalanceRule, ExpertBalance, RouterBalance
@@ -38,6 +37,7 @@ from tests.moe.routers import (
     logits_of,
     observe,
 )
+from tests.parallel.layout_run import MODEL
 from tests.rank_pool import RankPool
 
 RULES = (
@@ -71,18 +71,9 @@ def test_losses_and_gradients_are_those_of_the_definition(routing_rule: RoutingR
 
 
 def test_rules_of_flags() -> None:
-    model = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=8,
-        vocab_size=8,
-        padded_vocab_size=8,
-        max_position_embeddings=8,
+    model = replace(
+        MODEL,
         num_experts=8,
-        moe_ffn_hidden_size=8,
         moe_router_topk=3,
         moe_router_score_function="sigmoid",
         moe_router_topk_scaling_factor=2.5,

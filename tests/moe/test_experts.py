@@ -1,6 +1,7 @@
 """Experts compute what one MLP for each expert computes, in every layout of their weights."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, compute_deferred
 from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
@@ -22,21 +22,10 @@ from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.topology import single_process
 from megatron.planner.launches import LaunchRecorder
 from megatron.torch_compat import FakeTensorMode
+from tests.parallel.layout_run import MODEL
 
 NUM_EXPERTS, HIDDEN, WIDTH = 4, 16, 24
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=HIDDEN,
-    ffn_hidden_size=40,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=4,
-    vocab_size=29,
-    padded_vocab_size=32,
-    max_position_embeddings=8,
-    num_experts=NUM_EXPERTS,
-    moe_ffn_hidden_size=WIDTH,
-)
+CONFIG = replace(MODEL, hidden_size=HIDDEN, num_experts=NUM_EXPERTS, moe_ffn_hidden_size=WIDTH)
 COUNTS = ((5, 1, 33, 16), (0, 7, 40, 0), (0, 0, 0, 0))
 STALE = 1e6
 """What the last step left in a gradient buffer."""
@@ -162,17 +151,14 @@ def test_a_weight_gradient_waits_for_its_overlap_in_a_gradient_buffer() -> None:
 @pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS)
 def test_every_layout_has_the_same_facts_and_each_weight_once(ep_size: int, etp_size: int) -> None:
     whole = list(experts_of().parameters())
-    names = ["layers.3.mlp.experts.linear_fc1.weight", "layers.3.mlp.experts.linear_fc2.weight"]
     found = [torch.full_like(one, torch.nan) for one in whole]
     for shard in shards(ep_size, etp_size):
         parameters = list(experts_of(shard).parameters())
         infos = [info_of(one) for one in parameters]
-        assert [info.name for info in infos] == names
-        assert [info.global_shape for info in infos] == [
-            (NUM_EXPERTS * 2 * WIDTH, HIDDEN),
-            (NUM_EXPERTS * HIDDEN, WIDTH),
+        assert [(info.name, info.global_shape, info.init_std) for info in infos] == [
+            ("layers.3.mlp.experts.linear_fc1.weight", (NUM_EXPERTS * 2 * WIDTH, HIDDEN), CONFIG.init_method_std),
+            ("layers.3.mlp.experts.linear_fc2.weight", (NUM_EXPERTS * HIDDEN, WIDTH), CONFIG.residual_init_std),
         ]
-        assert [info.init_std for info in infos] == [CONFIG.init_method_std, CONFIG.residual_init_std]
         assert all(info.is_expert and info.weight_decay and info.tensor_parallel_sharded for info in infos)
         assert [one.numel() for one in parameters] == [one.numel() // (ep_size * etp_size) for one in whole]
         for target, parameter, info in zip(found, parameters, infos):

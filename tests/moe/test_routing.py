@@ -122,14 +122,6 @@ def test_of_equal_scores_the_lowest_ids_are_chosen(rule: RoutingRule, dtype: tor
     assert (route(zeros, rule).experts == torch.arange(rule.topk)).all()
 
 
-def test_of_equal_groups_the_lowest_is_chosen() -> None:
-    rule = RoutingRule(8, 2, score_function="sigmoid", num_groups=4, group_topk=1)
-    # The best two scores of groups 1 and 3 are the same, in different places.
-    logits = torch.tensor([[0.0, 0.0, 2.0, 1.0, 0.5, 0.5, 1.0, 2.0]])
-    assert route(logits, rule).experts.tolist() == [[2, 3]]
-    assert selection_margin(logits, rule).item() == 0.0
-
-
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_margin_bounds_the_noise_that_changes_no_choice(rule: RoutingRule) -> None:
     logits, bias = random_logits(rule, tokens=16), random_bias(rule)

@@ -18,9 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import CollectiveRecord, Work
-from megatron.core.data_parallel.sharing import Sharing
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor, _Pass
@@ -426,89 +424,6 @@ def test_messages_are_those_of_the_schedule_and_no_larger_than_needed(four_ranks
 def topology_of_rank(layout: Layout, rank: int) -> int:
     """The stage of ``rank``."""
     return grid_of(layout).coordinates(rank)["pp"]
-
-
-def train_twice(layout: Layout) -> list[tuple[list[float], list[Tensor]]]:
-    """Sums and gradients of a batch, with and without receiving ahead."""
-    topology = place_in(layout)
-    found = []
-    for overlap in (True, False):
-        executor, data_parallel, _ = build(TASK, layout, topology)
-        executor.overlap = overlap
-        data_parallel.start_grad_accumulation(layout.microbatches)
-        sums = executor.train(batch(layout, topology), layout.microbatches, SCALE)
-        data_parallel.finish_grad_sync()
-        found.append((sums.tolist(), [piece.gradient for piece in data_parallel.param_shards]))
-    return found
-
-
-@every_schedule
-def test_receiving_ahead_changes_no_bit(four_ranks: RankPool, name: ScheduleName) -> None:
-    for (sums, gradients), (others, other_gradients) in four_ranks.run(train_twice, four_stages(name)):
-        assert sums == others
-        assert gradients and len(gradients) == len(other_gradients)
-        assert all(torch.equal(one, other) for one, other in zip(gradients, other_gradients))
-
-
-# --- gradients leave while others are still computed ---------------------------------------------------------
-
-
-class EventRecorder(ActionRecorder):
-    """Notes in one list when actions begin and end, and what else is told."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.events: list[str] = []
-
-    @contextmanager
-    def span(self, stage: int, action: Action) -> Iterator[None]:
-        """Note begin and end."""
-        self.events.append(f"begin {action}")
-        yield
-        self.events.append(f"end {action}")
-
-
-def record_reductions(layout: Layout) -> list[str]:
-    """Actions of the executor, and reductions of buckets that began in between."""
-    topology = place_in(layout)
-    executor, data_parallel, _ = build(TASK, layout, topology)
-    executor.recorder = recorder = EventRecorder()
-    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=layout.strategy), topology)
-    ranks = [sharing.shards, sharing.replicas]
-    data_parallel.start_grad_accumulation(layout.microbatches)
-    with observed(ranks, lambda record: recorder.events.append(record.kind)):
-        executor.train(batch(layout, topology), layout.microbatches, SCALE)
-        recorder.events.append("batch ended")
-        data_parallel.finish_grad_sync()
-    return recorder.events
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["all-reduce", "ZeRO-1"])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
-def test_buckets_leave_within_the_last_backward_passes(
-    four_ranks: RankPool, name: ScheduleName, is_sharded: bool
-) -> None:
-    """The first before the last action has ended, none before the last microbatch, all before the batch has."""
-    layout = Layout(
-        dp=2,
-        pp=2,
-        schedule=name,
-        microbatches=4,
-        bucket_size=3000,
-        overlap_grad_reduce=True,
-        strategy="optim" if is_sharded else "no_shard",
-    )
-    kind = "reduce_scatter" if is_sharded else "all_reduce"
-    for rank, events in enumerate(four_ranks.run(record_reductions, layout)):
-        actions = schedule_of(layout).actions[topology_of_rank(layout, rank)]
-        places = [place for place, event in enumerate(events) if event == kind]
-        first_of_last_microbatch = next(a for a in actions if a.microbatch == 3 and a.kind == "B")
-        assert len(places) >= 8
-        assert places[0] > events.index(f"begin {first_of_last_microbatch}")
-        # Several chunks: one has all its gradients long before the other.
-        several = SCHEDULES[name].chunks != "one chunk"
-        assert places[0] < events.index(f"{'begin' if several else 'end'} {actions[-1]}"), f"rank {rank}"
-        assert places[-1] < events.index("batch ended"), f"rank {rank}"
 
 
 # --- what is not as it should be -----------------------------------------------------------------------------

@@ -347,29 +347,16 @@ def test_a_trace_has_what_perfetto_reads() -> None:
     schedule = build_schedule("zb-v", 2, 4)
     span = Span(1, schedule.actions[1][1], 5.0, 5.25)
     data = to_chrome_trace(schedule, Timeline(2, (span, Span(0, schedule.actions[0][0], 4.5, 5.0))))
-    assert data["traceEvents"] == [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "stage 0"}},
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "stage 1"}},
-        {
-            "name": "F0.1",
-            "cat": "F",
-            "ph": "X",
-            "ts": 500_000.0,
-            "dur": 250_000.0,
-            "pid": 0,
-            "tid": 1,
-            "args": {"microbatch": 0, "chunk": 1, "stage": 1},
-        },
-        {
-            "name": "F0.0",
-            "cat": "F",
-            "ph": "X",
-            "ts": 0.0,
-            "dur": 500_000.0,
-            "pid": 0,
-            "tid": 0,
-            "args": {"microbatch": 0, "chunk": 0, "stage": 0},
-        },
+    assert data["traceEvents"][:2] == [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
+        for stage in (0, 1)
+    ]
+    assert data["traceEvents"][2:] == [
+        {"name": name, "cat": "F", "ph": "X", "ts": start, "dur": duration, "pid": 0, "tid": stage, "args": arguments}
+        for name, start, duration, stage, arguments in (
+            ("F0.1", 500_000.0, 250_000.0, 1, {"microbatch": 0, "chunk": 1, "stage": 1}),
+            ("F0.0", 0.0, 500_000.0, 0, {"microbatch": 0, "chunk": 0, "stage": 0}),
+        )
     ]
     assert data["otherData"] == {"schedule": "zb-v", "stages": 2, "microbatches": 4, "virtual": 2}
 

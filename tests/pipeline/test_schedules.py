@@ -183,18 +183,6 @@ def test_the_chunks_lie_in_the_order_of_the_layers(chunks: int, shape: str) -> N
     assert [placement.virtual_stage(*place) for place in expected] == list(range(4 * chunks))
 
 
-def test_several_chunks_are_two_unless_more_are_asked_for() -> None:
-    assert {name: build_schedule(name, 2, 4).placement.num_chunks for name in NAMES} == {
-        "gpipe": 1,
-        "1f1b": 1,
-        "interleaved": 2,
-        "zb-h1": 1,
-        "zb-v": 2,
-        "dualpipe-v": 2,
-    }
-    assert build_schedule("interleaved", 2, 4, 5).placement.num_chunks == 5
-
-
 # What is refused
 
 

@@ -1,7 +1,6 @@
 """Every kind of broken schedule is refused, by name."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -122,35 +121,25 @@ def test_activations_live_until_their_weight_gradients() -> None:
         verify(with_actions(schedule, 1, late), (4, 4, 4, 4))
 
 
-def neighbours(schedule: Schedule, generator: random.Random) -> Schedule:
-    """Two neighbouring actions exchanged."""
+def changed(schedule: Schedule, generator: random.Random) -> Schedule:
+    """One action of a stage at another place, half of the time the next."""
     stage = generator.randrange(schedule.placement.num_stages)
     actions = list(schedule.actions[stage])
-    number = generator.randrange(len(actions) - 1)
-    actions[number : number + 2] = reversed(actions[number : number + 2])
-    return with_actions(schedule, stage, actions)
-
-
-def anywhere(schedule: Schedule, generator: random.Random) -> Schedule:
-    """One action at another place."""
-    stage = generator.randrange(schedule.placement.num_stages)
-    actions = list(schedule.actions[stage])
-    actions.insert(generator.randrange(len(actions)), actions.pop(generator.randrange(len(actions))))
+    place = generator.randrange(len(actions))
+    target = generator.choice([max(place - 1, 0), generator.randrange(len(actions))])
+    actions.insert(target, actions.pop(place))
     return with_actions(schedule, stage, actions)
 
 
 @every_schedule
-@pytest.mark.parametrize("change", [neighbours, anywhere])
-def test_the_verdict_is_that_of_playing_the_schedule(
-    name: ScheduleName, change: Callable[[Schedule, random.Random], Schedule]
-) -> None:
+def test_the_verdict_is_that_of_playing_the_schedule(name: ScheduleName) -> None:
     """Over schedules drawn at random around a good one: accepted if and only if tokens play it to the end."""
     generator = random.Random(1)
     verdicts = set()
-    for _ in range(60):
+    for _ in range(120):
         schedule = build_schedule(name, generator.randint(2, 4), generator.randint(2, 6))
         for _ in range(generator.randint(1, 3)):
-            schedule = change(schedule, generator)
+            schedule = changed(schedule, generator)
         runs = TokenGame(schedule).play().is_won()
         assert is_accepted(schedule) == runs, schedule
         verdicts.add(runs)

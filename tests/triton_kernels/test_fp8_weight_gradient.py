@@ -1,6 +1,7 @@
 """The Triton GEMM of FP8 weight gradients adds to its buffer what the reference adds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -61,10 +62,6 @@ def check_every_tile() -> None:
     assert torch.equal(buffer, widened_gemm(a, b, torch.float32))
 
 
-def test_every_tile_is_computed(interpreter: TritonProcess) -> None:
-    interpreter.run(check_every_tile)
-
-
 def check_overflow() -> None:
     a, b = operand(32, 32, E4M3, math.nan), operand(32, 32, E4M3, 1.0)
     buffer = torch.zeros(32, 32)
@@ -72,8 +69,11 @@ def check_overflow() -> None:
     assert buffer.isnan().all()
 
 
-def test_an_overflow_of_an_operand_makes_the_gradient_nan(interpreter: TritonProcess) -> None:
-    interpreter.run(check_overflow)
+@pytest.mark.parametrize("check", [check_every_tile, check_overflow])
+def test_every_tile_is_computed_and_an_overflow_makes_the_gradient_nan(
+    interpreter: TritonProcess, check: Callable[[], None]
+) -> None:
+    interpreter.run(check)
 
 
 def check_trial(buffer_dtype: torch.dtype) -> None:

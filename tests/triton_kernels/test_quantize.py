@@ -137,6 +137,7 @@ def test_a_number_that_is_not_finite_makes_the_scale_nan(
 
 
 def check_strides() -> None:
+    """Tensors may have any."""
     for tensor in (
         numbers(40, 30).t(),
         numbers(3, 40, 20).transpose(0, 1),
@@ -148,19 +149,11 @@ def check_strides() -> None:
         check_both_ways(tensor, E4M3, Layout.BOTH)
 
 
-def test_tensors_may_have_any_strides(interpreter: TritonProcess) -> None:
-    interpreter.run(check_strides)
-
-
 def check_transpose() -> None:
     for shape in ((1, 1), (64, 64), (65, 3), (3, 200)):
         data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(E5M2)
         for one in (data, data[:, : shape[1] // 2 + 1]):
             assert_same_bits(triton_quantization().transpose(one), one.t().contiguous())
-
-
-def test_bytes_are_transposed(interpreter: TritonProcess) -> None:
-    interpreter.run(check_transpose)
 
 
 def check_current_scale(dtype: torch.dtype) -> None:
@@ -178,15 +171,12 @@ def test_the_scale_of_an_amax_has_the_bits_of_the_definition(interpreter: Triton
 
 
 def check_refusals() -> None:
+    """Of fp64 and empty tensors."""
     scale = torch.tensor(1.0)
     with pytest.raises(TypeError, match="float64"):
         triton_quantization().quantize(torch.ones(2, 2).double(), scale, scale, E4M3, Layout.ROWS)
     with pytest.raises(AssertionError, match="empty"):
         triton_quantization().quantize(torch.ones(0, 2), scale, scale, E4M3, Layout.ROWS)
-
-
-def test_fp64_and_empty_tensors_are_refused(interpreter: TritonProcess) -> None:
-    interpreter.run(check_refusals)
 
 
 def check_trial(dtype: torch.dtype) -> None:
@@ -238,6 +228,7 @@ def test_a_layer_trains_as_with_the_definition(
 
 
 def check_shards() -> None:
+    """Shards of weights are quantised in their memory."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
     alone, eager = Communicator((0,), 0), Fp8Kernels.eager(widened_gemm)
     for numel in (64, 200 * 64, 77):
@@ -252,8 +243,9 @@ def check_shards() -> None:
         assert not torch.equal(found[0][16 : 16 + numel], torch.full((numel,), 0x55, dtype=torch.uint8))
 
 
-def test_shards_of_weights_are_quantised_in_their_memory(interpreter: TritonProcess) -> None:
-    interpreter.run(check_shards)
+@pytest.mark.parametrize("check", [check_strides, check_transpose, check_refusals, check_shards])
+def test_strides_transposed_bytes_refusals_and_shards(interpreter: TritonProcess, check: Callable[[], None]) -> None:
+    interpreter.run(check)
 
 
 # Compiled
