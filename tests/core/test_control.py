@@ -81,7 +81,8 @@ def test_long_work_of_rank_0_times_out_in_training_alone(four_ranks: RankPool) -
 def join(rank: int, size: int, store: Path) -> None:
     """Join a world without a transport of its own: the control group uses gloo whatever training uses."""
     fake_store()  # makes the backend known
-    dist.init_process_group("fake", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+    files = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=files, rank=rank, world_size=size)
 
 
 def test_to_connect_has_the_timeout_of_training(tmp_path: Path) -> None:
@@ -98,10 +99,12 @@ def started(
     case: Callable[..., None], size: int, tmp_path: Path, *arguments: object
 ) -> Iterator[list[tuple[BaseProcess, Connection]]]:
     """Processes that run ``case(rank, size, store, pipe, *arguments)``, and our ends of their pipes."""
-    context, ranks = fork_context(), []
+    context, ranks = fork_context(), list[tuple[BaseProcess, Connection]]()
     for rank in range(size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=case, args=(rank, size, tmp_path / "store", theirs, *arguments), daemon=True)
+        process: BaseProcess = context.Process(
+            target=case, args=(rank, size, tmp_path / "store", theirs, *arguments), daemon=True
+        )
         process.start()
         ranks.append((process, ours))
     try:

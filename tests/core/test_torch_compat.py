@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from megatron import torch_compat
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -102,17 +101,6 @@ def test_symmetric_memory_operators() -> None:
         assert [argument.name for argument in getattr(operators, name).default._schema.arguments][
             : len(wanted)
         ] == wanted
-
-
-def test_storage_id() -> None:
-    tensor = torch.zeros(4)
-    whole, part, other = (one.untyped_storage() for one in (tensor, tensor[2:], torch.zeros(4)))
-    assert torch_compat.storage_id(whole) == torch_compat.storage_id(part) != torch_compat.storage_id(other)
-
-
-def test_wrapper_subclass() -> None:
-    tensor = BoxedTensor.from_boxes((10**6, 10**6), torch.float32, [])
-    assert tensor.shape == (10**6, 10**6) and tensor.dtype == torch.float32 and isinstance(tensor, BoxedTensor)
 
 
 class Calls(torch_compat.TorchDispatchMode):

@@ -79,7 +79,7 @@ ON_A_GPU = {
 def triton(monkeypatch: pytest.MonkeyPatch) -> object:
     """As if Triton were there; its kernels of FP8 linear layers are this object."""
     made = object()
-    modules = {
+    modules: dict[str, dict[str, object]] = {
         "rope": {"rotate": rotate_},
         "swiglu": {"TritonSwiGLU": EagerSwiGLU},
         "rms_norm": {"TritonRMSNorm": EagerRMSNorm},
