@@ -81,11 +81,6 @@ def test_rank_r_has_chunk_r_of_every_bucket(sizes: list[int], shards: int, bucke
         assert found == [of_bucket[rank].tolist() for of_bucket in chunks]
 
 
-def test_no_parameters_make_an_empty_buffer() -> None:
-    layout = plan_buffer([], shards=4)
-    assert (layout.size, layout.parameters, layout.buckets) == (0, (), ())
-
-
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.integers(1, 40)) | st.tuples(*[st.integers(1, 12)] * 2), min_size=1, max_size=6),

@@ -21,7 +21,6 @@ VARIANTS = [(name, chunks) for name in NAMES for chunks in ((2, 3, 4) if name ==
 MICROBATCHES = range(1, 34)
 MICROBATCHES_OF_16 = (1, 2, 7, 15, 16, 17, 24, 31, 32, 33)
 
-every_schedule = pytest.mark.parametrize("name", NAMES)
 every_variant = pytest.mark.parametrize(("name", "chunks"), VARIANTS)
 
 
@@ -211,10 +210,3 @@ def test_every_schedule_is_a_choice_of_the_flag() -> None:
     choices, none = get_args(get_type_hints(PipelineConfig)["pipeline_schedule"])
     assert none is type(None)
     assert get_args(choices) == tuple(SCHEDULES) == NAMES
-
-
-@every_schedule
-def test_weight_gradients_are_actions_where_the_flags_say_so(name: ScheduleName) -> None:
-    schedule = build_schedule(name, 2, 4)
-    has_weights = any(action.kind == "W" for actions in schedule.actions for action in actions)
-    assert has_weights == schedule.splits_backward == SCHEDULES[name].splits_backward
