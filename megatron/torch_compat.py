@@ -1,7 +1,7 @@
 """Every private name of torch that this code uses, so that an upgrade of torch touches one file.
 
-``tests/core/test_torch_compat.py`` has a test for each, which names what a new version has changed. Modules that
-``import torch`` does not load are imported on use.
+``tests/core/test_torch_compat.py`` has a test for each that no other test computes with, which names what a new version
+has changed. Modules that ``import torch`` does not load are imported on use.
 """
 
 import gc

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -330,10 +331,11 @@ def _replace(target: Path, content: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def main() -> int:
-    """Study the schedule, print and write what was found; the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Study the schedule as ``arguments`` say (by default, the command line), print and write what was found; the exit
+    code."""
     try:
-        config = tyro.cli(PipelineScheduleConfig, description=__doc__)
+        config = tyro.cli(PipelineScheduleConfig, description=__doc__, args=arguments)
         config.check()
         study = study_on_paper(config) if config.measured is None else study_of_trace(config, config.measured)
         if config.json is not None:

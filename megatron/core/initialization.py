@@ -42,14 +42,20 @@ def random_bits(key: int, index: Tensor) -> Tensor:
 
 def normal_numbers(key: int, index: Tensor) -> Tensor:
     """Standard normal fp64 numbers for the global indices ``index`` (int64)."""
-    uniform = (_shift_right(random_bits(key, index), 12).double() + 0.5) * 2.0**-52
+    return normal_of_bits(random_bits(key, index))
+
+
+def normal_of_bits(bits: Tensor) -> Tensor:
+    """A standard normal fp64 number from the upper 52 bits of each int64 number; always finite."""
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return torch.erfinv(2.0 * uniform - 1.0) * math.sqrt(2.0)
 
 
 @torch.no_grad()
-def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -> None:
+def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int, at_a_time: int = _CHUNK) -> None:
     """Fill ``flat`` ``[n]``, elements ``[start, start + n)`` of a rank's flattened local tensor: with the values of
-    ``info.initial``, or normal with ``info.init_std``, zeros or ones; padding is zero."""
+    ``info.initial``, or normal with ``info.init_std``, zeros or ones; padding is zero. About ``at_a_time`` elements are
+    computed at a time."""
     values = info.initial
     if values is None:
         std = info.init_std
@@ -64,7 +70,7 @@ def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int) -
     key = parameter_key(seed, info.name)
     for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
         target = flat[begin - start : end - start].view(box.shape)
-        rows_at_a_time = max(1, _CHUNK // max(1, target[0].numel()))
+        rows_at_a_time = max(1, at_a_time // max(1, target[0].numel()))
         inner = _global_index(info, box, flat.device)  # of the elements of row 0 of the global tensor
         width = math.prod(info.global_shape[1:])
         for first in range(0, box.shape[0], rows_at_a_time):

@@ -1,7 +1,8 @@
 """Attention in tiles and over ranks, forward and backward, against its definition in fp64 with a dense mask."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import pytest
@@ -10,10 +11,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.config.context_parallel import ContextParallelType, Exchange
-from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import (
     AllGatherAttention,
     ContextParallel,
@@ -25,24 +25,82 @@ from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, T
 from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
-    CudaFlashAttention,
-    CudnnAttention,
     ReferenceAttention,
     TorchAttention,
 )
-from megatron.core.ops.documents import AttentionSpans, Documents
 from megatron.core.topology import RankGrid, Topology
-from tests.context_parallel.definition import TOLERANCE, Shape, assert_close, begins, definition, inputs
+from tests.context_parallel.spans import Marks, attention_spans
+from tests.llama4_definition import visible_pairs
 from tests.rank_pool import RankPool
 
+CPU = torch.device("cpu")
 KERNELS = [ReferenceAttention(), CpuFlashAttention()]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+Shape = tuple[int, int, int, int, int]
+"""Batch, query heads, key-value heads, length, head size."""
 
 
-def marked(starts: Tensor | None) -> AttentionSpans | None:
-    return None if starts is None else Documents(starts, True, False, torch.device("cpu")).attention
+@dataclass(frozen=True)
+class Case:
+    """A batch whose documents begin at ``places`` in the first row, and one later in every further row."""
+
+    shape: Shape
+    places: tuple[int, ...] = ()
+    marks: Marks = None
+    chunk: int | None = None
+
+    @property
+    def starts(self) -> Tensor:
+        starts = torch.zeros(self.shape[0], self.shape[3], dtype=torch.bool)
+        for row in range(self.shape[0]):
+            for place in self.places:
+                starts[row, min(place + row, self.shape[3] - 1)] = True
+        return starts
+
+    def inputs(self, dtype: torch.dtype, positions: Tensor | None = None) -> tuple[AttentionInputs, Tensor]:
+        """The inputs at these positions, and the gradient of their output."""
+        positions = torch.arange(self.shape[3]) if positions is None else positions
+        query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(self.shape))
+        return AttentionInputs(query, key, value, attention_spans(self.starts, self.marks, self.chunk)), grad
+
+    def definition(self, dtype: torch.dtype) -> tuple[Tensor, Gradients]:
+        """With a mask that is built pair by pair."""
+        visible = visible_pairs(self.starts, *(self.marks or (False, False)), chunk_size=self.chunk)
+        return definition(self.shape, visible[:, None], dtype)
 
 
-SHAPES: list[Shape] = [(1, 1, 1, 8, 2), (2, 4, 4, 16, 8), (2, 8, 2, 24, 4), (1, 6, 2, 40, 16), (3, 8, 8, 16, 4)]
+def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value and the gradient of the output, in fp64."""
+    batch, heads, groups, length, size = shape
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(batch, number, length, size, dtype=torch.float64, generator=generator)
+        for number in (heads, groups, groups, heads)
+    )
+    return query, key, value, grad
+
+
+def definition(shape: Shape, visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Gradients]:
+    """Output and gradients by autograd on the whole matrix of scores, of inputs that are rounded to ``dtype``."""
+    query, key, value, grad = (tensor.to(dtype).double() for tensor in inputs(shape))
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    keys, values = (tensor.repeat_interleave(shape[1] // shape[2], dim=1) for tensor in leaves[1:])
+    scores = (query @ keys.transpose(-1, -2) / math.sqrt(shape[4])).masked_fill(~visible, -math.inf)
+    output = scores.softmax(dim=-1) @ values
+    grad_query, grad_key, grad_value = torch.autograd.grad(output, leaves, grad)
+    return output.detach(), (grad_query, grad_key, grad_value)
+
+
+def assert_all_close(
+    found: tuple[Tensor, Gradients], expected: tuple[Tensor, Gradients], dtype: torch.dtype, positions: Tensor
+) -> None:
+    """Compare with ``expected`` at ``positions``. Errors count relative to inputs, which are of the order of 1:
+    differences of them may be much smaller."""
+    for one, whole in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        wanted = whole[:, :, positions]
+        assert one.shape == wanted.shape
+        error = (one.double() - wanted).abs().max() / max(1.0, float(wanted.abs().max()))
+        assert error < TOLERANCE[dtype], f"off by {error:.1e}"
 
 
 @settings(max_examples=60)
@@ -67,7 +125,7 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     cut: float,
 ) -> None:
     shape = (batch, groups * repeats, groups, length, size)
-    expected, expected_grads = definition(shape, None, dtype)
+    expected = definition(shape, torch.ones(length, length, dtype=torch.bool).tril(), dtype)
     query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
     middle = max(1, min(length - 1, int(cut * length)))
     rows, early, late = slice(None), slice(0, middle), slice(middle, length)
@@ -76,76 +134,79 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     tiled = TiledAttention(kernel, query)
     tiled.add(diagonal, key, value, is_first=True)
     tiled.add(before, key, value)
-    assert_close(tiled.output, expected, dtype)
     grads = TiledGradients(kernel, grad, query, tiled.result())
     grad_key, grad_value = (torch.zeros_like(tensor, dtype=grads.dtype) for tensor in (key, value))
     grads.add([*diagonal, *before], key, value, grad_key, grad_value)
-    for found, wanted in zip((grads.query, grad_key, grad_value), expected_grads):
-        assert_close(found, wanted, dtype)
+    assert_all_close((tiled.output, (grads.query, grad_key, grad_value)), expected, dtype, torch.arange(length))
+
+
+IN_DOCUMENTS = (True, False)
+CHUNKED: Shape = (2, 8, 4, 48, 4)
+CASES = [
+    Case((1, 4, 4, 16, 2)),
+    Case((2, 8, 4, 24, 8)),
+    # A document across every boundary between chunks of 3, of four ranks and of two; short ones; one that is a chunk.
+    Case((2, 8, 4, 24, 8), (2, 4, 8, 10, 14, 16, 20), IN_DOCUMENTS),
+    Case((1, 4, 4, 24, 4), (0, 6, 12, 18), IN_DOCUMENTS),
+    Case((3, 4, 4, 40, 4), (1, 2, 3, 37), IN_DOCUMENTS),
+    Case((2, 8, 8, 48, 16), (5, 31), IN_DOCUMENTS),
+    *(
+        Case(CHUNKED, (3, 7, 12, 30), marks, chunk)
+        # Ranks have parts of 12 or 6 on either side: borders lie on the edge of a part, inside it, or beyond the
+        # sequence.
+        for chunk, marks in [
+            *((1, None), (5, (True, True)), (5, (False, True)), (6, None), (13, None), (13, IN_DOCUMENTS)),
+            *((24, (False, False)), (24, (True, True)), (47, (False, True)), (60, IN_DOCUMENTS), (60, None)),
+        ]
+    ),
+]
+ALONE = [Case((1, 1, 1, 8, 2), (1, 4, 5, 7), IN_DOCUMENTS), Case((1, 6, 2, 40, 16), (1, 4, 5, 7), IN_DOCUMENTS)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kernel", [*KERNELS, TorchAttention()], ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_documents_do_not_see_each_other(kernel: AttentionKernel, shape: Shape, dtype: torch.dtype) -> None:
-    starts = begins(shape, 1, 4, 5, 7)
-    expected, expected_grads = definition(shape, starts, dtype)
-    query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
-    attention = LocalAttention(kernel)
-    attended = attention.forward(AttentionInputs(query, key, value, marked(starts)))
-    assert_close(attended.output, expected, dtype)
-    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), attended)
-    for found, wanted in zip(grads, expected_grads):
-        assert_close(found, wanted, dtype)
+@pytest.mark.parametrize("case", [*CASES, *ALONE], ids=str)
+def test_one_rank_attends_inside_documents_and_chunks(kernel: AttentionKernel, case: Case, dtype: torch.dtype) -> None:
+    """The reference computes all spans in one varlen call, the other kernels a tile for each."""
+    attention, (whole, grad) = LocalAttention(kernel), case.inputs(dtype)
+    attended = attention.forward(whole)
+    found = attended.output, attention.backward(grad, whole, attended)
+    assert_all_close(found, case.definition(dtype), dtype, torch.arange(case.shape[3]))
 
 
 def on_ranks(
-    kind: ContextParallelType, sizes: tuple[int, ...], shape: Shape, starts: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Gradients, list[str]]:
-    """This rank's part of the output and of the gradients, and the collectives that it took."""
+    kind: ContextParallelType, sizes: tuple[int, ...], cases: Sequence[Case], dtype: torch.dtype
+) -> tuple[list[tuple[Tensor, Gradients]], list[str]]:
+    """This rank's parts of the outputs and of the gradients, and the collectives that they took."""
     size = dist.get_world_size()
-    topology = Topology(RankGrid(cp=size), dist.get_rank(), torch.device("cpu"))
+    topology = Topology(RankGrid(cp=size), dist.get_rank(), CPU)
     ranks, levels = topology.context_parallel, topology.context_parallel_levels(sizes)
-    records: list[CollectiveRecord] = []
+    kinds: list[str] = []
     for communicator in (ranks, *levels):
-        communicator.observer = records.append
-    positions = ContextSplit(ranks.rank, size).positions(shape[3])
-    query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(shape))
+        communicator.observer = lambda record: kinds.append(record.kind)
     attention = ContextParallel(ranks, (kind,), levels).attention(0, CpuFlashAttention())
-    attended = attention.forward(AttentionInputs(query, key, value, marked(starts)))
-    assert attended.output.dtype == dtype
-    grads = attention.backward(grad, AttentionInputs(query, key, value, marked(starts)), attended)
-    return attended.output, grads, [record.kind for record in records]
+    results = []
+    for case in cases:
+        mine, grad = case.inputs(dtype, ContextSplit(ranks.rank, size).positions(case.shape[3]))
+        attended = attention.forward(mine)
+        assert attended.output.dtype == dtype
+        results.append((attended.output, attention.backward(grad, mine, attended)))
+    return results, kinds
 
 
-CASES: list[tuple[Shape, tuple[int, ...] | None]] = [
-    ((1, 4, 4, 16, 2), None),
-    ((2, 8, 4, 24, 8), None),
-    # A document across every boundary between chunks of 3, of four ranks and of two; short ones; one that is a chunk.
-    ((2, 8, 4, 24, 8), (2, 4, 8, 10, 14, 16, 20)),
-    ((1, 4, 4, 24, 4), (0, 6, 12, 18)),
-    ((3, 4, 4, 40, 4), (1, 2, 3, 37)),
-    ((2, 8, 8, 48, 16), (5, 31)),
-]
-
-
-@pytest.mark.parametrize(("shape", "places"), CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("kind", "sizes"), [*((kind, (ranks,)) for ranks in (2, 4) for kind in get_args(Exchange)), ("a2a+p2p", (2, 2))]
 )
 def test_ranks_that_share_a_sequence_attend_as_one(
-    four_ranks: RankPool, kind: str, sizes: tuple[int, ...], shape: Shape, places: tuple[int, ...] | None
+    four_ranks: RankPool, kind: ContextParallelType, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ranks = math.prod(sizes)
-    starts = None if places is None else begins(shape, *places)
-    for dtype in (torch.float64, torch.bfloat16):
-        expected, expected_grads = definition(shape, starts, dtype)
-        results = four_ranks.run(on_ranks, kind, sizes, shape, starts, dtype, world_size=ranks)
-        for rank, (output, grads, _) in enumerate(results):
-            positions = ContextSplit(rank, ranks).positions(shape[3])
-            assert_close(output, expected[:, :, positions], dtype)
-            for found, wanted in zip(grads, expected_grads):
-                assert_close(found, wanted[:, :, positions], dtype)
+    by_rank = four_ranks.run(on_ranks, kind, sizes, CASES, dtype, world_size=ranks)
+    for number, case in enumerate(CASES):
+        expected = case.definition(dtype)
+        for rank, (results, _) in enumerate(by_rank):
+            assert_all_close(results[number], expected, dtype, ContextSplit(rank, ranks).positions(case.shape[3]))
 
 
 @pytest.mark.parametrize(
@@ -159,11 +220,11 @@ def test_ranks_that_share_a_sequence_attend_as_one(
     ],
 )
 def test_what_is_sent(four_ranks: RankPool, kind: ContextParallelType, expected: list[str]) -> None:
-    for _, _, kinds in four_ranks.run(on_ranks, kind, (2, 2), (1, 4, 4, 16, 2), None, torch.float64):
+    for _, kinds in four_ranks.run(on_ranks, kind, (2, 2), CASES[:1], torch.float64):
         assert sorted(kinds) == sorted(expected)
 
 
-def order_of_events(kind: ContextParallelType) -> list[str]:
+def order_of_events() -> list[str]:
     """Collectives and tiles of a forward pass, as they start."""
     ranks = Communicator(range(4), dist.get_rank(), "cp")
     events: list[str] = []
@@ -176,31 +237,15 @@ def order_of_events(kind: ContextParallelType) -> list[str]:
         return forward(*arguments, **options)
 
     kernel.forward = noted  # type: ignore[method-assign]
-    query, key, value, _ = (tensor[:, :, :4] for tensor in inputs((1, 4, 4, 16, 2)))
-    ContextParallel(ranks, (kind,)).attention(0, kernel).forward(AttentionInputs(query, key, value))
+    mine, _ = CASES[0].inputs(torch.float64, torch.arange(4))
+    ContextParallel(ranks, ("allgather",)).attention(0, kernel).forward(mine)
     return events
 
 
-def test_what_travels_does_so_behind_the_computation(four_ranks: RankPool) -> None:
-    for events in four_ranks.run(order_of_events, "p2p"):
-        assert events == ["shift", "attend"] * 3 + ["attend"]
-    for events in four_ranks.run(order_of_events, "allgather"):
+def test_what_is_gathered_travels_behind_the_computation(four_ranks: RankPool) -> None:
+    """The ring's messages do so in ``core/test_launch_order.py``."""
+    for events in four_ranks.run(order_of_events):
         assert events[:3] == ["all_gather", "attend", "attend"]
-
-
-@pytest.mark.parametrize("kernel", [CudaFlashAttention(), CudnnAttention()], ids=lambda kernel: kernel.name)
-def test_gpu_kernels_are_called_as_torch_defines_them(kernel: AttentionKernel) -> None:
-    """On tensors without data, for lack of a GPU: arguments and shapes, not results."""
-    with FakeTensorMode():
-        make: Callable[..., Tensor] = torch.empty
-        query = make(2, 8, 64, 64, dtype=torch.bfloat16, device="cuda")
-        key, value = (make(2, 2, 96, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        assert kernel.supports(query.device, query.dtype)
-        part = kernel.forward(query, key, value, is_causal=False)
-        assert part.log_sum_exp is not None
-        assert part.output.shape == query.shape and part.log_sum_exp.shape == query.shape[:3]
-        grads = kernel.backward(part.output, query, key, value, part, is_causal=False)
-        assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
 def test_layers_may_attend_in_different_ways() -> None:

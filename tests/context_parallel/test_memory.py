@@ -1,6 +1,5 @@
 """What a rank needs for its part of a sequence."""
 
-import resource
 from functools import partial
 
 import pytest
@@ -11,23 +10,20 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel.split import ContextSplit
 from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model
-from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import NumberFormats
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
-from tests.parallel.layout_run import CPU
+from tests.parallel.layout_run import CPU, Layout, context
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch
 
@@ -43,46 +39,22 @@ WIDE = TransformerConfig(
     padded_vocab_size=VOCABULARY,
     max_position_embeddings=1,
 )
-NARROW = TransformerConfig(
-    num_layers=1,
-    hidden_size=16,
-    ffn_hidden_size=32,
-    num_attention_heads=1,
-    num_query_groups=1,
-    kv_channels=16,
-    vocab_size=VOCABULARY,
-    padded_vocab_size=VOCABULARY,
-    max_position_embeddings=1,
-)
 
 
-def step(
-    model_config: TransformerConfig, kind: ContextParallelType, length: int, in_documents: bool
-) -> tuple[int, float]:
+def step(kind: ContextParallelType, length: int, in_documents: bool) -> tuple[int, float]:
     """Most bytes of all that a training step on one sequence makes at once; and its loss."""
     size = dist.get_world_size()
     topology = Topology(RankGrid(cp=size), dist.get_rank(), CPU)
     sizes = (2, size // 2) if kind == "a2a+p2p" and size > 1 else ()
-    context_parallel = ContextParallel(topology.context_parallel, (kind,), topology.context_parallel_levels(sizes))
-    kernel = choose_attention_kernel("auto", CPU, torch.float32)
-    parallel = TensorParallel(topology.tensor_parallel)
-    model = build_model(
-        model_config, BuildContext(parallel, torch.float32, CPU, kernel, context_parallel=context_parallel), seed=1
-    )
+    layout = Layout(cp=size, cp_comm_type=(kind,), cp_sizes=sizes)
+    model = build_model(WIDE, context(topology, layout, torch.float32), seed=1)
     documents = partial(Documents, masks_attention=True, resets_positions=False, device=CPU)
-    executor = build_executor(
-        model,
-        topology,
-        partial(build_schedule, "1f1b", 1),
-        length,
-        1,
-        documents=documents if in_documents else None,
-    )
-    config = ParallelConfig()
-    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, config)
+    schedule = partial(build_schedule, "1f1b", 1)
+    executor = build_executor(model, topology, schedule, length, 1, documents=documents if in_documents else None)
+    data_parallel = wrap_data_parallel(model, NumberFormats.uniform(torch.float32), topology, ParallelConfig())
     optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
     text = torch.randint(0, VOCABULARY, (1, length + 1), generator=torch.Generator().manual_seed(0))
-    places = context_parallel.split.positions(length)
+    places = ContextSplit(topology.context_parallel.rank, size).positions(length)
     batch = {
         "tokens": text[:, places],
         "labels": text[:, places + 1],
@@ -108,29 +80,15 @@ def test_activations_of_a_rank_fall_with_the_number_of_ranks(
 ) -> None:
     """To one rank's divided by their number; all-gather has keys, values and their gradients of one layer whole for a
     moment, in two orders, and all-to-all keeps what it has exchanged beside what it has not."""
-    ((alone, loss),) = four_ranks.run(step, WIDE, kind, length, False, world_size=1)
+    ((alone, loss),) = four_ranks.run(step, kind, length, False, world_size=1)
     whole_layer = 4 * 2 * length * WIDE.key_value_size * 4 if kind == "allgather" else 0
     for ranks in (4,) if kind == "a2a+p2p" else (2, 4):
-        for peak, same_loss in four_ranks.run(step, WIDE, kind, length, False, world_size=ranks):
+        for peak, same_loss in four_ranks.run(step, kind, length, False, world_size=ranks):
             assert peak - whole_layer < (1.3 if kind.startswith("a2a") else 1.1) * alone / ranks
             assert same_loss == pytest.approx(loss, rel=1e-5)
 
 
 def test_documents_cost_no_memory_that_grows_with_the_square_of_the_sequence(four_ranks: RankPool) -> None:
     """A dense mask of the longer one alone would take 16 MiB."""
-    short, long = (four_ranks.run(step, WIDE, "p2p", length, True, world_size=1)[0][0] for length in (1024, 4096))
+    short, long = (four_ranks.run(step, "p2p", length, True, world_size=1)[0][0] for length in (1024, 4096))
     assert long < 4.2 * short
-
-
-def long_step() -> tuple[float, int]:
-    """The loss of one step on 65,536 tokens, and the most memory that this process has had, in bytes."""
-    _, loss = step(NARROW, "p2p", 65536, False)
-    return loss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@pytest.mark.slow(reason="a long sequence")
-def test_two_ranks_train_on_65536_tokens_in_far_less_than_16_gib(four_ranks: RankPool) -> None:
-    results = four_ranks.run(long_step, world_size=2, timeout=500)
-    assert sum(most for _, most in results) < 4 * 2**30
-    for loss, _ in results:
-        assert loss == pytest.approx(torch.tensor(VOCABULARY).log().item(), abs=0.1)

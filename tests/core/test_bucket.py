@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ShardingStrategy
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.strategy import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.parameter import ParameterInfo, attach_info, empty_parameter, info_of, sharded_boxes
-from megatron.core.precision import NumberFormats
-from megatron.core.topology import RankGrid, Topology
-
-NUMBERS = 128
+from megatron.core.parameter import attach_info, info_of
+from megatron.core.topology import RankGrid
+from tests.core.buckets import NUMBERS, Unit, build_buckets
 
 
 class Noting(Communicator):
@@ -46,33 +44,15 @@ class Noting(Communicator):
         return self._noted("gather", lambda: output)
 
 
-class Unit(nn.Module):
-    """A module with one weight."""
-
-    def __init__(self, name: str, events: list[str]) -> None:
-        super().__init__()
-        info = ParameterInfo(name, *sharded_boxes([NUMBERS], (), 0, 1), None, True, False)
-        self.weight = empty_parameter(info, torch.float32, "cpu")
-        self.name, self.events = name, events
-
-    def forward(self) -> None:
-        """Only say that it runs."""
-        self.events.append(f"run {self.name}")
+def unit(name: str, events: list[str]) -> Unit:
+    return Unit(name, lambda name: events.append(f"run {name}"))
 
 
 def two_buckets(strategy: ShardingStrategy, overlap: bool) -> tuple[BufferedDataParallel, list[Unit], list[str]]:
     events: list[str] = []
-    topology = Topology(RankGrid(dp=2, dp_replicas=1), 0, torch.device("cpu"))
-    topology._communicators["cp", "dp_shard"] = Noting(events)
-    units = [Unit("a", events), Unit("b", events)]
-    config = ParallelConfig(
-        data_parallel_sharding_strategy=strategy,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        ddp_bucket_size=NUMBERS,
-    )
-    formats = NumberFormats.uniform(torch.float32)
-    return BufferedDataParallel([unit.weight for unit in units], formats, topology, config, units), units, events
+    units = [unit("a", events), unit("b", events)]
+    grid = RankGrid(dp=2, dp_replicas=1)
+    return build_buckets(strategy, overlap, units, grid, dense=Noting(events)), units, events
 
 
 def deliver(unit: Unit, events: list[str], value: float = 1.0) -> None:
@@ -95,6 +75,14 @@ def test_whole_gradients_leave_once_with_the_last_microbatch(overlap: bool) -> N
     data_parallel.finish_grad_sync()
     assert events.count("start reduce") == events.count("end reduce") == 2
     assert all((shard.gradient == 2.0).all() for shard in data_parallel.param_shards)
+
+
+def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
+    data_parallel, (_, second), events = two_buckets("optim", overlap=True)
+    data_parallel.start_grad_accumulation(1)
+    deliver(second, events)
+    with pytest.raises(AssertionError, match="arrived after its bucket was reduced"):
+        deliver(second, events)
 
 
 def test_sharded_gradients_leave_with_every_microbatch_behind_the_backward_pass() -> None:
@@ -167,7 +155,7 @@ class LayerWithExperts(nn.Module):
 
     def __init__(self, name: str, events: list[str]) -> None:
         super().__init__()
-        self.dense, self.experts = Unit(name, events), Unit(f"{name}.experts", events)
+        self.dense, self.experts = unit(name, events), unit(f"{name}.experts", events)
         attach_info(self.experts.weight, replace(info_of(self.experts.weight), is_expert=True))
 
     def forward(self) -> None:
@@ -176,28 +164,15 @@ class LayerWithExperts(nn.Module):
         self.experts()
 
 
-def layers_with_experts(overlap: bool) -> tuple[BufferedDataParallel, list[LayerWithExperts], list[str]]:
+def layers_with_experts() -> tuple[BufferedDataParallel, list[LayerWithExperts], list[str]]:
     events: list[str] = []
-    topology = Topology(RankGrid(dp=4, ep=2, dp_replicas=1), 0, torch.device("cpu"))
-    topology._communicators["cp", "dp_shard"] = Noting(events)
-    topology._communicators["edp_shard",] = Noting(events, " experts")
     layers = [LayerWithExperts("a", events), LayerWithExperts("b", events)]
-    for ranks in topology._communicators.values():
-        ranks.open = lambda: None  # type: ignore[method-assign]
-    config = ParallelConfig(
-        data_parallel_sharding_strategy="optim",
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        ddp_bucket_size=NUMBERS,
-    )
-    formats = NumberFormats.uniform(torch.float32)
-    parameters = [parameter for layer in layers for parameter in layer.parameters()]
-    data_parallel = BufferedDataParallel(parameters, formats, topology, config, layers, has_experts=True)
-    return data_parallel, layers, events
+    groups = {"dense": Noting(events), "experts": Noting(events, " experts")}
+    return build_buckets("optim", True, layers, RankGrid(dp=4, ep=2, dp_replicas=1), **groups), layers, events
 
 
 def test_experts_wait_for_their_own_weights_which_are_gathered_while_their_layer_runs() -> None:
-    data_parallel, (first, second), events = layers_with_experts(overlap=True)
+    data_parallel, (first, second), events = layers_with_experts()
     data_parallel.start_param_all_gather()
     assert events == ["start gather"]
     first()
@@ -210,7 +185,7 @@ def test_experts_wait_for_their_own_weights_which_are_gathered_while_their_layer
 
 
 def test_gradients_of_experts_leave_over_their_own_ranks_as_they_are_complete() -> None:
-    data_parallel, (first, second), events = layers_with_experts(overlap=True)
+    data_parallel, (first, second), events = layers_with_experts()
     data_parallel.start_grad_accumulation(1)
     for layer in (second, first):
         deliver(layer.experts, events)

@@ -1,6 +1,6 @@
 """The contiguous buffers: nothing overlaps, nothing is lost, whatever the sizes, buckets and shards."""
 
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,9 +12,11 @@ from megatron.core.data_parallel.buffer import ParameterBuffer, plan_buffer
 from megatron.core.gradient import main_grad_of
 from megatron.core.parameter import ParameterInfo, empty_parameter, info_of, sharded_boxes
 
-sizes_of_parameters = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
-numbers_of_shards = st.integers(1, 9)
-bucket_sizes = st.none() | st.integers(1, 5000)
+any_plan = given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    shards=st.integers(1, 9),
+    bucket_size=st.none() | st.integers(1, 5000),
+)
 
 
 def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -30,7 +32,7 @@ def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.floa
     return parameters
 
 
-@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+@any_plan
 def test_parameters_lie_in_order_inside_buckets_and_do_not_overlap(
     sizes: list[int], shards: int, bucket_size: int | None
 ) -> None:
@@ -41,7 +43,7 @@ def test_parameters_lie_in_order_inside_buckets_and_do_not_overlap(
         assert sum(first <= start and stop <= last for first, last in layout.buckets) == 1
 
 
-@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+@any_plan
 def test_buckets_fill_the_buffer_and_divide_evenly(sizes: list[int], shards: int, bucket_size: int | None) -> None:
     layout = plan_buffer(sizes, shards, bucket_size)
     assert layout.buckets[0][0] == 0
@@ -54,7 +56,7 @@ def test_buckets_fill_the_buffer_and_divide_evenly(sizes: list[int], shards: int
     assert layout.size - sum(sizes) < len(layout.buckets) * shards * 64
 
 
-@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+@any_plan
 def test_a_bucket_closes_with_the_parameter_that_fills_it(
     sizes: list[int], shards: int, bucket_size: int | None
 ) -> None:
@@ -62,7 +64,6 @@ def test_a_bucket_closes_with_the_parameter_that_fills_it(
     contents = [
         [stop - start for start, stop in layout.parameters if first <= start < last] for first, last in layout.buckets
     ]
-    assert list(chain(*contents)) == sizes
     if bucket_size is None:
         assert len(contents) == 1
         return
@@ -70,36 +71,22 @@ def test_a_bucket_closes_with_the_parameter_that_fills_it(
     assert all(sum(members[:-1]) < bucket_size for members in contents)
 
 
-@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
-def test_the_shards_of_all_ranks_partition_the_buffer(sizes: list[int], shards: int, bucket_size: int | None) -> None:
+@any_plan
+def test_rank_r_has_chunk_r_of_every_bucket(sizes: list[int], shards: int, bucket_size: int | None) -> None:
+    """As the collectives cut it; so the shards of all ranks are equal parts of the buffer."""
     layout = plan_buffer(sizes, shards, bucket_size)
-    by_rank = [list(layout.shard(rank, shards)) for rank in range(shards)]
-    assert all(len(ranges) == len(layout.buckets) for ranges in by_rank)
-    ranges = sorted(part for ranges in by_rank for part in ranges)
-    assert ranges[0][0] == 0 and ranges[-1][1] == layout.size
-    assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
-    assert len({sum(stop - start for start, stop in ranges) for ranges in by_rank}) == 1, "shards differ in size"
-    # As the collectives cut a bucket: rank r of the group has chunk number r.
-    for number, (first, last) in enumerate(layout.buckets):
-        chunks = torch.arange(first, last).chunk(shards)
-        for rank, (start, stop) in enumerate(ranges[number] for ranges in by_rank):
-            assert chunks[rank].tolist() == list(range(start, stop))
-
-
-def test_no_parameters_make_an_empty_buffer() -> None:
-    layout = plan_buffer([], shards=4)
-    assert (layout.size, layout.parameters, layout.buckets) == (0, (), ())
-
-
-shapes_of_parameters = st.lists(
-    st.one_of(st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 12), st.integers(1, 12))),
-    min_size=1,
-    max_size=6,
-)
+    chunks = [torch.arange(*bucket).chunk(shards) for bucket in layout.buckets]
+    for rank in range(shards):
+        found = [list(range(*part)) for part in layout.shard(rank, shards)]
+        assert found == [of_bucket[rank].tolist() for of_bucket in chunks]
 
 
 @settings(max_examples=40)
-@given(shapes_of_parameters, st.integers(1, 5), st.none() | st.integers(1, 300))
+@given(
+    st.lists(st.tuples(st.integers(1, 40)) | st.tuples(*[st.integers(1, 12)] * 2), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.none() | st.integers(1, 300),
+)
 def test_the_pieces_of_all_ranks_hold_every_element_once(
     shapes: list[tuple[int, ...]], shards: int, bucket_size: int | None
 ) -> None:
@@ -120,18 +107,6 @@ def test_the_pieces_of_all_ranks_hold_every_element_once(
         assert torch.equal(torch.cat(held[f"p{number}"]), values)
 
 
-def test_parameters_become_views_without_changing() -> None:
-    parameters = parameters_of([(3, 4), (5,), (2, 2)], torch.bfloat16)
-    before = [parameter.detach().clone() for parameter in parameters]
-    buffer = ParameterBuffer(parameters, torch.float32, shards=2)
-    assert (buffer.weights.dtype, buffer.gradients.dtype) == (torch.bfloat16, torch.float32)
-    for parameter, values in zip(parameters, before):
-        assert torch.equal(parameter.detach(), values)
-        assert isinstance(parameter, nn.Parameter) and parameter.requires_grad
-    buffer.weights.fill_(7.0)
-    assert all((parameter == 7.0).all() for parameter in parameters)
-
-
 def test_the_last_parameter_comes_first() -> None:
     """Its gradient is complete first, so its bucket can leave first."""
     parameters = parameters_of([(64,), (64,), (64,)])
@@ -141,9 +116,11 @@ def test_the_last_parameter_comes_first() -> None:
     assert len(buffer.layout.buckets) == 3
 
 
-def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
-    parameters = parameters_of([(3, 4), (5,)])
+def test_a_parameter_a_slot_a_piece_and_the_buffer_share_memory() -> None:
+    parameters = parameters_of([(3, 4), (5,)], torch.bfloat16)
     buffer = ParameterBuffer(parameters, torch.float32, shards=1)
+    assert (buffer.weights.dtype, buffer.gradients.dtype) == (torch.bfloat16, torch.float32)
+    assert all(isinstance(parameter, nn.Parameter) and parameter.requires_grad for parameter in parameters)
     main_grad = main_grad_of(parameters[0])
     assert main_grad is not None
     main_grad.add(torch.arange(12.0).view(3, 4))
@@ -153,6 +130,8 @@ def test_a_slot_a_piece_and_the_buffer_share_memory() -> None:
     param_shards["p0"].weight.fill_(9.0)
     assert (parameters[0] == 9.0).all()
     assert not (parameters[1] == 9.0).any()
+    buffer.weights.fill_(7.0)
+    assert all((parameter == 7.0).all() for parameter in parameters)
 
 
 @pytest.mark.parametrize("shards", [2, 3])
@@ -161,7 +140,7 @@ def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
     assert [len(list(buffer.param_shards(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)
 
 
-@given(sizes_of_parameters, numbers_of_shards, bucket_sizes)
+@any_plan
 def test_the_ranges_of_a_parameter_are_where_the_shards_of_its_bucket_meet_it(
     sizes: list[int], shards: int, bucket_size: int | None
 ) -> None:

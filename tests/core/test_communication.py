@@ -1,7 +1,4 @@
-"""Every collective on real ranks, against the computation that it stands for.
-
-The inputs are small integers, so that sums are exact in every precision and arrival order cannot show.
-"""
+"""Every collective on real ranks, against the computation that it stands for."""
 
 import time
 from collections.abc import Callable
@@ -13,21 +10,20 @@ from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord, Communicator, Work
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import Reduction
+from tests.core.collectives import (
+    SHAPE,
+    Results,
+    assert_results,
+    collectives_of,
+    expected_results,
+    part_of,
+    rows_between,
+)
 from tests.rank_pool import RankPool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 WORLDS = [2, 3, 4]
-SHAPE = (12, 5)
-"""Divisible by every world size along dim 0."""
-
-Results = dict[str, Tensor]
-
-
-def part_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> Tensor:
-    """What ``rank`` brings."""
-    numbers = torch.arange(torch.Size(shape).numel()) * 7 + rank * 13
-    return (numbers % 17 - 8).view(shape).to(dtype)
+WIDE_SHAPE = (24, 3)
 
 
 def everyone() -> Communicator:
@@ -47,76 +43,22 @@ def evens_or_odds() -> Communicator:
 # Cases: what every rank of the pool does
 
 
-def run_collectives(dtype: torch.dtype, group: Callable[[], Communicator] = everyone) -> tuple[Results, list[str]]:
-    """The result of every collective on this rank, and broken promises about where the result lies."""
-    ranks = group()
-    mine = part_of(dist.get_rank(), dtype)
-    results, broken = {}, []
-
-    def promise(kept: bool, what: str) -> None:
-        if not kept:
-            broken.append(what)
-
-    reductions: tuple[Reduction, ...] = ("sum", "max")
-    for reduction in reductions:
-        tensor = mine.clone()
-        results[f"all_reduce {reduction}"] = ranks.all_reduce(tensor, reduction)
-        promise(results[f"all_reduce {reduction}"] is tensor, "all_reduce is in place")
-    results["started all_reduce"] = ranks.start_all_reduce(mine.clone()).wait()
-
-    results["all_gather"] = ranks.all_gather(mine.clone())
-    results["started all_gather"] = ranks.start_all_gather(mine.clone()).wait()
-    output = torch.full((ranks.size * SHAPE[0], *SHAPE[1:]), 99, dtype=dtype)
-    results["all_gather into output"] = ranks.all_gather(mine.clone(), output=output)
-    promise(results["all_gather into output"] is output, "all_gather returns its output")
-    whole = torch.full_like(output, 99)
-    own = whole.chunk(ranks.size)[ranks.rank]
-    own.copy_(mine)
-    results["all_gather in place"] = ranks.all_gather(own, output=whole)
-    results["all_gather of a transposed view"] = ranks.all_gather(mine.t().contiguous().t())
-
-    results["reduce_scatter"] = ranks.reduce_scatter(mine.clone())
-    results["started reduce_scatter"] = ranks.start_reduce_scatter(mine.clone()).wait()
-    output = torch.full((SHAPE[0] // ranks.size, *SHAPE[1:]), 99, dtype=dtype)
-    results["reduce_scatter into output"] = ranks.reduce_scatter(mine.clone(), output=output)
-    promise(results["reduce_scatter into output"] is output, "reduce_scatter returns its output")
-    whole = mine.clone()
-    own = whole.chunk(ranks.size)[ranks.rank]
-    results["reduce_scatter in place"] = ranks.reduce_scatter(whole, output=own)
-    promise(results["reduce_scatter in place"] is own, "reduce_scatter returns its output")
-    results["reduce_scatter of a transposed view"] = ranks.reduce_scatter(mine.t().contiguous().t())
-    flat = mine.flatten().clone()
-    results["reduce_scatter of a flat bucket"] = ranks.reduce_scatter(
-        flat, output=flat.chunk(ranks.size)[ranks.rank]
-    ).view(-1, SHAPE[1])
-
-    results["broadcast"] = ranks.broadcast(mine.clone(), source=1)
-    return results, broken
+def run_collectives(dtype: torch.dtype, group: Callable[[], Communicator]) -> Results:
+    return collectives_of(group(), part_of(dist.get_rank(), dtype))
 
 
-def run_overlapping(dtype: torch.dtype, group: Callable[[], Communicator]) -> Results:
+def run_overlapping(group: Callable[[], Communicator]) -> Results:
     """Several collectives under way on one communicator at once, waited for in another order."""
     ranks = group()
-    mine, wide = part_of(ranks.rank, dtype), part_of(ranks.rank, dtype, (24, 3))
-    first = ranks.start_reduce_scatter(mine.clone())
-    second = ranks.start_reduce_scatter(wide.clone())
-    third = ranks.start_all_gather(mine.clone())
-    fourth = ranks.start_all_reduce(wide.clone())
-    fifth = ranks.start_all_gather(wide.clone())
-    return {
-        "fifth": fifth.wait(),
-        "second": second.wait(),
-        "fourth": fourth.wait(),
-        "first": first.wait(),
-        "third": third.wait(),
+    mine, wide = (part_of(ranks.rank, torch.float32, shape) for shape in (SHAPE, WIDE_SHAPE))
+    works = {
+        "first": ranks.start_reduce_scatter(mine.clone()),
+        "second": ranks.start_reduce_scatter(wide.clone()),
+        "third": ranks.start_all_gather(mine.clone()),
+        "fourth": ranks.start_all_reduce(wide.clone()),
+        "fifth": ranks.start_all_gather(wide.clone()),
     }
-
-
-def run_fp8_gather(dtype: torch.dtype) -> tuple[Tensor, list[CollectiveRecord]]:
-    ranks = everyone()
-    records: list[CollectiveRecord] = []
-    ranks.observer = records.append
-    return ranks.all_gather(part_of(ranks.rank, torch.float32).to(dtype)), records
+    return {name: works[name].wait() for name in ("fifth", "second", "fourth", "first", "third")}
 
 
 def run_rounding(seed: int) -> tuple[Tensor, Tensor]:
@@ -134,38 +76,17 @@ def run_observed() -> list[CollectiveRecord]:
     mine = part_of(ranks.rank, torch.float64)
     ranks.all_reduce(mine.clone())
     ranks.start_all_gather(mine).wait()
+    ranks.all_gather(mine.to(torch.float8_e4m3fn))
     ranks.reduce_scatter(mine.bfloat16())
     ranks.broadcast(mine.clone())
+    sent = [rows_between(ranks.rank, other) for other in range(ranks.size)]
+    received = [rows_between(other, ranks.rank) for other in range(ranks.size)]
+    ranks.start_exchange_rows(torch.zeros(sum(sent), 2), sent, received).wait()
     neighbours = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
     sending = ranks.start_send(mine.bfloat16(), neighbours[0])
     ranks.start_receive(mine.bfloat16(), neighbours[1]).wait()
     sending.wait()
     return records
-
-
-def rows_between(sender: int, receiver: int) -> int:
-    """Some pairs of ranks exchange nothing, and the last rank receives nothing at all."""
-    return 0 if receiver == 3 else (sender * 2 + receiver * 3) % 4
-
-
-def row_block(sender: int, receiver: int) -> Tensor:
-    """The rows of ``sender`` for ``receiver``: no two are alike."""
-    return torch.arange(rows_between(sender, receiver) * 2).view(-1, 2) + 1000 * sender + 100 * receiver
-
-
-def run_exchange_rows() -> tuple[Tensor, Tensor, list[CollectiveRecord]]:
-    """What arrives; the same rows sent back; the records."""
-    ranks = everyone()
-    records: list[CollectiveRecord] = []
-    ranks.observer = records.append
-    sent = [rows_between(ranks.rank, other) for other in range(ranks.size)]
-    received = [rows_between(other, ranks.rank) for other in range(ranks.size)]
-    rows = torch.cat([row_block(ranks.rank, other) for other in range(ranks.size)])
-    first = ranks.start_exchange_rows(rows, sent, received)
-    second = ranks.start_exchange_rows(rows.t().contiguous().t(), sent, received)
-    arrived = first.wait()
-    assert torch.equal(second.wait(), arrived)
-    return arrived, ranks.start_exchange_rows(arrived, received, sent).wait(), records
 
 
 def message(sender: int, number: int) -> Tensor:
@@ -232,96 +153,30 @@ def run_completion(group: Callable[[], Communicator]) -> tuple[bool, list[float]
     return sending.is_complete, sending.wait().tolist()
 
 
-def run_exclusive() -> list[bool]:
-    """Whether exclusive communicators have groups of their own, beside those that share."""
-    ranks, rank = range(dist.get_world_size()), dist.get_rank()
-    first, second = (Communicator(ranks, rank, name, exclusive=True) for name in ("first", "second"))
-    groups = [first.process_group, second.process_group, dist.group.WORLD]
-    return [
-        Communicator(ranks, rank, "shared").process_group is dist.group.WORLD,
-        len({id(group) for group in groups}) == 3,
-        first.process_group is groups[0],
-    ]
-
-
-# What the cases must give
-
-
-def expected_results(dtype: torch.dtype, members: list[int], place: int) -> Results:
-    parts = [part_of(member, dtype) for member in members]
-    total = torch.stack(parts).double().sum(0).to(dtype)
-    share = total.chunk(len(members))[place]
-    gathered = torch.cat(parts)
-    return {
-        "all_reduce sum": total,
-        "all_reduce max": torch.stack(parts).amax(0),
-        "started all_reduce": total,
-        "all_gather": gathered,
-        "started all_gather": gathered,
-        "all_gather into output": gathered,
-        "all_gather in place": gathered,
-        "all_gather of a transposed view": gathered,
-        "reduce_scatter": share,
-        "started reduce_scatter": share,
-        "reduce_scatter into output": share,
-        "reduce_scatter in place": share,
-        "reduce_scatter of a transposed view": share,
-        "reduce_scatter of a flat bucket": share,
-        "broadcast": parts[1],
-    }
-
-
-def assert_results(found: Results, expected: Results) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), f"{name}: {found[name]} instead of {tensor}"
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("group", [everyone, over_gloo])
 def test_collectives_equal_the_computation_they_stand_for(
     four_ranks: RankPool, world_size: int, dtype: torch.dtype, group: Callable[[], Communicator]
 ) -> None:
-    outcomes = four_ranks.run(run_collectives, dtype, group, world_size=world_size)
-    for rank, (results, broken) in enumerate(outcomes):
-        assert not broken
-        assert_results(results, expected_results(dtype, list(range(world_size)), rank))
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_fp8_is_gathered_as_it_is(four_ranks: RankPool, dtype: torch.dtype) -> None:
-    """A byte for each number, which under sequence parallelism is half of what bf16 sends."""
-    wanted = torch.cat([part_of(rank, torch.float32) for rank in range(2)]).to(dtype)
-    for gathered, (record,) in four_ranks.run(run_fp8_gather, dtype, world_size=2):
-        assert gathered.dtype == dtype
-        assert torch.equal(gathered.float(), wanted.float())
-        assert record.num_bytes == wanted.numel()
+    for rank, results in enumerate(four_ranks.run(run_collectives, dtype, group, world_size=world_size)):
+        assert_results(results, expected_results(dtype, range(world_size), rank))
 
 
 def test_collectives_of_a_part_of_the_ranks_stay_among_them(four_ranks: RankPool) -> None:
     """Two groups at work at once; a mix-up of global ranks and places in the group would show here."""
-    outcomes = four_ranks.run(run_collectives, torch.float32, evens_or_odds, world_size=4)
-    for rank, (results, broken) in enumerate(outcomes):
-        assert not broken
+    for rank, results in enumerate(four_ranks.run(run_collectives, torch.float32, evens_or_odds, world_size=4)):
         assert_results(results, expected_results(torch.float32, [rank % 2, rank % 2 + 2], rank // 2))
 
 
 @pytest.mark.parametrize("group", [everyone, over_gloo])
 def test_collectives_under_way_at_once_do_not_mix(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
-    outcomes = four_ranks.run(run_overlapping, torch.float32, group, world_size=4)
-    mine = [part_of(rank, torch.float32) for rank in range(4)]
-    wide = [part_of(rank, torch.float32, (24, 3)) for rank in range(4)]
-    for rank, results in enumerate(outcomes):
-        expected = {
-            "first": sum(mine, torch.zeros(())).chunk(4)[rank],
-            "second": sum(wide, torch.zeros(())).chunk(4)[rank],
-            "third": torch.cat(mine),
-            "fourth": sum(wide, torch.zeros(())),
-            "fifth": torch.cat(wide),
-        }
-        assert_results(results, expected)
+    mine, wide = ([part_of(rank, torch.float32, shape) for rank in range(4)] for shape in (SHAPE, WIDE_SHAPE))
+    summed, summed_wide = torch.stack(mine).sum(0), torch.stack(wide).sum(0)
+    for rank, results in enumerate(four_ranks.run(run_overlapping, group, world_size=4)):
+        parts = {"first": summed.chunk(4)[rank], "second": summed_wide.chunk(4)[rank]}
+        whole = {"third": torch.cat(mine), "fourth": summed_wide, "fifth": torch.cat(wide)}
+        assert_results(results, parts | whole)
 
 
 def test_a_sum_does_not_depend_on_who_arrives_first(four_ranks: RankPool) -> None:
@@ -336,48 +191,30 @@ def test_a_sum_does_not_depend_on_who_arrives_first(four_ranks: RankPool) -> Non
 
 
 def test_an_observer_sees_every_collective(four_ranks: RankPool) -> None:
+    """FP8 has a byte for each number; of rows only those count that go to other ranks."""
     elements = SHAPE[0] * SHAPE[1]
-    for records in four_ranks.run(run_observed, world_size=4):
+    for rank, records in enumerate(four_ranks.run(run_observed, world_size=4)):
+        rows = sum(rows_between(rank, other) for other in range(4) if other != rank)
         assert records == [
             CollectiveRecord("all_reduce", "all", 4, elements * 8),
             CollectiveRecord("all_gather", "all", 4, 4 * elements * 8),
+            CollectiveRecord("all_gather", "all", 4, 4 * elements),
             CollectiveRecord("reduce_scatter", "all", 4, elements * 2),
             CollectiveRecord("broadcast", "all", 4, elements * 8),
+            CollectiveRecord("exchange", "all", 4, rows * 2 * 4),
             CollectiveRecord("send", "all", 4, elements * 2),
             CollectiveRecord("receive", "all", 4, elements * 2),
         ]
 
 
 @pytest.mark.parametrize("receive_first", [True, False], ids=["received ahead", "sent ahead"])
-@pytest.mark.parametrize("group", [everyone, over_gloo])
+@pytest.mark.parametrize(("group", "distance"), [(everyone, 1), (over_gloo, 1), (evens_or_odds, 2)])
 def test_messages_arrive_in_the_order_of_sending(
-    four_ranks: RankPool, receive_first: bool, group: Callable[[], Communicator]
+    four_ranks: RankPool, receive_first: bool, group: Callable[[], Communicator], distance: int
 ) -> None:
+    """Also between the two even and the two odd ranks, whose places in the group are not their global ranks."""
     for rank, received in enumerate(four_ranks.run(run_messages, receive_first, group, world_size=4)):
-        assert [tensor.tolist() for tensor in received] == [
-            message((rank - 1) % 4, number).tolist() for number in range(3)
-        ]
-
-
-def test_rows_arrive_in_rank_order_and_return(four_ranks: RankPool) -> None:
-    everybody = range(4)
-    for rank, (arrived, returned, records) in enumerate(four_ranks.run(run_exchange_rows, world_size=4)):
-        assert torch.equal(arrived, torch.cat([row_block(other, rank) for other in everybody]))
-        assert torch.equal(returned, torch.cat([row_block(rank, other) for other in everybody]))
-        sent = sum(rows_between(rank, other) for other in everybody if other != rank)
-        received = sum(rows_between(other, rank) for other in everybody if other != rank)
-        row = 2 * 8
-        assert [(record.kind, record.num_bytes) for record in records] == [
-            ("exchange", sent * row),
-            ("exchange", sent * row),
-            ("exchange", received * row),
-        ], "only what goes to other ranks"
-
-
-def test_messages_go_to_places_in_the_group(four_ranks: RankPool) -> None:
-    """Between the two even and the two odd ranks, whose places are not their global ranks."""
-    for rank, received in enumerate(four_ranks.run(run_messages, True, evens_or_odds, world_size=4)):
-        wanted = [message((rank + 2) % 4, number).tolist() for number in range(3)]
+        wanted = [message((rank - distance) % 4, number).tolist() for number in range(3)]
         assert [tensor.tolist() for tensor in received] == wanted
 
 
@@ -393,10 +230,6 @@ def test_messages_of_one_channel_wait_for_no_other(four_ranks: RankPool) -> None
 def test_a_message_that_has_been_taken_says_so(four_ranks: RankPool, group: Callable[[], Communicator]) -> None:
     """Without a wait, so that a sender keeps nothing longer than it must (gloo itself tells only those who wait)."""
     assert four_ranks.run(run_completion, group, world_size=2) == [(True, message(0, 1).tolist())] * 2
-
-
-def test_an_exclusive_communicator_shares_its_group_with_nobody(four_ranks: RankPool) -> None:
-    assert four_ranks.run(run_exclusive, world_size=4) == [[True, True, True]] * 4
 
 
 def test_a_single_rank_communicates_nothing() -> None:

@@ -1,12 +1,12 @@
 """The control group: objects, and waits that outlive the timeout of training, but not a rank that ends."""
 
 import os
-import signal
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from megatron.core.control import CONTROL_TIMEOUT, ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.core.topology import RankGrid, Topology
 from megatron.operation.environment import prepare_environment
-from megatron.torch_compat import ranks_store, set_group_timeout
+from megatron.torch_compat import fake_store, ranks_store, set_group_timeout
 from tests.forked import fork_context
 from tests.rank_pool import RankPool
 
@@ -44,20 +44,6 @@ def test_a_single_rank_needs_no_process_group() -> None:
     assert alone.process_group is None
     assert alone.all_gather_object("x") == ["x"]
     assert alone.broadcast_object("x") == "x"
-
-
-def test_it_uses_gloo_with_a_timeout_of_hours_once_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On GPUs as well, so that no object is pickled onto one."""
-    made: list[dict[str, object]] = []
-    timeouts: list[object] = []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append({"ranks": ranks, **options}))
-    monkeypatch.setattr(dist, "barrier", lambda group: timeouts.append("connected"))
-    monkeypatch.setattr("megatron.core.control.set_group_timeout", lambda group, timeout: timeouts.append(timeout))
-    connect = timedelta(minutes=3)
-    Topology(RankGrid(tp=2, dp=4), 5, torch.device("cuda", 0), connect).control.open()
-    assert [(one["ranks"], one["backend"], one["timeout"]) for one in made] == [(tuple(range(8)), "gloo", connect)]
-    assert timeouts == ["connected", CONTROL_TIMEOUT] and timedelta(hours=1) < CONTROL_TIMEOUT
 
 
 def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
@@ -92,13 +78,54 @@ def test_long_work_of_rank_0_times_out_in_training_alone(four_ranks: RankPool) -
     assert [error for _, error in others[1:]] == ["no error"] * 2
 
 
-def serve(rank: int, size: int, store: Path, case: Callable[[ControlGroup], None], pipe: Connection) -> None:
+def join(rank: int, size: int, store: Path) -> None:
+    """Join a world without a transport of its own: the control group uses gloo whatever training uses."""
+    fake_store()  # makes the backend known
+    files = dist.FileStore(str(store), size)  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=files, rank=rank, world_size=size)
+
+
+def test_to_connect_has_the_timeout_of_training(tmp_path: Path) -> None:
+    join(0, 2, tmp_path / "store")
+    begin = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match=r"[Tt]imeout"):
+            Topology(RankGrid(dp=2), 0, CPU, timedelta(seconds=0.5)).control.open()
+    finally:
+        dist.destroy_process_group()
+    assert time.monotonic() - begin < PATIENCE
+
+
+@contextmanager
+def started(
+    case: Callable[..., None], size: int, tmp_path: Path, *arguments: object
+) -> Iterator[list[tuple[BaseProcess, Connection]]]:
+    """Processes that run ``case(rank, size, store, pipe, *arguments)``, and our ends of their pipes."""
+    context, ranks = fork_context(), list[tuple[BaseProcess, Connection]]()
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        process: BaseProcess = context.Process(
+            target=case, args=(rank, size, tmp_path / "store", theirs, *arguments), daemon=True
+        )
+        process.start()
+        ranks.append((process, ours))
+    try:
+        yield ranks
+    finally:
+        for process, _ in ranks:
+            with suppress(ProcessLookupError):
+                process.kill()
+            process.join()
+
+
+def serve(rank: int, size: int, store: Path, pipe: Connection, case: Callable[[ControlGroup], None]) -> None:
     torch.set_num_threads(1)
     prepare_environment(RunConfig(), os.environ, num_cores=1, local_world_size=1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    control = ControlGroup(range(size), rank)
+    join(rank, size, store)
+    # On GPUs as well, so that no object is pickled onto one.
+    control = Topology(RankGrid(dp=size), rank, torch.device("cuda", 0), timedelta(seconds=PATIENCE)).control
     control.open()
-    pipe.send("ready")
+    pipe.send(control.process_group._get_backend(CPU).options._timeout)
     try:
         case(control)
     except RuntimeError as error:
@@ -125,37 +152,20 @@ def test_a_killed_rank_ends_the_wait_of_all_others(
     tmp_path: Path, case: Callable[[ControlGroup], None], killed: int, size: int
 ) -> None:
     """Also of those that have no connection to it."""
-    context = fork_context()
-    pipes = [context.Pipe() for _ in range(size)]
-    ranks = [
-        context.Process(target=serve, args=(rank, size, tmp_path / "store", case, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pipes)
-    ]
-    for rank in ranks:
-        rank.start()
-    try:
-        for ours, _ in pipes:
-            assert ours.poll(PATIENCE) and ours.recv() == "ready"
-        pid = ranks[killed].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        for number, (ours, _) in enumerate(pipes):
+    with started(serve, size, tmp_path, case) as ranks:
+        for _, pipe in ranks:
+            assert pipe.poll(PATIENCE) and pipe.recv() == CONTROL_TIMEOUT > timedelta(hours=1)
+        ranks[killed][0].kill()
+        for number, (_, pipe) in enumerate(ranks):
             if number != killed:
-                assert ours.poll(PATIENCE), f"rank {number} waits for a rank that has ended"
-                assert "onnection" in ours.recv()
-    finally:
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                rank.kill()
-            rank.join()
+                assert pipe.poll(PATIENCE), f"rank {number} waits for a rank that has ended"
+                assert "onnection" in pipe.recv()
 
 
 def count_connections(rank: int, size: int, store: Path, pipe: Connection) -> None:
     """Join, use the control group, and tell how many sockets it has."""
-    environment: dict[str, str] = {}
-    prepare_environment(RunConfig(), environment, num_cores=1, local_world_size=1)
-    os.environ.update(environment)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    prepare_environment(RunConfig(), os.environ, num_cores=1, local_world_size=1)
+    join(rank, size, store)
     before = count_sockets()
     control = ControlGroup(range(size), rank)
     control.open()
@@ -164,7 +174,6 @@ def count_connections(rank: int, size: int, store: Path, pipe: Connection) -> No
     assert control.broadcast_object(rank, source=3) == 3
     pipe.send((opened, count_sockets() - before))
     pipe.recv()
-    os._exit(0)
 
 
 def count_sockets() -> int:
@@ -178,20 +187,8 @@ def count_sockets() -> int:
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="reads /proc")
 def test_a_rank_connects_to_few_others_and_to_none_later(tmp_path: Path) -> None:
     """At 16,384 ranks a connection to each is 16,383 sockets in every process."""
-    size, context = 16, fork_context()
-    ours, theirs = zip(*(context.Pipe() for _ in range(size)))
-    processes = [
-        context.Process(target=count_connections, args=(rank, size, tmp_path / "store", theirs[rank]), daemon=True)
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    counts = []
-    for pipe in ours:
-        assert pipe.poll(PATIENCE)
-        counts.append(pipe.recv())
-    for pipe, process in zip(ours, processes):
-        pipe.send("end")
-        process.join(PATIENCE)
+    with started(count_connections, 16, tmp_path) as ranks:
+        assert all(pipe.poll(PATIENCE) for _, pipe in ranks)
+        counts = [pipe.recv() for _, pipe in ranks]
     assert all(opened <= 2 * 4 + 2 for opened, _ in counts), counts
     assert all(later <= opened for opened, later in counts), counts

@@ -1,7 +1,7 @@
 """How often the weights of FP8 linear layers are quantised, by which kernel, and in which memory."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -21,13 +21,8 @@ ALONE = Communicator((0,), 0)
 EAGER = EagerQuantization()
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call of a kernel of quantisation."""
-
-    shape: torch.Size
-    layout: Layout
-    out: Tensor | None
+Call = tuple[torch.Size, Layout, Tensor | None]
+"""A call of a kernel of quantisation: shape, layout and output."""
 
 
 class RecordingQuantization(EagerQuantization):
@@ -46,7 +41,7 @@ class RecordingQuantization(EagerQuantization):
         layout: Layout,
         out: Tensor | None = None,
     ) -> QuantizedTensor:
-        self.calls.append(Call(tensor.shape, layout, out))
+        self.calls.append((tensor.shape, layout, out))
         return EAGER.quantize(tensor, scale, amax, dtype, layout, out)
 
     def transpose(self, data: Tensor) -> Tensor:
@@ -80,7 +75,7 @@ def test_a_kept_weight_is_quantised_once_a_step_in_both_layouts(
         for _ in range(2):
             linear(torch.ones(16, 1, 48, dtype=torch.bfloat16).requires_grad_()).sum().backward()
         scaling.finish_step()
-        assert [call.layout for call in kernel.calls if call.shape == linear.weight.shape] == layouts
+        assert [layout for shape, layout, _ in kernel.calls if shape == linear.weight.shape] == layouts
     assert not kernel.transposes
 
 
@@ -95,10 +90,10 @@ def test_shards_are_quantised_in_their_memory_by_the_chosen_kernel(numel: int) -
     buffer = torch.zeros(numel + 128, dtype=torch.uint8)
     numbers = buffer[64 : 64 + numel].view(E4M3)
     scaling.quantize_weights({"linear": (master, numbers)}, ALONE)
-    (call,) = kernel.calls
+    ((shape, layout, out),) = kernel.calls
     width = math.gcd(numel, 64)
-    assert (call.shape, call.layout) == ((numel // width, width), Layout.ROWS)
-    assert call.out is not None and call.out.data_ptr() == numbers.data_ptr()
+    assert (shape, layout) == ((numel // width, width), Layout.ROWS)
+    assert out is not None and out.data_ptr() == numbers.data_ptr()
     amax = master.abs().max()
     expected = quantize(master, 448.0 / amax, amax, E4M3)
     assert torch.equal(numbers.view(torch.uint8), expected.data.view(torch.uint8))

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core import initialization
 from megatron.core.initialization import (
     initialize_parameters,
     initialize_range,
-    normal_numbers,
+    normal_of_bits,
     parameter_key,
     random_bits,
 )
@@ -63,9 +62,9 @@ def local_part(kind: str, whole: Tensor, rank: int, size: int) -> Tensor:
     return whole.chunk(size)[rank]
 
 
-def initialized(info: ParameterInfo, seed: int = 1234, dtype: torch.dtype = torch.float64) -> Tensor:
+def initialized(info: ParameterInfo, seed: int = 1234, dtype: torch.dtype = torch.float64, **options: int) -> Tensor:
     tensor = torch.full(info.local_shape, math.nan, dtype=dtype)
-    initialize_range(tensor.view(-1), info, 0, seed)
+    initialize_range(tensor.view(-1), info, 0, seed, **options)
     return tensor
 
 
@@ -105,10 +104,8 @@ def test_a_weight_is_the_inverse_normal_distribution_of_its_bits() -> None:
     torch.testing.assert_close(initialized(info).flatten(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_even_the_extreme_bits_give_finite_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    extremes = torch.tensor([0, -1, (1 << 63) - 1, -(1 << 63)])
-    monkeypatch.setattr(initialization, "random_bits", lambda key, index: extremes)
-    numbers = normal_numbers(0, extremes)
+def test_even_the_extreme_bits_give_finite_numbers() -> None:
+    numbers = normal_of_bits(torch.tensor([0, -1, (1 << 63) - 1, -(1 << 63)]))
     assert numbers.isfinite().all()
     assert numbers[0] == -numbers[1] < -8
 
@@ -123,12 +120,11 @@ def test_every_cut_holds_the_same_bits_as_the_whole(kind: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_do_not_depend_on_how_many_are_made_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_do_not_depend_on_how_many_are_made_at_a_time(kind: str) -> None:
     info = layout_of(kind, 1, 2)
     at_once = initialized(info)
-    for chunk in (1, 7, 13, 64):
-        monkeypatch.setattr(initialization, "_CHUNK", chunk)
-        assert torch.equal(initialized(info), at_once)
+    for count in (1, 7, 13, 64):
+        assert torch.equal(initialized(info, at_a_time=count), at_once)
 
 
 def test_padding_is_zero_and_does_not_move_the_other_rows() -> None:
@@ -139,12 +135,6 @@ def test_padding_is_zero_and_does_not_move_the_other_rows() -> None:
     assert torch.equal(only_padding, torch.zeros(4, 12, dtype=torch.float64))
     more_padding = ParameterInfo("layers.3.weight", *padded_rows_box(9, 40, 12, 0, 1), STD, True, True)
     assert torch.equal(initialized(more_padding)[:9], whole[:9])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_start_at_one(dtype: torch.dtype) -> None:
-    info = ParameterInfo("norm", *sharded_boxes([5], [], 0, 1), None, False, False)
-    assert torch.equal(initialized(info, dtype=dtype), torch.ones(5, dtype=dtype))
 
 
 def test_different_names_seeds_and_places_are_independent() -> None:

@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.attention import RingAttention
 from megatron.core.data_parallel.strategy import BufferedDataParallel
@@ -18,12 +17,11 @@ from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.attention import AttentionInputs
 from megatron.core.ops.attention_interface import AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import ReferenceAttention
-from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
-from megatron.core.precision import NumberFormats
 from megatron.core.quantized import QuantizedTensor
 from megatron.core.tensor_parallel.overlap import P2POverlap
-from megatron.core.topology import RankGrid, Topology
+from megatron.core.topology import RankGrid
 from megatron.schedules.launch_queue import Launch, run_launches
+from tests.core.buckets import NUMBERS, Unit, build_buckets
 
 T = TypeVar("T")
 
@@ -115,30 +113,10 @@ class LoggedAttention(ReferenceAttention):
         return super().backward(grad, query, key, value, attended, is_causal)
 
 
-class Layer(nn.Module):
-    """A module with one weight, which is a bucket."""
-
-    def __init__(self, number: int, log: LaunchLog) -> None:
-        super().__init__()
-        info = ParameterInfo(f"{number}", *sharded_boxes([2], (), 0, 1), None, True, False)
-        self.weight, self.log = empty_parameter(info, torch.float32, "cpu"), log
-
-    def forward(self) -> None:
-        self.log.compute(LAYER)
-
-
-def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Layer]]:
-    topology = Topology(RankGrid(dp=2, dp_replicas=1), 0, torch.device("cpu"))
-    topology._communicators["cp", "dp_shard"] = Recording(2, log)
-    layers = [Layer(number, log) for number in range(NUM_LAYERS)]
-    config = ParallelConfig(
-        data_parallel_sharding_strategy="optim",
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap,
-        ddp_bucket_size=2,
-    )
-    formats = NumberFormats.uniform(torch.float32)
-    return BufferedDataParallel([layer.weight for layer in layers], formats, topology, config, layers), layers
+def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Unit]]:
+    layers = [Unit(f"{number}", lambda _: log.compute(LAYER)) for number in range(NUM_LAYERS)]
+    grid = RankGrid(dp=2, dp_replicas=1)
+    return build_buckets("optim", overlap, layers, grid, dense=Recording(2, log)), layers
 
 
 @pytest.mark.parametrize("one_queue", [True, False])
@@ -165,7 +143,7 @@ def test_reductions_of_gradients_overlap_with_the_backward_pass(one_queue: bool)
         data_parallel.start_grad_accumulation(1)
         for layer in reversed(layers):
             log.compute(LAYER)
-            accumulate_main_grad(layer.weight, torch.ones(2))
+            accumulate_main_grad(layer.weight, torch.ones(NUMBERS))
         data_parallel.finish_grad_sync()
         log.compute(0.0)
         durations[overlap] = log.duration(one_queue)

@@ -73,12 +73,10 @@ def test_cases_reach_floor_growth_and_hysteresis() -> None:
 
 def test_defaults_by_hand() -> None:
     scaler = build_loss_scaler(PrecisionConfig(fp16=True))
-    assert scaler.scale == 2**32
     # Two overflows are taken before it halves; each later one halves at once.
-    assert [(scaler.update(True), scaler.scale)[1] for _ in range(3)] == [2**32, 2**31, 2**30]
-    assert [(scaler.update(False), scaler.scale)[1] for _ in range(1000)] == [2**30] * 999 + [2**31]
-    # The doubling has renewed the patience.
-    assert [(scaler.update(True), scaler.scale)[1] for _ in range(2)] == [2**31, 2**30]
+    overflows = [True] * 3 + [False] * 1000
+    scales = [(scaler.update(overflow), scaler.scale)[1] for overflow in overflows]
+    assert scales == [2**32, 2**31, 2**30] + [2**30] * 999 + [2**31]
 
 
 def test_overflow_is_wrong_only_where_the_scale_cannot_fall() -> None:

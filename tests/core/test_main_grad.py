@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import (
     MainGrad,
@@ -12,72 +11,17 @@ from megatron.core.gradient import (
     attach_main_grad,
     main_grad_of,
 )
-from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
-from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import CpuFlashAttention
-from megatron.core.ops.matmul import weight_gradient
 from megatron.core.parameter import info_of
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
+from tests.parallel.layout_run import MODEL, SEED, TIED_MODEL, Layout, context, microbatches
 from tests.whole_model import token_losses_of
 
 STALE = 1e6
 """What the last step left in the buffer."""
 
 
-def model_of(*, tied: bool, dtype: torch.dtype = torch.float64) -> TransformerModel:
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=16,
-        ffn_hidden_size=24,
-        num_attention_heads=4,
-        num_query_groups=2,
-        kv_channels=4,
-        vocab_size=29,
-        padded_vocab_size=32,
-        max_position_embeddings=8,
-        untie_embeddings_and_output_weights=not tied,
-    )
-    topology = single_process()
-    context = BuildContext(TensorParallel(topology.tensor_parallel), dtype, topology.device, CpuFlashAttention())
-    return build_model(config, context, seed=3)
-
-
-def batch(number: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(0, 29, (2, 9), generator=torch.Generator().manual_seed(number))
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def buffer_of(model: TransformerModel) -> ParameterBuffer:
-    buffer = ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
-    buffer.gradients.fill_(STALE)
-    return buffer
-
-
-def gradients_in(buffer: ParameterBuffer) -> dict[str, Tensor]:
-    return {
-        info_of(parameter).name: main_grad.buffer for parameter, main_grad in zip(buffer.parameters, buffer.main_grads)
-    }
-
-
-def gradients_of_autograd(model: TransformerModel) -> dict[str, Tensor]:
-    found = {}
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        found[info_of(parameter).name] = parameter.grad
-    return found
-
-
 # One main gradient
-
-
-def test_the_first_delivery_overwrites_and_later_ones_add() -> None:
-    main_grad = MainGrad(torch.full((2, 3), STALE))
-    main_grad.add(torch.ones(2, 3))
-    assert torch.equal(main_grad.buffer, torch.ones(2, 3))
-    main_grad.add(torch.full((2, 3), 2.0))
-    assert torch.equal(main_grad.buffer, torch.full((2, 3), 3.0))
 
 
 def test_rows_add_up_where_ids_repeat_and_overwrite_what_was_there() -> None:
@@ -176,70 +120,24 @@ def test_what_autograd_computes_goes_to_the_slot_at_once_and_nothing_of_a_frozen
     assert accumulate_main_grad(parameter, NeverComputed()) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_weight_gradient_sums_over_all_tokens(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    grad_output = torch.randn(5, 2, 3, generator=generator, dtype=dtype)
-    inputs = torch.randn(5, 2, 4, generator=generator, dtype=dtype)
-    weight = torch.zeros(3, 4, dtype=dtype, requires_grad=True)
-    found = accumulate_main_grad(weight, weight_gradient(grad_output, inputs))
-    assert found is not None
-    torch.testing.assert_close(found, torch.einsum("sbo,sbi->oi", grad_output, inputs))
-
-
 # A whole model
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_slots_collect_over_microbatches_what_autograd_would(tied: bool) -> None:
     """Two microbatches, over the last step's leftovers; a tied weight gets both of its contributions."""
-    plain, slotted = model_of(tied=tied), model_of(tied=tied)
-    buffer = buffer_of(slotted)
-    for number in range(2):
+    config = TIED_MODEL if tied else MODEL
+    plain, slotted = (build_model(config, context(single_process(), Layout()), SEED) for _ in range(2))
+    buffer = ParameterBuffer(list(slotted.parameters()), torch.float64, shards=1)
+    buffer.gradients.fill_(STALE)
+    for microbatch in microbatches(0, Layout(microbatches=2), 0):
         for model in (plain, slotted):
-            token_losses_of(model, *batch(number)).sum().backward()
+            token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
     assert all(parameter.grad is None for parameter in slotted.parameters())
-    found, expected = gradients_in(buffer), gradients_of_autograd(plain)
+    found = {info_of(one).name: main_grad.buffer for one, main_grad in zip(buffer.parameters, buffer.main_grads)}
+    expected = {info_of(parameter).name: parameter.grad for parameter in plain.parameters()}
     assert found.keys() == expected.keys()
     assert ("output_layer.weight" in found) is not tied
     for name, gradient in expected.items():
+        assert gradient is not None and gradient.any(), name
         torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
-        assert gradient.any(), name
-
-
-def test_a_tied_weight_gets_the_sum_of_both_its_uses() -> None:
-    """The gradient of the tied table is that of the embedding plus that of the head when both hold the same."""
-    tied, untied = model_of(tied=True), model_of(tied=False)
-    tables = {info_of(parameter).name: parameter for parameter in untied.parameters()}
-    with torch.no_grad():
-        tables["output_layer.weight"].copy_(tables["embedding.word_embeddings.weight"])
-    buffer = buffer_of(tied)
-    for model in (tied, untied):
-        token_losses_of(model, *batch(0)).sum().backward()
-    parts = gradients_of_autograd(untied)
-    expected = parts["embedding.word_embeddings.weight"] + parts["output_layer.weight"]
-    found = gradients_in(buffer)["embedding.word_embeddings.weight"]
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    assert parts["embedding.word_embeddings.weight"].any() and parts["output_layer.weight"].any()
-
-
-def test_a_second_step_starts_afresh() -> None:
-    model = model_of(tied=True)
-    buffer = buffer_of(model)
-    gradients = []
-    for _ in range(2):
-        token_losses_of(model, *batch(0)).sum().backward()
-        for main_grad in buffer.main_grads:
-            main_grad.complete()
-        gradients.append(buffer.gradients.clone())
-    assert torch.equal(*gradients)
-
-
-def test_padding_rows_have_no_gradient() -> None:
-    model = model_of(tied=False)
-    buffer = buffer_of(model)
-    token_losses_of(model, *batch(0)).sum().backward()
-    found = gradients_in(buffer)
-    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        assert not found[name][29:].any()
-        assert found[name][:29].any()

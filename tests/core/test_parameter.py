@@ -94,22 +94,6 @@ def test_padded_rows_cover_the_real_rows_once_and_leave_the_rest_free(
         assert all(first + row >= rows for row, _ in free)
 
 
-def test_a_rank_with_padding_alone_has_no_box() -> None:
-    assert padded_rows_box(9, 16, 3, 3, 4) == ((9, 3), (4, 3), ())
-    assert padded_rows_box(9, 16, 3, 2, 4) == ((9, 3), (4, 3), (Box((8, 0), (0, 0), (1, 3)),))
-
-
-def test_query_key_value_of_a_rank() -> None:
-    """Rank 1 of 2 of a weight with 8 query rows, 4 key rows and 4 value rows."""
-    global_shape, local_shape, boxes = sharded_boxes([8, 4, 4], [5], 1, 2)
-    assert (global_shape, local_shape) == ((16, 5), (8, 5))
-    assert boxes == (
-        Box((4, 0), (0, 0), (4, 5)),
-        Box((10, 0), (4, 0), (2, 5)),
-        Box((14, 0), (6, 0), (2, 5)),
-    )
-
-
 @pytest.mark.parametrize(
     "cut",
     [lambda: sharded_boxes([6, 3], [2], 0, 2), lambda: columns_box(2, 3, 0, 2), lambda: padded_rows_box(5, 4, 2, 0, 2)],

@@ -18,7 +18,11 @@ transformers: Any = pytest.importorskip("transformers")
 rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")
 
 
-def frequencies_of_transformers(head_size: int, base: float, fields: dict[str, float], dtype: torch.dtype) -> Tensor:
+def frequencies_of_transformers(
+    head_size: int, base: float, dtype: torch.dtype, factor: float, length: int, low: float, high: float
+) -> Tensor:
+    fields = {"factor": factor, "original_max_position_embeddings": length}
+    fields |= {"low_freq_factor": low, "high_freq_factor": high}
     config = transformers.LlamaConfig(
         hidden_size=4 * head_size,
         num_attention_heads=4,
@@ -32,24 +36,9 @@ def frequencies_of_transformers(head_size: int, base: float, fields: dict[str, f
     return expected
 
 
-def fields_of(factor: float, length: int, low: float, high: float) -> dict[str, float]:
-    return {
-        "factor": factor,
-        "original_max_position_embeddings": length,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-    }
-
-
-def our_frequencies(head_size: int, base: float, fields: dict[str, float]) -> Tensor:
-    return rotary_frequencies(
-        head_size,
-        base,
-        scaling_factor=fields["factor"],
-        original_length=int(fields["original_max_position_embeddings"]),
-        low_freq_factor=fields["low_freq_factor"],
-        high_freq_factor=fields["high_freq_factor"],
-    )
+def our_frequencies(head_size: int, base: float, factor: float, length: int, low: float, high: float) -> Tensor:
+    scaling = {"scaling_factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+    return rotary_frequencies(head_size, base, original_length=length, **scaling)
 
 
 @given(
@@ -63,8 +52,8 @@ def our_frequencies(head_size: int, base: float, fields: dict[str, float]) -> Te
 def test_scaled_frequencies_are_those_of_transformers(
     head_size: int, base: float, factor: float, length: int, low: float, width: float
 ) -> None:
-    fields = fields_of(factor, length, low, low + width)
-    found = our_frequencies(head_size, base, fields)
+    scaling = (factor, length, low, low + width)
+    found = our_frequencies(head_size, base, *scaling)
     assert found.dtype == torch.float64 and found.isfinite().all()
     # Beside a step, rounding decides whether a frequency is divided.
     turns = length * rotary_frequencies(head_size, base) / (2 * math.pi)
@@ -72,12 +61,21 @@ def test_scaled_frequencies_are_those_of_transformers(
     # A narrow ramp between the two limits magnifies the rounding of the turns.
     steepness = factor * (low + width) / width if width else 0.0
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        expected = frequencies_of_transformers(head_size, base, fields, dtype)
+        expected = frequencies_of_transformers(head_size, base, dtype, *scaling)
         rounding = 10 * torch.finfo(dtype).eps * steepness
         torch.testing.assert_close(found, expected.double(), rtol=tolerance + rounding, atol=0.0)
 
 
-def test_a_wave_exactly_as_long_as_the_limit_is_finite() -> None:
+def test_equal_bounds_keep_a_wave_at_the_bound() -> None:
     """Where transformers divides zero by zero."""
-    fields = fields_of(16.0, 64, 64 / (2 * math.pi), 64 / (2 * math.pi))
-    assert our_frequencies(8, 10000.0, fields).isfinite().all()
+    one_turn = rotary_frequencies(4, 4.0)[1].item() * 8 / (2 * math.pi)
+    assert our_frequencies(4, 4.0, 2.0, 8, one_turn, one_turn).tolist() == [1.0, 0.5]
+    below = one_turn * 1.01
+    assert our_frequencies(4, 4.0, 2.0, 8, below, below).tolist() == [1.0, 0.25]
+    assert our_frequencies(8, 10000.0, 16.0, 64, 64 / (2 * math.pi), 64 / (2 * math.pi)).isfinite().all()
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+def test_frequencies_without_scaling(base: float) -> None:
+    expected = [base ** (-2 * pair / 128) for pair in range(64)]
+    assert rotary_frequencies(128, base).tolist() == pytest.approx(expected, rel=1e-12)

@@ -55,24 +55,6 @@ def test_ranks_of_one_host_share_memory_unless_told_otherwise(four_ranks: RankPo
     assert four_ranks.run(run_kinds_of_transport, world_size=2) == [wanted] * 2
 
 
-def run_and_free_a_group() -> bool:
-    """Whether a transport is freed with its group, without a collection of cycles."""
-    gc.disable()
-    try:
-        ranks = everyone()
-        ranks.all_reduce(torch.ones(2))
-        transport = weakref.ref(ranks.transport)
-        del ranks
-        return transport() is None
-    finally:
-        gc.enable()
-
-
-def test_a_group_that_is_freed_leaves_no_transport_behind(four_ranks: RankPool) -> None:
-    """A process group that lives until the interpreter ends may abort the process then."""
-    assert four_ranks.run(run_and_free_a_group, world_size=2) == [True] * 2
-
-
 def run_where_one_cannot(obstacle: str) -> tuple[str, float]:
     """The transport of three ranks, of which the last cannot share memory; and a sum over it."""
     ranks, rank = range(dist.get_world_size()), dist.get_rank()
@@ -92,23 +74,6 @@ def _refuse(*_: Any) -> int:
 @pytest.mark.parametrize("obstacle", ["memfd", "host"])
 def test_all_ranks_use_gloo_if_one_cannot_share_memory(four_ranks: RankPool, obstacle: str) -> None:
     assert four_ranks.run(run_where_one_cannot, obstacle, world_size=3) == [("Transport", 3.0)] * 3
-
-
-def run_many_messages() -> tuple[int, int]:
-    """Bytes of slots after ten all-reduces, and after a hundred more."""
-    ranks = everyone()
-    sizes = []
-    for count in (10, 100):
-        for number in range(count):
-            total = ranks.all_reduce(torch.full((5000,), float(number)))
-            assert total.eq(number * ranks.size).all()
-        sizes.append(slots_of(ranks)._end)
-    return sizes[0], sizes[1]
-
-
-def test_slots_are_used_again(four_ranks: RankPool) -> None:
-    for first, later in four_ranks.run(run_many_messages, world_size=3):
-        assert later == first
 
 
 def run_unread_messages() -> list[float]:
@@ -288,29 +253,31 @@ def test_the_end_of_a_rank(case: Callable[[Communicator], str], wanted: str, tmp
     assert _ends(case, tmp_path, answers=1) == {0: wanted}
 
 
-def run_nothing_left() -> tuple[int, int]:
-    """Descriptors before and after a group that is gone."""
+def run_nothing_left() -> tuple[bool, int]:
+    """Whether the transport is freed with its group, without a collection of cycles; and descriptors that are left."""
 
     def descriptors() -> int:
-        gc.collect()
-        return sum("megatron ranks" in os.readlink(f"/proc/self/fd/{one}") for one in _open_descriptors())
+        paths = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
+        return sum("megatron ranks" in os.readlink(path) for path in paths if os.path.lexists(path))
 
+    gc.collect()
     before = descriptors()
-    ranks = everyone()
-    ranks.all_reduce(torch.ones(100_000))
-    assert descriptors() > before
-    dist.barrier()
-    del ranks
-    return before, descriptors()
-
-
-def _open_descriptors() -> list[str]:
-    return [one for one in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{one}")]
+    gc.disable()
+    try:
+        ranks = everyone()
+        ranks.all_reduce(torch.ones(100_000))
+        transport = weakref.ref(ranks.transport)
+        assert descriptors() > before
+        dist.barrier()
+        del ranks
+        return transport() is None, descriptors() - before
+    finally:
+        gc.enable()
 
 
 def test_a_group_that_is_gone_leaves_nothing(four_ranks: RankPool) -> None:
-    for before, after in four_ranks.run(run_nothing_left, world_size=3):
-        assert after == before
+    """A process group that lives until the interpreter ends may abort the process then."""
+    assert four_ranks.run(run_nothing_left, world_size=3) == [(True, 0)] * 3
 
 
 def test_the_plain_transport_serves_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""Collectives behind products: that they are, what they send, what they give, and which way is chosen."""
+"""Collectives behind products: what they send, what they give, and which way is chosen.
+
+That products hide them is in ``test_launch_order.py``.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.communication import CollectiveRecord, Communicator, Work, add_in_order
+from megatron.core.communication import CollectiveRecord, Communicator, add_in_order
 from megatron.core.gradient import Gradient
 from megatron.core.ops.matmul import Gemm, PlainGemm
 from megatron.core.quantized import Layout, QuantizedTensor
@@ -18,7 +21,6 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerCont
 from megatron.core.tensor_parallel.overlap import (
     P2POverlap,
     RankDevice,
-    RowGemm,
     SymmetricMemoryOverlap,
     TPOverlap,
     choose_overlap,
@@ -31,62 +33,6 @@ from tests.rank_pool import RankPool
 CPU = torch.device("cpu")
 ROWS, WIDTH, OUTPUTS = 12, 8, 6
 """Of a whole sequence; rows are divisible by two, three and four ranks."""
-
-# --- the order of things -------------------------------------------------------------------------------------
-
-
-@dataclass
-class RecordingRanks:
-    """Stands for a communicator, and notes when a part starts to travel and when somebody waits for it."""
-
-    rank: int = 1
-    size: int = 4
-    log: list[str] = field(default_factory=list)
-
-    def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
-        self.log.append(f"to {target}, from {source}")
-        received.zero_()
-        return Work((_Noted(self.log, f"wait for {source}"),), lambda: received)
-
-
-@dataclass(frozen=True)
-class _Noted:
-    log: list[str]
-    line: str
-
-    def wait(self) -> None:
-        self.log.append(self.line)
-
-
-def logged_gemm(log: list[str]) -> RowGemm:
-    def gemm(rows: QuantizedTensor) -> Tensor:
-        log.append(f"multiply {len(rows.data)}")
-        return rows.data * 2.0
-
-    return gemm
-
-
-def test_the_own_rows_are_multiplied_while_the_others_come() -> None:
-    ranks = RecordingRanks()
-    overlap = P2POverlap(cast(Communicator, ranks))
-    overlap.gather_gemm(QuantizedTensor(torch.ones(3, 1, 2)), logged_gemm(ranks.log), None)
-    assert ranks.log == [
-        *("to 2, from 0", "multiply 3"),
-        *("to 3, from 3", "wait for 0", "multiply 3"),
-        *("to 0, from 2", "wait for 3", "multiply 3"),
-        *("wait for 2", "multiply 3"),
-    ]
-
-
-def test_rows_of_other_ranks_leave_while_the_next_are_multiplied() -> None:
-    ranks = RecordingRanks()
-    overlap = P2POverlap(cast(Communicator, ranks))
-    pending = overlap.gemm_reduce(QuantizedTensor(torch.ones(12, 1, 2)), logged_gemm(ranks.log), None)
-    assert ranks.log == [
-        *("multiply 3", "to 2, from 0", "multiply 3", "to 3, from 3", "multiply 3", "to 0, from 2", "multiply 3"),
-    ]
-    pending.wait()
-    assert sorted(ranks.log[7:]) == ["wait for 0", "wait for 2", "wait for 3"]
 
 
 def test_a_sum_is_in_order_and_may_overwrite_a_summand() -> None:
@@ -282,11 +228,10 @@ def test_cpus_overlap_part_by_part_and_say_why() -> None:
     assert isinstance(chosen, P2POverlap) and chosen.name == "pipelined (symmetric memory needs GPUs)"
 
 
-def test_gpus_that_can_use_symmetric_memory_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.core.tensor_parallel.overlap._obstacle_to_symmetric_memory", lambda *_: None)
-    assert isinstance(
-        choose_overlap(single_process().tensor_parallel, single_process().control, CPU), SymmetricMemoryOverlap
-    )
+def test_gpus_that_can_use_symmetric_memory_do() -> None:
+    single = single_process()
+    chosen = choose_overlap(single.tensor_parallel, single.control, CPU, find_obstacle=lambda *_: None)
+    assert isinstance(chosen, SymmetricMemoryOverlap)
 
 
 def test_without_the_flag_nothing_overlaps() -> None:

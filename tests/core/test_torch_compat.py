@@ -1,4 +1,8 @@
-"""Each private name of torch does what this code needs, and none is used outside of ``megatron/torch_compat.py``."""
+"""Each private name of torch does what this code needs, and none is used outside of ``megatron/torch_compat.py``.
+
+What other tests compute with is theirs: the attention of CPUs, GEMMs (``test_ops.py``, ``test_fp8.py``), collectives,
+the store of the ranks and timeouts (``test_communication.py``, ``test_control.py``).
+"""
 
 import ast
 import inspect
@@ -9,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -17,12 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron import torch_compat
-from megatron.checkpoint.sharded_tensor import BoxedTensor
-from tests.rank_pool import RankPool
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -31,10 +31,6 @@ def test_the_history_of_gpu_memory_has_these_parameters() -> None:
     record = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert {"enabled", "max_entries"} <= record.keys()
     assert next(iter(inspect.signature(torch.cuda.memory._dump_snapshot).parameters)) == "filename"
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def private_names(path: Path) -> Iterator[str]:
@@ -63,77 +59,11 @@ def test_private_names_of_torch_are_in_one_file() -> None:
     assert not {path: names for path, names in found.items() if names}
 
 
-def collect_and_scatter() -> tuple[list[float], list[float]]:
-    rank = dist.get_rank()
-    gathered, scattered = torch.empty(4), torch.empty(2)
-    torch_compat.all_gather_single(gathered, torch.tensor([1.0, 2.0]) + 10 * rank)
-    torch_compat.reduce_scatter_single(scattered, torch.arange(4.0) + rank)
-    return gathered.tolist(), scattered.tolist()
-
-
-def test_collectives_on_one_tensor(four_ranks: RankPool) -> None:
-    found = four_ranks.run(collect_and_scatter, world_size=2)
-    assert found == [([1, 2, 11, 12], [1, 3]), ([1, 2, 11, 12], [5, 7])]
-
-
-def wait_in_vain() -> str:
-    """Rank 0 does not join the collective."""
-    group = dist.new_group()
-    dist.barrier(group)  # connected: the first message has the timeout of connecting
-    torch_compat.set_group_timeout(group, timedelta(seconds=0.5))
-    try:
-        if dist.get_rank():
-            dist.all_reduce(torch.zeros(1), group=group)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.barrier()
-    return "no error"
-
-
-def leave_a_note() -> bytes:
-    """Rank 1 reads what rank 0 writes."""
-    store = torch_compat.ranks_store()
-    if dist.get_rank() == 0:
-        store.set("test_torch_compat", "a note")
-    return bytes(store.get("test_torch_compat"))
-
-
-def test_the_store_of_the_ranks(four_ranks: RankPool) -> None:
-    assert four_ranks.run(leave_a_note, world_size=2) == [b"a note"] * 2
-
-
 def test_the_store_of_a_single_process() -> None:
     store = torch_compat.ranks_store()
     store.set("key", "value")
     assert store.get("key") == b"value"
     assert not store.check(["another"])
-
-
-def test_the_timeout_of_a_group(four_ranks: RankPool) -> None:
-    first, second = four_ranks.run(wait_in_vain, world_size=2)
-    assert first == "no error" and "Timed out" in second
-
-
-def test_scaled_mm() -> None:
-    a, b = (random(16, 16, seed=seed).to(torch.float8_e4m3fn) for seed in (0, 1))
-    scales = torch.tensor(0.5), torch.tensor(4.0)
-    found = torch_compat.scaled_mm(a, b.t(), *scales, out_dtype=torch.float32, use_fast_accum=False)
-    torch.testing.assert_close(found, 2 * a.float() @ b.float().t())
-
-
-def test_cpu_flash_attention() -> None:
-    query, key, value, grad = (random(2, 3, 70, 16, seed=seed, dtype=torch.float64) for seed in range(4))
-    output, log_sum_exp = torch_compat.cpu_flash_attention(query, key, value, 0.0, True)
-    inputs = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-    scores = (inputs[0] @ inputs[1].transpose(2, 3) / 4).masked_fill(torch.ones(70, 70).triu(1).bool(), -torch.inf)
-    expected = scores.softmax(-1) @ inputs[2]
-    expected.backward(grad)
-    torch.testing.assert_close(output, expected.detach())
-    torch.testing.assert_close(log_sum_exp, scores.logsumexp(-1).detach())
-    grads = torch_compat.cpu_flash_attention_backward(grad, query, key, value, output, log_sum_exp, 0.0, True)
-    for found, tensor in zip(grads, inputs, strict=True):
-        torch.testing.assert_close(found, tensor.grad)
 
 
 FLASH_KEPT = "cum_seq_q cum_seq_k max_q max_k"
@@ -162,14 +92,6 @@ def test_attention_on_gpus_takes_what_we_pass(name: str) -> None:
         assert returned[:8] == f"output logsumexp {FLASH_KEPT}".split() + returned[6:8]
 
 
-def test_onednn_linear() -> None:
-    linear = torch_compat.onednn_linear()
-    if linear is None:
-        pytest.skip("torch is built without oneDNN")
-    inputs, weight = random(5, 3, 8), random(6, 8, seed=1)
-    torch.testing.assert_close(linear(inputs, weight, None, "none", [], ""), inputs @ weight.t())
-
-
 def test_symmetric_memory_operators() -> None:
     operators = torch_compat.symmetric_memory_operators()
     for name, wanted in (
@@ -179,17 +101,6 @@ def test_symmetric_memory_operators() -> None:
         assert [argument.name for argument in getattr(operators, name).default._schema.arguments][
             : len(wanted)
         ] == wanted
-
-
-def test_storage_id() -> None:
-    tensor = torch.zeros(4)
-    whole, part, other = (one.untyped_storage() for one in (tensor, tensor[2:], torch.zeros(4)))
-    assert torch_compat.storage_id(whole) == torch_compat.storage_id(part) != torch_compat.storage_id(other)
-
-
-def test_wrapper_subclass() -> None:
-    tensor = BoxedTensor.from_boxes((10**6, 10**6), torch.float32, [])
-    assert tensor.shape == (10**6, 10**6) and tensor.dtype == torch.float32 and isinstance(tensor, BoxedTensor)
 
 
 class Calls(torch_compat.TorchDispatchMode):
@@ -219,18 +130,6 @@ def test_the_schema_of_an_operator_says_what_it_writes() -> None:
         arguments = [one for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
         assert [(one.name, one.is_out) for one in arguments] == written
     assert torch.ops.aten.t.default.is_view and not torch.ops.aten.copy_.default.is_view
-
-
-def test_fake_tensors_have_no_memory() -> None:
-    with torch_compat.FakeTensorMode():
-        product = torch.empty(10**6, 10**6) @ torch.empty(10**6, 10**6)
-    assert isinstance(product, torch_compat.FakeTensor) and product.shape == (10**6, 10**6)
-    assert not torch_compat.is_traceable_wrapper_subclass(torch.empty(1))
-
-
-def test_trees() -> None:
-    leaves, form = torch_compat.tree_flatten({"a": (1, 2), "b": [3]})
-    assert torch_compat.tree_unflatten([10 * leaf for leaf in leaves], form) == {"a": (10, 20), "b": [30]}
 
 
 def test_state_dicts_are_saved_and_loaded_with_our_planner() -> None:

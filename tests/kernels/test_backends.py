@@ -1,11 +1,12 @@
 """apex, Transformer Engine and FlashAttention 3 as we call them: against stand-ins with their signatures on a CPU, and
-against themselves where they are installed and there is a GPU."""
+against themselves where they are installed and there is a GPU; runs whose kernels are not there, or differ by rank."""
 
 import importlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,35 +16,30 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.backends import apex
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.backends.transformer_engine import kernels as transformer_engine
+from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.trials import TrialSizes, try_attention, try_weight_gradient
+from megatron.core.models.kernels import check_kernels_agree
 from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_interface import AttentionOutput
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.core.packages import Unavailable, load
+from megatron.errors import ConfigError
 from megatron.training.pretrain import deterministic_algorithms
+from tests.end_to_end.run_process import call_training
 from tests.update_rules.bound import bind, run, states
 
-STAND_INS = Path(__file__).parents[1] / "stand_ins"
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(params=["stand-in", "real"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the packages compute: on the CPU they are stood in for."""
-    if request.param == "real":
-        if not torch.cuda.is_available():
-            pytest.skip("the packages themselves need a GPU")
-        yield torch.device("cuda")
-        return
-    names = {path.stem for path in STAND_INS.iterdir()}
-    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in names}
-    for name in before:
-        del sys.modules[name]
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    yield torch.device("cpu")
-    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
-        del sys.modules[name]
-    sys.modules.update(before)
+    if request.param == "stand-in":
+        request.getfixturevalue("stand_ins")
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("the packages themselves need a GPU")
+    return torch.device("cuda")
 
 
 def made(make: Callable[[], object], device: torch.device) -> object:
@@ -148,19 +144,6 @@ def test_flash_attention_3_is_deterministic_where_torch_must_be(device: torch.de
         try_attention(kernel, sizes_with(AttentionShape(4, 2, 64)), device, torch.bfloat16, in_documents=True)
 
 
-def test_a_trial_notices_a_wrong_mask(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = made(FlashAttention3, device)
-    assert isinstance(kernel, FlashAttention3)
-    right = kernel.forward
-
-    def wrong(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        return right(query, key, value, is_causal=False)
-
-    monkeypatch.setattr(kernel, "forward", wrong)
-    with pytest.raises(Unavailable, match="a trial had a relative error of"):
-        try_attention(kernel, sizes_with(AttentionShape(4, 2, 64)), device, torch.bfloat16, in_documents=True)
-
-
 def test_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"apex is not installed \(no module a_module_that_is_nowhere\)"):
         load("a_module_that_is_nowhere", "apex")
@@ -180,13 +163,30 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+TINY_RUN = "--model tiny --mock-data --vocab-size 100 --seq-length 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3"
+
+
 @pytest.mark.processes
 def test_a_run_that_asks_for_no_package_does_not_need_the_room() -> None:
-    flags = "--model tiny --mock-data --vocab-size 100 --seq-length 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3"
-    command = [sys.executable, "-c", WITHOUT_BACKENDS, *flags.split()]
-    run = subprocess.run(command, cwd=STAND_INS.parents[1], capture_output=True, text=True)
+    command = [sys.executable, "-c", WITHOUT_BACKENDS, *TINY_RUN.split()]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    asked = subprocess.run(
-        [*command, "--kernel", "adam=apex"], cwd=STAND_INS.parents[1], capture_output=True, text=True
-    )
+    asked = subprocess.run([*command, "--kernel", "adam=apex"], cwd=REPOSITORY, capture_output=True, text=True)
     assert asked.returncode == 2 and "--kernel adam=apex is not available" in asked.stderr
+
+
+def test_ranks_that_chose_differently_are_refused() -> None:
+    first = [Choice("rope", "compiled", "torch.compile fuses it"), Choice("adam", "torch", "torch's fused AdamW")]
+    second = [Choice("rope", "eager", "one operation after the other"), first[1]]
+    check_kernels_agree(first, mock.Mock(rank=0, **{"all_gather_object.return_value": [first, first]}))
+    with pytest.raises(ConfigError) as error:
+        check_kernels_agree(first, mock.Mock(rank=0, **{"all_gather_object.return_value": [first, second]}))
+    assert "on rank 0 compiled (torch.compile fuses it), on rank 1 eager (one" in str(error.value)
+    assert str(error.value).endswith("or choose one with --kernel rope=compiled.")
+
+
+@pytest.mark.processes
+def test_a_kernel_that_is_not_there_is_refused_before_training() -> None:
+    outcome = call_training([*TINY_RUN.split(), "--device", "cpu", "--kernel", "rms_norm=te"])
+    assert outcome.exit_code == 2
+    assert "--kernel rms_norm=te is not available: it needs a GPU; available:" in outcome.stderr

@@ -1,10 +1,8 @@
 """Which kernels are chosen where, what is said about it, and what is refused."""
 
-import importlib.util
-import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
-from megatron.core.backends.flash_attention import FlashAttention3
-from megatron.core.kernels import choice
 from megatron.core.kernels.choice import Candidate, Choice, choose, table
 from megatron.core.kernels.request import KernelRequest, Machine
 from megatron.core.kernels.selection import Kernels, choose_kernels
@@ -25,6 +21,7 @@ from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
 from megatron.core.ops.documents import Documents, chunked_attention
+from megatron.core.ops.fp8 import SeparateFp8WeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
@@ -80,12 +77,19 @@ ON_A_GPU = {
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if Triton were there."""
-    monkeypatch.setitem(sys.modules, "megatron.core.backends.triton.rope", SimpleNamespace(rotate=rotate_))
-    quantising = SimpleNamespace(TritonSwiGLU=EagerSwiGLU, TritonRMSNorm=EagerRMSNorm)
-    for module in ("swiglu", "rms_norm"):
-        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", quantising)
+def triton(monkeypatch: pytest.MonkeyPatch) -> object:
+    """As if Triton were there; its kernels of FP8 linear layers are this object."""
+    made = object()
+    modules: dict[str, dict[str, object]] = {
+        "rope": {"rotate": rotate_},
+        "swiglu": {"TritonSwiGLU": EagerSwiGLU},
+        "rms_norm": {"TritonRMSNorm": EagerRMSNorm},
+        "quantize": {"TritonQuantization": lambda: made},
+        "fp8_weight_gradient": {"TritonFp8WeightGradient": lambda: made},
+    }
+    for module, kernels in modules.items():
+        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", SimpleNamespace(**kernels))
+    return made
 
 
 def test_cpus_get_eager_kernels() -> None:
@@ -95,13 +99,13 @@ def test_cpus_get_eager_kernels() -> None:
     assert names(in_fp64) == ON_A_CPU | {"weight_gradient": "in_place"}
 
 
-def test_gpus_get_compiled_kernels_and_products_in_place(triton: None) -> None:
+def test_gpus_get_compiled_kernels_and_products_in_place(triton: object) -> None:
     assert names(choose_kernels(KernelConfig(), request(GPU))) == ON_A_GPU
     merged = choose_kernels(KernelConfig(), request(GPU, needs_log_sum_exp=True))
     assert names(merged) == ON_A_GPU | {"attention": "flash"}
 
 
-def test_where_scales_are_known_before_norms_and_swiglu_quantise(triton: None) -> None:
+def test_where_scales_are_known_before_norms_and_swiglu_quantise(triton: object) -> None:
     delayed = request(GPU, has_delayed_scales=True)
     assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
     assert names(choose_kernels(KernelConfig(), request(has_delayed_scales=True))) == ON_A_CPU
@@ -130,33 +134,40 @@ def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why() -> None:
     assert reasons["rope"] == f"one operation after the other {obstacles}"
 
 
-def test_torch_compile_needs_a_compiler_and_on_gpus_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    programs, modules = {"gcc", "g++"}, {"triton"}
-    monkeypatch.setattr(shutil, "which", lambda name: name if name in programs else None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in modules else None)
-    assert missing_for_inductor(False) is missing_for_inductor(True) is missing_for_triton() is None
-    modules.clear()
-    assert missing_for_triton() == "Triton, which is not installed" == missing_for_inductor(True)
-    assert missing_for_inductor(False) is None
-    programs.clear()
-    assert str(missing_for_inductor(False)).startswith("a compiler (g++")
-    modules.add("triton")
-    assert str(missing_for_triton()).startswith("a compiler (gcc")
+@pytest.mark.parametrize(
+    ("programs", "modules", "for_triton", "for_inductor", "for_inductor_on_cpu"),
+    [
+        ({"gcc", "g++"}, {"triton"}, None, None, None),
+        ({"gcc", "g++"}, set(), "Triton, which is not installed", "Triton, which is not installed", None),
+        (set(), {"triton"}, "a compiler (gcc", "a compiler (gcc", "a compiler (g++"),
+    ],
+)
+def test_torch_compile_needs_a_compiler_and_on_gpus_triton(
+    programs: set[str],
+    modules: set[str],
+    for_triton: str | None,
+    for_inductor: str | None,
+    for_inductor_on_cpu: str | None,
+) -> None:
+    def find_in(names: set[str]) -> Callable[[str], object]:
+        return lambda name: name if name in names else None
+
+    places = find_in(programs), find_in(modules)
+    found = missing_for_triton(*places), missing_for_inductor(True, *places), missing_for_inductor(False, *places)
+    for one, wanted in zip(found, (for_triton, for_inductor, for_inductor_on_cpu), strict=True):
+        assert one == wanted or (one is not None and wanted is not None and one.startswith(wanted))
 
 
-def test_a_compiler_that_fails_or_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_or_is_wrong_is_told() -> None:
     def failing(function: Callable[..., Tensor], fullgraph: bool) -> Callable[..., Tensor]:
         raise AssertionError("Python.h: No such file\nand more")
 
     def wrong(function: Callable[..., Tensor], fullgraph: bool) -> Callable[..., Tensor]:
         return lambda numbers: function(numbers) + 1.0
 
-    monkeypatch.setattr(torch, "compile", failing)
-    assert try_compiler(CPU) == "torch.compile does not work: a trial failed (Python.h: No such file)"
-    monkeypatch.setattr(torch, "compile", wrong)
-    assert "a trial had a relative error of" in str(try_compiler(CPU))
-    monkeypatch.setattr(torch, "compile", lambda function, fullgraph: function)
-    assert try_compiler(CPU) is None
+    assert try_compiler(CPU, failing) == "torch.compile does not work: a trial failed (Python.h: No such file)"
+    assert "a trial had a relative error of" in str(try_compiler(CPU, wrong))
+    assert try_compiler(CPU, lambda function, fullgraph: function) is None
 
 
 def test_the_compiler_is_tried_once_where_there_is_a_gpu() -> None:
@@ -175,18 +186,19 @@ def test_the_compiler_is_tried_once_where_there_is_a_gpu() -> None:
 ADA = Machine(GPU, can_try=True, capability=(8, 9))
 
 
-def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+def passing(*arguments: Any) -> None:
+    """A trial."""
+
+
+PASSING: dict[str, Any] = dict.fromkeys((one.name for one in fields(Trials)), passing)
+
+
+def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(triton: object) -> None:
     tried: dict[str, tuple[Any, ...]] = {}
-    events: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
-        def trial(kernel: object, *given: object) -> None:
-            tried[name] = given
-            events.append(name)
+        return lambda *given: tried.update({name: given[1:]})
 
-        return trial
-
-    monkeypatch.setattr(torch.compiler, "reset", lambda: events.append("reset"))
     trials = Trials(**{one.name: note(one.name) for one in fields(Trials)})
     choose_kernels(KernelConfig(), request(ADA, masks_attention=True, resets_positions=True, fp8=True, trials=trials))
     of_run = (SIZES, GPU, torch.bfloat16)
@@ -200,67 +212,121 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(monkeypatch: pyt
         "cross_entropy": of_run,
         "scaled_gemm": (GPU, torch.bfloat16),
         "fp8_quantization": (GPU, torch.bfloat16),
+        "forget": (),
     }
     # Otherwise the first step would compile for any size.
-    assert events[-1] == "reset"
+    assert list(tried)[-1] == "forget"
 
 
-def test_fp8_gemms_that_fail_are_an_error_with_the_flag(triton: None) -> None:
+def test_fp8_gemms_that_fail_are_an_error_with_the_flag(triton: object) -> None:
     def failing(*arguments: Any) -> None:
         raise Unavailable("a trial had a relative error of 50%")
 
-    passing: dict[str, Any] = dict.fromkeys((one.name for one in fields(Trials)), lambda *arguments: None)
-    trials = Trials(**passing | {"scaled_gemm": failing})
+    trials = Trials(**PASSING | {"scaled_gemm": failing})
     choose_kernels(KernelConfig(), request(ADA, trials=trials))
     with pytest.raises(ConfigError, match=r"--fp8-format needs FP8 GEMMs.*error of 50%; remove it, or use"):
         choose_kernels(KernelConfig(), request(ADA, fp8=True, trials=trials))
 
 
-def test_on_hopper_attention_is_flash_attention_3_else_cudnn(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
+def fp8_rows(where: KernelRequest, *entries: str) -> dict[str, tuple[str, str]]:
+    """What FP8 linear layers get, and why."""
+    choices = choose_kernels(KernelConfig(kernel=entries), where).choices
+    return {one.operation: (one.implementation, one.reason) for one in choices if one.operation.startswith("fp8_")}
+
+
+SEPARATE = ("separate", "a GEMM, then an addition")
+EAGER = "one operation after the other"
+
+
+def test_the_rows_are_in_the_table_of_a_run_in_fp8_alone() -> None:
+    assert fp8_rows(request(fp8=True)) == {"fp8_quantization": ("eager", EAGER), "fp8_weight_gradient": SEPARATE}
+    assert fp8_rows(request()) == {}
+
+
+def test_gpus_quantise_in_triton_where_it_is_installed(triton: object) -> None:
+    found = choose_kernels(KernelConfig(), request(GPU, fp8=True))
+    assert found.fp8.quantization is triton
+    assert isinstance(found.fp8.weight_gradient, SeparateFp8WeightGradient), "the Triton GEMM must be asked for"
+    asked = choose_kernels(KernelConfig(kernel=("fp8_weight_gradient=triton",)), request(GPU, fp8=True))
+    assert asked.fp8.weight_gradient is triton
+    assert fp8_rows(request(GPU, fp8=True), "fp8_quantization=eager")["fp8_quantization"][0] == "eager"
+    reason = "it needs Triton, which is not installed"
+    without = request(Machine(GPU, missing_for_triton="Triton, which is not installed"), fp8=True)
+    assert fp8_rows(without)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+
+
+def test_a_kernel_that_fails_its_trial_is_not_chosen(triton: object) -> None:
+    def failing(*arguments: Any) -> None:
+        raise RuntimeError("no kernel image\nfor this device")
+
+    passes = Trials(**PASSING)
+    where = request(ADA, fp8=True, trials=passes)
+    assert fp8_rows(where)["fp8_quantization"][0] == "triton"
+    where = replace(where, trials=replace(passes, fp8_quantization=failing, fp8_weight_gradient=failing))
+    reason = "a trial failed (no kernel image)"
+    assert fp8_rows(where)["fp8_quantization"] == ("eager", f"{EAGER} (not triton: {reason})")
+    with pytest.raises(ConfigError) as error:
+        fp8_rows(where, "fp8_weight_gradient=triton")
+    assert str(error.value) == (
+        f"--kernel fp8_weight_gradient=triton is not available: {reason}; available: separate: use one of these, or "
+        "remove it."
+    )
+
+
+@pytest.mark.parametrize("operation", ["fp8_quantization", "fp8_weight_gradient"])
+def test_without_a_gpu_triton_is_refused(operation: str) -> None:
+    with pytest.raises(ConfigError, match="it needs a GPU"):
+        fp8_rows(request(fp8=True), f"{operation}=triton")
+
+
+def test_on_hopper_attention_is_cudnn_without_flash_attention_3(triton: object) -> None:
     kernels = choose_kernels(KernelConfig(), request(HOPPER))
     assert type(kernels.attention) is CudnnAttention
     attention = next(choice for choice in kernels.choices if choice.operation == "attention")
     assert attention.reason.endswith("(not flash3: FlashAttention 3 is not installed (no module flash_attn_interface))")
+
+
+def attention_in_documents(wanted: str | None = None, machine: Machine = HOPPER, **more: Any) -> tuple[str, str]:
+    """What is chosen, and why."""
+    config = KernelConfig(kernel=() if wanted is None else (f"attention={wanted}",))
+    choices = choose_kernels(config, request(machine, masks_attention=True, **more)).choices
+    attention = next(choice for choice in choices if choice.operation == "attention")
+    return attention.implementation, attention.reason
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("auto", "flash3"), ("flash", "flash3"), ("fused", "cudnn")])
+def test_on_hopper_attention_is_flash_attention_3(stand_ins: None, triton: object, backend: str, expected: str) -> None:
+    assert names(choose_kernels(KernelConfig(), request(HOPPER, attention_backend=backend)))["attention"] == expected
+    assert attention_in_documents(attention_backend=backend)[0] == expected
+
+
+def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytest.MonkeyPatch, triton: object) -> None:
     assert names(choose_kernels(KernelConfig(), request(HOPPER, attention_backend="flash")))["attention"] == "flash"
-    monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
-    for backend in ("auto", "flash"):
-        found = choose_kernels(KernelConfig(), request(HOPPER, attention_backend=backend))
-        assert names(found)["attention"] == "flash3"
-    assert names(choose_kernels(KernelConfig(), request(HOPPER, attention_backend="fused")))["attention"] == "cudnn"
-
-
-def test_with_documents_kernels_with_a_varlen_call_come_first(monkeypatch: pytest.MonkeyPatch, triton: None) -> None:
-    def chosen(wanted: str | None = None, machine: Machine = HOPPER, **more: Any) -> tuple[str, str]:
-        config = KernelConfig(kernel=() if wanted is None else (f"attention={wanted}",))
-        choices = choose_kernels(config, request(machine, masks_attention=True, **more)).choices
-        attention = next(choice for choice in choices if choice.operation == "attention")
-        return attention.implementation, attention.reason
-
-    assert chosen(machine=Machine(GPU))[0] == "flash"
+    assert attention_in_documents(machine=Machine(GPU))[0] == "flash"
     for more in ({}, {"needs_log_sum_exp": True}, {"engine": transformer_engine()}):
-        assert chosen(**more)[0] == "flash" and "plan" not in chosen(**more)[1]
+        name, reason = attention_in_documents(**more)
+        assert name == "flash" and "plan" not in reason
     asked: tuple[dict[str, Any], ...] = ({"attention_backend": "fused"}, {"wanted": "cudnn"})
     for more in asked:
-        name, reason = chosen(**more)
+        name, reason = attention_in_documents(**more)
         assert name == "cudnn" and reason.endswith(
             "; one call per document, and cuDNN builds a plan for every new length while the step waits"
         )
     # cuDNN comes last, when no other kernel is there.
     monkeypatch.setattr(CudaFlashAttention, "supports", lambda *arguments: False)
-    assert chosen()[0] == "sdpa" and "; if it picks cuDNN: one call per document" in chosen()[1]
-    assert chosen(engine=transformer_engine())[0] == "te"
-    assert chosen(needs_log_sum_exp=True)[0] == "cudnn"
-    monkeypatch.setattr(FlashAttention3, "__init__", lambda self: None)
-    assert chosen()[0] == "flash3"
+    name, reason = attention_in_documents()
+    assert name == "sdpa" and "; if it picks cuDNN: one call per document" in reason
+    assert attention_in_documents(engine=transformer_engine())[0] == "te"
+    assert attention_in_documents(needs_log_sum_exp=True)[0] == "cudnn"
 
 
-def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(triton: None, deterministic: None) -> None:
+def test_where_a_run_is_to_be_deterministic_cudnn_is_passed_over(triton: object, deterministic: None) -> None:
     assert names(choose_kernels(KernelConfig(), request(HOPPER)))["attention"] == "sdpa"
     with pytest.raises(ConfigError, match="its backward pass is not deterministic"):
         choose_kernels(KernelConfig(kernel=("attention=cudnn",)), request(GPU))
 
 
-def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: None) -> None:
+def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(triton: object) -> None:
     theirs = ON_A_GPU | {"linear": "transformer_engine", "attention": "te"}
     engine = transformer_engine()
     assert names(choose_kernels(KernelConfig(), request(GPU, engine=engine))) == theirs
@@ -282,7 +348,7 @@ def test_with_layers_of_transformer_engine_attention_is_theirs_where_it_can_be(t
     ],
 )
 def test_a_flag_forces_one_kernel_and_no_other(
-    flags: dict[str, Any], operation: str, implementation: str, triton: None
+    flags: dict[str, Any], operation: str, implementation: str, triton: object
 ) -> None:
     config = KernelConfig(**flags)
     config.check()
@@ -317,7 +383,7 @@ def test_a_flag_forces_one_kernel_and_no_other(
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_what_is_there(
-    entry: str, where: KernelRequest, message: str, triton: None
+    entry: str, where: KernelRequest, message: str, triton: object
 ) -> None:
     with pytest.raises(ConfigError) as error:
         choose_kernels(KernelConfig(kernel=(entry,)), where)
@@ -367,25 +433,22 @@ def test_the_error_for_a_kernel_that_is_not_available_tries_no_other() -> None:
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])
-def test_a_trial_that_breaks_the_device_names_its_kernel_and_the_first_error(
-    monkeypatch: pytest.MonkeyPatch, is_wanted: bool
-) -> None:
+def test_a_trial_that_breaks_the_device_names_its_kernel_and_the_first_error(is_wanted: bool) -> None:
     """Every kernel after it would fail as well, and be reported as not available."""
 
     def breaking(kernel: int) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
 
-    candidates = [
-        Candidate("first", lambda: 1, "best", trial=breaking),
-        Candidate("second", lambda: 2, "good", trial=lambda kernel: None),
-    ]
+    def candidates(is_broken: bool) -> list[Candidate[int]]:
+        first = Candidate("first", lambda: 1, "best", trial=breaking, is_broken=lambda: is_broken)
+        return [first, Candidate("second", lambda: 2, "good", trial=lambda kernel: None)]
+
     wanted = Wanted("first", "--kernel work=first") if is_wanted else None
     if not is_wanted:
         # The device can still be used: the next kernel is chosen.
-        assert choose("work", candidates, wanted)[0] == 2
-    monkeypatch.setattr(choice, "device_is_broken", lambda: True)
+        assert choose("work", candidates(is_broken=False), wanted)[0] == 2
     with pytest.raises(ConfigError) as error:
-        choose("work", candidates, wanted)
+        choose("work", candidates(is_broken=True), wanted)
     assert str(error.value) == (
         "The trial of --kernel work=first ended with an error after which this process cannot use its GPU (CUDA error: "
         "an illegal memory access was encountered): start again with another implementation (--kernel work=...)."

@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.kernels.trials import (
     TrialSizes,
     try_attention,
     try_cross_entropy,
+    try_fp8_weight_gradient,
+    try_quantization,
+    try_quantized_rms_norm,
+    try_quantized_swiglu,
     try_rms_norm,
     try_rotation,
     try_scaled_gemm,
@@ -24,13 +27,21 @@ from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutp
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
 from megatron.core.ops.documents import PackedSpans
-from megatron.core.ops.fp8 import E5M2, scaled_gemm_reference, widened_gemm
+from megatron.core.ops.fp8 import (
+    E5M2,
+    DelayedQuantization,
+    EagerQuantization,
+    SeparateFp8WeightGradient,
+    scaled_gemm_reference,
+    widened_gemm,
+)
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
-from megatron.core.ops.rope import Rotation, rotate_
+from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.packages import Unavailable
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.quantized import Layout, QuantizedTensor
+from tests.parallel.layout_run import MODEL
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SIZES = TrialSizes(2, AttentionShape(4, 2, 32), 48, 40, 64, (57, 64), norms_heads=True)
@@ -39,18 +50,7 @@ refused = pytest.raises(Unavailable, match=r"a trial (had a relative error of|re
 
 
 def test_sizes_are_those_of_a_rank() -> None:
-    model = TransformerConfig(
-        num_layers=1,
-        hidden_size=64,
-        ffn_hidden_size=96,
-        num_attention_heads=8,
-        num_query_groups=4,
-        kv_channels=16,
-        vocab_size=70,
-        padded_vocab_size=96,
-        max_position_embeddings=8,
-        qk_layernorm=True,
-    )
+    model = replace(MODEL, hidden_size=64, ffn_hidden_size=96, kv_channels=16, vocab_size=70, qk_layernorm=True)
     found = TrialSizes.of(model, tensor_parallel_size=4, rows=3)
     # The ranks have 24, 24, 22 and no ids.
     assert found == TrialSizes(3, AttentionShape(2, 1, 16), 64, 24, 24, (22, 24), norms_heads=True)
@@ -69,6 +69,9 @@ def test_the_kernels_of_this_project_pass(sizes: TrialSizes) -> None:
     try_weight_gradient(SeparateWeightGradient(), CPU, BF16, torch.float32)
     try_weight_gradient(InPlaceWeightGradient(), CPU, torch.float32, torch.float32)
     try_scaled_gemm(widened_gemm, CPU, BF16)
+    for dtype in (BF16, torch.float32):
+        try_quantization(EagerQuantization(), CPU, dtype)
+        try_fp8_weight_gradient(SeparateFp8WeightGradient(widened_gemm), CPU, dtype)
 
 
 class IgnoresTheMaskOfOneGroup(ReferenceAttention):
@@ -157,11 +160,6 @@ class WritesThePadding(EagerCrossEntropy):
         logits.as_strided((logits.shape[0], logits.stride(0)), logits.stride())[:, logits.shape[1] :] = 1.0
 
 
-def test_the_padding_of_the_vocabulary_must_not_change() -> None:
-    with refused:
-        try_cross_entropy(WritesThePadding(), SIZES, CPU, BF16)
-
-
 class NormsContiguousHeads(EagerRMSNorm):
     def forward(self, inputs: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         inputs = inputs.as_strided(inputs.shape, torch.empty(inputs.shape).stride())
@@ -174,20 +172,9 @@ class LosesTheGradientOfTheGain(EagerRMSNorm):
         return grads[0], grads[1] / 2
 
 
-@pytest.mark.parametrize("kernel", [NormsContiguousHeads(), LosesTheGradientOfTheGain()])
-def test_norms_are_tried_on_the_residual_stream_and_on_heads(kernel: EagerRMSNorm) -> None:
-    with refused:
-        try_rms_norm(kernel, SIZES, CPU, BF16)
-
-
 class SwapsTheGradients(EagerSwiGLU):
     def backward(self, gradient: Tensor, gate_and_up: Tensor) -> Tensor:
         return super().backward(gradient, gate_and_up).roll(gate_and_up.shape[-1] // 2, dims=-1)
-
-
-def test_swiglu_is_tried_forward_and_backward() -> None:
-    with refused:
-        try_swiglu(SwapsTheGradients(), SIZES, CPU, BF16)
 
 
 def rotate_forwards(activations: Tensor, table: Tensor) -> Tensor:
@@ -201,12 +188,6 @@ def rotate_as_one_sequence(activations: Tensor, table: Tensor) -> Tensor:
 def rotate_too_much(activations: Tensor, table: Tensor) -> Tensor:
     rotate_(activations.as_strided((*activations.shape[:2], activations.stride(1)), activations.stride()), table)
     return activations
-
-
-@pytest.mark.parametrize("rotate", [rotate_forwards, rotate_as_one_sequence, rotate_too_much])
-def test_a_rotation_is_tried_back_and_on_a_part_of_sequences_with_their_own_positions(rotate: Rotation) -> None:
-    with refused:
-        try_rotation(rotate, SIZES, CPU, BF16, resets_positions=True)
 
 
 def fast_only(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -239,6 +220,158 @@ class Aligned(SeparateWeightGradient):
         buffer[:, buffer.shape[1] // 8 * 8 :] = 0.0
 
 
-def test_weight_gradients_are_tried_in_odd_widths() -> None:
+@pytest.mark.parametrize(
+    ("trial", "kernel", "of_run"),
+    [
+        (try_cross_entropy, WritesThePadding(), (SIZES, CPU, BF16)),
+        # Norms of the residual stream and of heads.
+        (try_rms_norm, NormsContiguousHeads(), (SIZES, CPU, BF16)),
+        (try_rms_norm, LosesTheGradientOfTheGain(), (SIZES, CPU, BF16)),
+        (try_swiglu, SwapsTheGradients(), (SIZES, CPU, BF16)),
+        # Back, on a part, and of sequences with their own positions.
+        *((try_rotation, one, (SIZES, CPU, BF16, True)) for one in (rotate_forwards, rotate_as_one_sequence)),
+        (try_rotation, rotate_too_much, (SIZES, CPU, BF16, True)),
+        (try_weight_gradient, Aligned(), (CPU, BF16, torch.float32)),
+    ],
+)
+def test_what_is_wrong_in_the_sizes_of_a_run_is_refused(
+    trial: Callable[..., None], kernel: object, of_run: tuple[object, ...]
+) -> None:
     with refused:
-        try_weight_gradient(Aligned(), CPU, BF16, torch.float32)
+        trial(kernel, *of_run)
+
+
+# Kernels that quantise their output
+
+QUANTISING = (TrialSizes(2, AttentionShape(8, 2, 128), 112, 48, 64, (64,)), CPU, BF16)
+
+
+def faulty(found: QuantizedTensor, quantization: DelayedQuantization, fault: str) -> QuantizedTensor:
+    """``found``, which is wrong in one way."""
+    if fault == "transpose" and found.transposed is not None:
+        found.transposed[-1].zero_()
+    if fault == "amax":
+        quantization.step_amax.mul_(2.0)
+    return found
+
+
+class BadSwiGLU(EagerSwiGLU):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        if self.fault == "numbers":
+            gate_and_up = gate_and_up * 1.05
+        return faulty(super().quantized(gate_and_up.float(), quantization), quantization, self.fault)
+
+
+class BadRMSNorm(EagerRMSNorm):
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        if self.fault == "numbers" or (self.fault == "wide gain" and weight.dtype == torch.float32):
+            weight = weight * 1.05
+        found, inverse_rms = super().quantized(inputs.float(), weight.float(), epsilon, quantization)
+        if self.fault == "inverse RMS":
+            inverse_rms[-1] *= 2
+        return faulty(found, quantization, self.fault), inverse_rms
+
+
+OTHER_NUMBERS = "a trial quantised .*% of the numbers to others"
+ERROR = "a trial had a relative error of"
+IN_EACH = [
+    ("numbers", OTHER_NUMBERS),
+    ("transpose", "a transpose with other numbers than the rows"),
+    ("amax", ERROR),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), IN_EACH)
+def test_swiglu_that_quantises_is_tried_in_all_that_it_writes(fault: str, message: str) -> None:
+    try_quantized_swiglu(BadSwiGLU("none"), *QUANTISING)
+    with pytest.raises(Unavailable, match=message):
+        try_quantized_swiglu(BadSwiGLU(fault), *QUANTISING)
+
+
+@pytest.mark.parametrize(("fault", "message"), [*IN_EACH, ("wide gain", OTHER_NUMBERS), ("inverse RMS", ERROR)])
+def test_a_norm_that_quantises_is_tried_in_all_that_it_writes(fault: str, message: str) -> None:
+    try_quantized_rms_norm(BadRMSNorm("none"), *QUANTISING)
+    with pytest.raises(Unavailable, match=message):
+        try_quantized_rms_norm(BadRMSNorm(fault), *QUANTISING)
+
+
+# FP8 quantisation and weight gradients
+
+
+class Wrong(EagerQuantization):
+    """The definition, with one change of the result or of the recorded amax."""
+
+    def __init__(self, change: Callable[[QuantizedTensor], QuantizedTensor], amax_factor: float = 1.0) -> None:
+        self._change, self._amax_factor = change, amax_factor
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
+    ) -> QuantizedTensor:
+        return self._change(super().quantize(tensor, scale, amax, dtype, layout, out))
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        found = super().quantize_and_record(tensor, scale, step_amax, dtype, layout)
+        step_amax.mul_(self._amax_factor)
+        return found
+
+
+class WithoutMargin(EagerQuantization):
+    def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
+        return super().current_scale(amax, dtype, 0)
+
+
+def last_bit(operand: QuantizedTensor) -> QuantizedTensor:
+    data = operand.data.clone()
+    data.view(torch.uint8)[130, 250] ^= 1
+    return replace(operand, data=data)
+
+
+def stale_transpose(operand: QuantizedTensor) -> QuantizedTensor:
+    assert operand.transposed is not None
+    return replace(operand, transposed=operand.transposed.clone().zero_())
+
+
+def finite(operand: QuantizedTensor) -> QuantizedTensor:
+    assert operand.inverse_scale is not None
+    return replace(operand, inverse_scale=torch.full_like(operand.inverse_scale, 1.7).reciprocal())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (Wrong(last_bit), "other numbers"),
+        (Wrong(stale_transpose), "another transpose"),
+        (Wrong(finite), "another inverse scale"),
+        (Wrong(lambda operand: operand, 1.01), "another amax"),
+        (WithoutMargin(), "another scale"),
+    ],
+)
+def test_a_trial_sees_every_bit(wrong: EagerQuantization, message: str) -> None:
+    with pytest.raises(Unavailable, match=f"a trial returned {message} than the reference"):
+        try_quantization(wrong, CPU, BF16)
+
+
+class OverwritesOnly(SeparateFp8WeightGradient):
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        super().write(buffer, a, b, accumulate=False)
+
+
+def test_a_trial_sees_a_gradient_that_is_not_added() -> None:
+    with pytest.raises(Unavailable, match="another gradient"):
+        try_fp8_weight_gradient(OverwritesOnly(widened_gemm), CPU, torch.float32)

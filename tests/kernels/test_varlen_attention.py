@@ -1,10 +1,8 @@
 """Attention within all documents of a batch in one call: what kernels receive, where gradients are written, and GPU
 kernels on tensors of real runs without data."""
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +20,6 @@ from megatron.core.ops.documents import Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode
 from tests.parallel.layout_run import CPU, MODEL, Layout, context
-
-STAND_INS = Path(__file__).parents[1] / "stand_ins"
 
 
 def in_documents(starts: Sequence[Sequence[int]], length: int) -> Documents:
@@ -107,14 +103,9 @@ def test_lengths_are_computed_once_for_all_layers_and_passes(recompute: bool) ->
 
 
 @pytest.fixture
-def flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FlashAttention3]:
+def flash_attention_3(stand_ins: None) -> FlashAttention3:
     """With the stand-in for its interface."""
-    before = sys.modules.pop("flash_attn_interface", None)
-    monkeypatch.syspath_prepend(str(STAND_INS))
-    yield FlashAttention3()
-    del sys.modules["flash_attn_interface"]
-    if before is not None:
-        sys.modules["flash_attn_interface"] = before
+    return FlashAttention3()
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -197,6 +188,13 @@ def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
         assert attended.output.permute(2, 0, 1, 3).flatten(2).is_contiguous()
         saved = AttentionOutput(joined, attended.log_sum_exp, attended.kept)
         grads = kernel.backward(grad, query, key, value, saved, is_causal=True)
+        assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
+        # A tile of other keys.
+        key, value = (empty(rows, shape.key_value_heads, 1024, shape.head_size, device="cuda") for _ in range(2))
+        tile = kernel.forward(query, key, value, is_causal=False)
+        assert tile.log_sum_exp is not None
+        assert (tile.output.shape, tile.log_sum_exp.shape) == (query.shape, query.shape[:3])
+        grads = kernel.backward(tile.output, query, key, value, tile, is_causal=False)
         assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
 
 

@@ -1,19 +1,29 @@
-"""The balance of routers: auxiliary losses that do not depend on the layout, counts and metrics."""
+"""The balance of routers: auxiliary losses that do not depend on the layout, the gradient that every router adds,
+metrics, and exact updates of the expert bias."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.moe.balance import BalanceRule, ExpertBalance
+from megatron.config.precision import PrecisionConfig
+from megatron.core.moe.balance import BalanceRule, ExpertBalance, RouterBalance
 from megatron.core.moe.routing import RoutingRule, count_choices, route
-from megatron.core.topology import RankGrid, Topology
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.optimizer import StepResult
+from megatron.core.recompute import Recomputed
+from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.metrics.timers import Timers
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology
 from tests.moe.routers import (
+    ALONE,
     CPU,
     LENGTH,
     MICROBATCH,
@@ -27,6 +37,7 @@ from tests.moe.routers import (
     logits_of,
     observe,
 )
+from tests.parallel.layout_run import MODEL
 from tests.rank_pool import RankPool
 
 RULES = (
@@ -60,18 +71,9 @@ def test_losses_and_gradients_are_those_of_the_definition(routing_rule: RoutingR
 
 
 def test_rules_of_flags() -> None:
-    model = TransformerConfig(
-        num_layers=2,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=8,
-        vocab_size=8,
-        padded_vocab_size=8,
-        max_position_embeddings=8,
+    model = replace(
+        MODEL,
         num_experts=8,
-        moe_ffn_hidden_size=8,
         moe_router_topk=3,
         moe_router_score_function="sigmoid",
         moe_router_topk_scaling_factor=2.5,
@@ -97,10 +99,11 @@ def test_rules_of_flags() -> None:
 
 
 def test_without_a_loss_tokens_are_counted_alone() -> None:
-    router = balance_of(BalanceRule()).add_router(0)
-    logits = logits_of(SOFTMAX)
+    balance = balance_of(BalanceRule())
+    router, logits = balance.add_router(0), logits_of(SOFTMAX)
     assert observe(router, logits, SOFTMAX) is None
     assert torch.equal(router.counts, count_choices(route(logits.flatten(0, 1), SOFTMAX).experts, 8))
+    assert finish(balance).keys() == {"expert_load_max"}
 
 
 def test_only_the_loss_of_a_microbatch_depends_on_the_microbatch_size() -> None:
@@ -215,27 +218,14 @@ def test_metrics() -> None:
     assert metrics == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rule", "names"),
-    (
-        (BalanceRule(), {"expert_load_max"}),
-        (BalanceRule((SEQUENCE,)), {"expert_load_max", "load_balancing_loss"}),
-        (BalanceRule(z_loss_coeff=0.125), {"expert_load_max", "z_loss"}),
-    ),
-)
-def test_losses_that_are_off_have_no_metric(rule: BalanceRule, names: set[str]) -> None:
-    balance = balance_of(rule)
-    observe(balance.add_router(0), logits_of(SOFTMAX), SOFTMAX)
-    assert finish(balance).keys() == names
-
-
-def test_balanced_experts_have_the_smallest_values() -> None:
-    balance = balance_of(BalanceRule((SEQUENCE,)))
-    router = balance.add_router(0)
-    turns = torch.arange(LENGTH * SEQUENCES * 2).view(LENGTH * SEQUENCES, 2) % 8
-    router.observe(torch.zeros(LENGTH * SEQUENCES, 8), turns, SEQUENCES)
-    metrics = finish(balance)
-    assert metrics == pytest.approx({"load_balancing_loss": 1.0, "expert_load_max": 1.0})
+def test_losses_that_are_off_have_no_metric() -> None:
+    for rule, of_loss in (
+        (BalanceRule((SEQUENCE,)), "load_balancing_loss"),
+        (BalanceRule(z_loss_coeff=0.125), "z_loss"),
+    ):
+        balance = balance_of(rule)
+        observe(balance.add_router(0), logits_of(SOFTMAX), SOFTMAX)
+        assert finish(balance).keys() == {"expert_load_max", of_loss}
 
 
 def test_a_step_starts_with_no_counts_and_no_losses() -> None:
@@ -250,22 +240,226 @@ def test_a_step_starts_with_no_counts_and_no_losses() -> None:
     assert metrics[0] == metrics[1]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_gradients_of_the_losses(rule: BalanceRule) -> None:
-    def loss_of(logits: Tensor) -> Tensor:
-        loss = observe(balance_of(rule, SIGMOID).add_router(0), logits, SIGMOID)
-        assert loss is not None
-        return loss
-
-    # The counts are constant near these logits.
-    assert torch.autograd.gradcheck(loss_of, (logits_of(SIGMOID, length=4, sequences=2).requires_grad_(),))
+# Gradients of losses, in every stage, with and without recompute
 
 
-def test_balancing_loss_of_transformers_is_k_times_the_metric() -> None:
-    modeling = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
-    logits = logits_of(SOFTMAX)
-    balance = balance_of(BalanceRule((("aux_loss", 0.01),)))
-    observe(balance.add_router(0), logits, SOFTMAX)
-    ours = finish(balance)["load_balancing_loss"]
-    theirs = modeling.load_balancing_loss_func((logits.flatten(0, 1),), 8, SOFTMAX.topk).item()
-    assert math.isclose(theirs, SOFTMAX.topk * ours, rel_tol=1e-6)
+class Router(nn.Module):
+    """A router and a stand-in for its experts: output e of a token is expert e's part."""
+
+    last_linear = None
+
+    def __init__(self, balance: ExpertBalance, layer: int, rule: RoutingRule) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(layer)
+        self.weight = nn.Parameter(torch.randn(rule.num_experts, 6, dtype=torch.float64, generator=generator))
+        self.rule, self.balance, self.router = rule, balance, balance.add_router(layer)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """``[s, b, 6]`` to ``[s, b, 6]``."""
+        rows = inputs.flatten(0, 1)
+        logits = rows @ self.weight.t()
+        routing = route(logits, self.rule, self.router.expert_bias)
+        weights = routing.weights
+        if torch.is_grad_enabled():
+            loss = self.router.observe(logits, routing.experts, inputs.shape[1])
+            if loss is not None:
+                weights = self.balance.with_loss(weights, loss)
+        factors = weights * (1 + routing.experts)
+        return (rows * factors.sum(dim=1, keepdim=True)).view_as(inputs)
+
+
+def test_the_identity_adds_the_scaled_gradient_of_the_loss() -> None:
+    balance = balance_of(BalanceRule())
+    balance.start_step(0.25)
+    weights = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    value = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    result = balance.with_loss(weights, value**2)
+    assert torch.equal(result, weights)
+    result.backward(torch.full_like(result, 5.0))
+    assert weights.grad is not None and (weights.grad == 5.0).all()
+    assert value.grad is not None and value.grad.item() == 0.25 * 2 * 3.0
+
+
+def test_every_stage_computes_the_gradient_of_its_own_loss() -> None:
+    """Two stages, of which the first one receives the gradient of its output alone, against one graph."""
+    rule = BalanceRule((SEQUENCE,), z_loss_coeff=0.125)
+    inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    scale = 1 / 64
+
+    def stages() -> tuple[ExpertBalance, Router, Router]:
+        balance = balance_of(rule, layers=(0, 1))
+        balance.start_step(scale)
+        return balance, Router(balance, 0, SOFTMAX), Router(balance, 1, SOFTMAX)
+
+    _, first, second = stages()
+    output = first(inputs.clone().requires_grad_())
+    received = output.detach().requires_grad_()
+    second(received).square().sum().mul(scale).backward()
+    output.backward(received.grad)
+
+    balance, whole_first, whole_second = stages()
+    losses: list[Tensor] = []
+
+    def keep(weights: Tensor, loss: Tensor) -> Tensor:
+        losses.append(loss)
+        return weights
+
+    balance.with_loss = keep  # type: ignore[method-assign]
+    tokens = whole_second(whole_first(inputs.clone().requires_grad_())).square().sum()
+    ((tokens + sum(losses)) * scale).backward()
+    assert len(losses) == 2
+    for stage, whole in ((first, whole_first), (second, whole_second)):
+        torch.testing.assert_close(stage.weight.grad, whole.weight.grad, rtol=1e-12, atol=1e-15)
+
+
+def train(recomputes: bool) -> tuple[list[Tensor | None], list[dict[str, float]]]:
+    """Three steps of a router: expert bias, gradients of weight and inputs; metrics."""
+    rule = BalanceRule((SEQUENCE, MICROBATCH), z_loss_coeff=0.125, bias_update_rate=0.01)
+    balance = balance_of(rule, SIGMOID)
+    layer = Router(balance, 0, SIGMOID)
+    module = Recomputed(layer) if recomputes else layer
+    metrics, gradients = [], []
+    for step in range(3):
+        balance.start_step(1 / 64)
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=generator).requires_grad_()
+        module(inputs).square().sum().mul(1 / 64).backward()
+        with torch.no_grad():
+            module(inputs)  # an evaluation
+        assert layer.router.counts.sum() == LENGTH * SEQUENCES * SIGMOID.topk
+        metrics.append(finish(balance))
+        gradients.append(inputs.grad)
+    return [layer.router.expert_bias, layer.weight.grad, *gradients], metrics
+
+
+def test_recompute_changes_no_count_no_bias_and_no_gradient() -> None:
+    (tensors, metrics), (recomputed, recomputed_metrics) = train(recomputes=False), train(recomputes=True)
+    assert tensors[0] is not None and tensors[0].any()
+    for one, other in zip(tensors, recomputed):
+        assert one is not None and other is not None and torch.equal(one, other)
+    assert metrics == recomputed_metrics
+
+
+def test_observing_without_a_graph_is_an_error() -> None:
+    router = balance_of(BalanceRule()).add_router(0)
+    with torch.no_grad(), pytest.raises(AssertionError):
+        observe(router, logits_of(SOFTMAX), SOFTMAX)
+
+
+def test_masked_tokens_count() -> None:
+    """The loss mask concerns token losses: the gradient of a balancing loss has no factor of masked tokens."""
+    rule = BalanceRule((SEQUENCE,))
+    balance = balance_of(rule)
+    balance.start_step(1 / (LENGTH * SEQUENCES))
+    layer = Router(balance, 0, SOFTMAX)
+    inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64).requires_grad_()
+    layer(inputs).mul(0.0).sum().backward()  # every token is masked
+    weight = layer.weight.detach().requires_grad_()
+    logits = inputs.detach() @ weight.t()
+    (defined_loss("seq_aux_loss", logits, SOFTMAX) * SEQUENCE[1] / (LENGTH * SEQUENCES)).backward()
+    torch.testing.assert_close(layer.weight.grad, weight.grad, rtol=1e-11, atol=1e-15)
+
+
+# The bias of experts
+
+
+def biased_router(counts: Sequence[int]) -> tuple[ExpertBalance, RouterBalance]:
+    """A router that has counted ``counts``."""
+    rule = RoutingRule(len(counts), 1, score_function="sigmoid")
+    balance = ExpertBalance(rule, BalanceRule(bias_update_rate=1e-3), (0,), ALONE, ALONE, CPU)
+    router = balance.add_router(0)
+    router.counts += torch.tensor(counts)
+    return balance, router
+
+
+@pytest.mark.parametrize(
+    ("counts", "signs"),
+    (
+        ((4, 4, 4, 4), (0, 0, 0, 0)),
+        ((3, 5, 4, 4), (1, -1, 0, 0)),
+        ((3, 3, 4), (1, 1, -1)),  # a mean that no number has: 10/3
+        ((0, 0, 0, 7), (1, 1, 1, -1)),
+        # Differences that neither fp32 nor bf16 counts have.
+        ((2**30, 2**30 + 1, 2**30 - 1), (0, -1, 1)),
+        ((257, 256, 258), (0, 1, -1)),
+    ),
+)
+def test_the_bias_moves_by_the_sign_of_exact_counts(counts: Sequence[int], signs: Sequence[int]) -> None:
+    balance, router = biased_router(counts)
+    assert router.expert_bias is not None
+    expected = torch.zeros(len(counts))
+    for _ in range(3):
+        finish(balance)
+        expected += 1e-3 * torch.tensor(signs, dtype=torch.float32)
+    assert router.expert_bias.dtype == torch.float32
+    assert torch.equal(router.expert_bias, expected)
+
+
+class StepParts:
+    """Executor, data parallelism and optimizer of a step whose tokens all choose the last of three experts."""
+
+    def __init__(self, router: RouterBalance, loss: float, is_applied: bool) -> None:
+        self.router, self.loss, self.is_applied = router, loss, is_applied
+
+    def train(self, microbatches: object, num_microbatches: int, scale: float) -> Tensor:
+        self.router.observe(torch.zeros(9, 3), torch.full((9, 1), 2), num_sequences=1)
+        return torch.tensor([self.loss, 9.0])
+
+    def step(self, hyperparameters: object, gradient_factor: float, accepts: object) -> StepResult:
+        return StepResult(grad_norm=1.0, is_applied=self.is_applied, metrics={"num_zeros": 2.0})
+
+    def nothing(self, *arguments: object) -> None:
+        pass
+
+    start_grad_accumulation = finish_grad_sync = finish_skipped_step = nothing
+
+
+@pytest.mark.parametrize(("loss", "is_applied"), ((1.0, True), (1.0, False), (math.nan, True)))
+def test_a_skipped_step_changes_no_bias(loss: float, is_applied: bool) -> None:
+    balance, router = biased_router((9, 9, 0))  # counts of the step before
+    parts: Any = StepParts(router, loss, is_applied)
+    scaler = build_loss_scaler(PrecisionConfig())
+    module = TrainModule(parts, parts, parts, scaler, single_process(), experts=balance)
+    hyperparameters: Any = None
+    outcome = train_step(module, iter(()), hyperparameters, num_microbatches=1, expected_tokens=9, timers=Timers(0))
+    assert router.expert_bias is not None
+    is_updated = is_applied and loss == 1.0
+    assert outcome.is_skipped is not is_updated
+    expected = torch.tensor([1.0, 1.0, -1.0]) * 1e-3 if is_updated else torch.zeros(3)
+    assert torch.equal(router.expert_bias, expected)
+    assert outcome.metrics == ({} if math.isnan(loss) else {"num_zeros": 2.0, "expert_load_max": 3.0})
+
+
+def test_the_bias_is_fp32_when_the_model_is_bf16() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        balance, router = biased_router((300, 301, 299))  # equal counts in bf16
+        for _ in range(1000):
+            finish(balance)
+    finally:
+        torch.set_default_dtype(before)
+    assert router.expert_bias is not None and router.expert_bias.dtype == torch.float32
+    assert router.expert_bias.tolist() == pytest.approx([0.0, -1.0, 1.0], abs=1e-4)
+
+
+def test_the_state_is_the_biases_of_the_routers() -> None:
+    balance, router = biased_router((0, 5, 1))
+    finish(balance)
+    assert list(balance.state()) == ["layers.0.mlp.router.expert_bias"]
+    # Checkpoints load in place.
+    assert balance.state()["layers.0.mlp.router.expert_bias"] is router.expert_bias
+    assert balance_of(BalanceRule((SEQUENCE,))).state() == {}
+
+
+def test_the_bias_alone_balances_fixed_logits() -> None:
+    rule = RoutingRule(8, 2, score_function="sigmoid")
+    balance = ExpertBalance(rule, BalanceRule(bias_update_rate=1e-2), (0,), ALONE, ALONE, CPU)
+    router = balance.add_router(0)
+    logits = logits_of(rule, length=256, sequences=1)
+    loads = []
+    for _ in range(200):
+        balance.start_step(1.0)
+        observe(router, logits, rule)
+        loads.append(finish(balance)["expert_load_max"])
+    assert loads[0] > 1.5 and loads[-1] < 1.2

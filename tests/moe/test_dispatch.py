@@ -7,14 +7,22 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.config.moe import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
-from megatron.core.moe.dispatch import AssumedCounts, Dispatched, dispatcher_groups, token_dispatcher
+from megatron.core.moe.dispatch import (
+    AssumedCounts,
+    Dispatched,
+    PendingDispatch,
+    dispatcher_groups,
+    token_dispatcher,
+)
+from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, RoutingRule, balanced_routing
+from megatron.core.ops.grouped import RowCounts
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import FakeTensorMode
@@ -161,29 +169,10 @@ def test_results_are_those_of_one_process(
     four_ranks: RankPool, size: int, ep: int, etp: int, name: str, choice: str
 ) -> None:
     topk = 1 if choice.startswith("one expert") else 2
-    # Half of the cases on a transport whose results exist only after their wait.
-    topology = LateTopology if (CHOICES.index(choice) + ep + etp) % 2 else Topology
-    case = Case(name, ep, etp, choice, topk, topology=topology)
+    # Two thirds of the cases on transports whose results exist only after their wait.
+    topology = (Topology, LateTopology, StagedTopology)[(CHOICES.index(choice) + ep + etp) % 3]
+    case = Case(name, ep, etp, choice, topk, probs_on_input=choice == "one expert for all", topology=topology)
     assert difference(case, four_ranks, size) < 1e-12
-
-
-@pytest.mark.slow(reason="eight ranks")
-@pytest.mark.parametrize("name", dispatch.DISPATCHERS)
-def test_eight_ranks(sixteen_ranks: RankPool, name: str) -> None:
-    assert difference(Case(name, 4, 2), sixteen_ranks, 8) < 1e-12
-    assert difference(Case(name, 2, 2, topk=3), sixteen_ranks, 8) < 1e-12
-
-
-@pytest.mark.parametrize("name", dispatch.DISPATCHERS)
-@pytest.mark.parametrize(("size", "ep", "etp"), [(4, 1, 1), (4, 2, 2)])
-def test_weights_on_the_input(four_ranks: RankPool, size: int, ep: int, etp: int, name: str) -> None:
-    case = Case(name, ep, etp, topk=1, probs_on_input=True)
-    assert difference(case, four_ranks, size) < 1e-12
-
-
-@pytest.mark.parametrize("name", dispatch.DISPATCHERS)
-def test_a_staged_transport(four_ranks: RankPool, name: str) -> None:
-    assert difference(Case(name, 2, 2, topology=StagedTopology), four_ranks, 4) < 1e-12
 
 
 def test_every_name_of_the_flag_has_a_dispatcher() -> None:
@@ -282,6 +271,50 @@ def test_other_work_runs_between_start_and_wait_in_both_passes(four_ranks: RankP
     for forward, backward in four_ranks.run(events_of_a_layer, name, world_size=2):
         assert forward == ["start", "beside", "wait", "experts", "start", "wait"]
         assert backward == ["start", "wait", "start", "beside", "weight gradient", "wait"]
+
+
+class Logged(nn.Module):
+    """A factor that notes its name when it runs."""
+
+    def __init__(self, name: str, factor: float, events: list[str]) -> None:
+        super().__init__()
+        self.name, self.factor, self.events = name, factor, events
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        self.events.append(self.name)
+        return x * self.factor
+
+
+class LoggedRouter(nn.Module):
+    def forward(self, tokens: Tensor, num_sequences: int) -> Routing:
+        return Routing(torch.zeros(tokens.shape[0], 1, dtype=torch.int64), torch.ones(tokens.shape[0], 1))
+
+
+class LoggedDispatcher:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+        self.events.append("start")
+
+        def finish() -> Dispatched:
+            self.events.append("wait")
+            return Dispatched(tokens, RowCounts.of([tokens.shape[0]]), lambda outputs: outputs)
+
+        return PendingDispatch(finish)
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "wanted"),
+    [(True, ["start", "shared", "wait", "experts"]), (False, ["start", "wait", "experts", "shared"])],
+)
+def test_shared_experts_run_during_the_dispatch_only_on_request(overlaps: bool, wanted: list[str]) -> None:
+    events: list[str] = []
+    experts: Any = Logged("experts", 2.0, events)
+    router: Any = LoggedRouter()
+    layer = MoELayer(nn.Identity(), router, LoggedDispatcher(events), experts, Logged("shared", 10.0, events), overlaps)
+    assert layer(torch.ones(3, 2, 4)).unique().tolist() == [12.0]
+    assert events == wanted
 
 
 # Row counts of a dry run

@@ -1,6 +1,7 @@
 """Experts compute what one MLP for each expert computes, in every layout of their weights."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, compute_deferred
 from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
@@ -22,26 +22,13 @@ from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.topology import single_process
 from megatron.planner.launches import LaunchRecorder
 from megatron.torch_compat import FakeTensorMode
+from tests.parallel.layout_run import MODEL
 
 NUM_EXPERTS, HIDDEN, WIDTH = 4, 16, 24
-CONFIG = TransformerConfig(
-    num_layers=2,
-    hidden_size=HIDDEN,
-    ffn_hidden_size=40,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=4,
-    vocab_size=29,
-    padded_vocab_size=32,
-    max_position_embeddings=8,
-    num_experts=NUM_EXPERTS,
-    moe_ffn_hidden_size=WIDTH,
-)
+CONFIG = replace(MODEL, hidden_size=HIDDEN, num_experts=NUM_EXPERTS, moe_ffn_hidden_size=WIDTH)
 COUNTS = ((5, 1, 33, 16), (0, 7, 40, 0), (0, 0, 0, 0))
 STALE = 1e6
 """What the last step left in a gradient buffer."""
-LAYOUTS = list(product((1, 2, 4), (1, 2, 3)))
-"""Expert-parallel and expert-tensor-parallel sizes."""
 
 
 def experts_of(
@@ -102,13 +89,19 @@ def assert_all_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> Non
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_experts_are_one_mlp_for_each_expert(counts: tuple[int, ...]) -> None:
+def test_experts_are_one_mlp_for_each_expert(counts: tuple[int, ...], recomputes: bool) -> None:
     experts, rows = experts_of(), random(sum(counts), HIDDEN).requires_grad_()
+    main_grads = main_grads_of(experts)
+    if recomputes:
+        experts.set_submodule("swiglu_fc2", Recomputed(experts.swiglu_fc2))
     gradient = random(sum(counts), HIDDEN, seed=1)
     output = experts(rows, RowCounts.of(counts))
-    found = torch.autograd.grad(output, [rows, *experts.parameters()], gradient)
-    assert_all_close((output.detach(), *found), expected_passes(rows, gradient, counts))
+    output.backward(gradient)
+    assert rows.grad is not None
+    found = (output.detach(), rows.grad, *(main_grad.buffer for main_grad in main_grads))
+    assert_all_close(found, expected_passes(rows, gradient, counts))
 
 
 @pytest.mark.parametrize("defers", [False, True])
@@ -153,20 +146,17 @@ def test_a_weight_gradient_waits_for_its_overlap_in_a_gradient_buffer() -> None:
     assert_all_close([main_grad.buffer for main_grad in main_grads], expected)
 
 
-@pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS)
+@pytest.mark.parametrize(("ep_size", "etp_size"), product((1, 2, 4), (1, 2, 3)))
 def test_every_layout_has_the_same_facts_and_each_weight_once(ep_size: int, etp_size: int) -> None:
     whole = list(experts_of().parameters())
-    names = ["layers.3.mlp.experts.linear_fc1.weight", "layers.3.mlp.experts.linear_fc2.weight"]
     found = [torch.full_like(one, torch.nan) for one in whole]
     for shard in shards(ep_size, etp_size):
         parameters = list(experts_of(shard).parameters())
         infos = [info_of(one) for one in parameters]
-        assert [info.name for info in infos] == names
-        assert [info.global_shape for info in infos] == [
-            (NUM_EXPERTS * 2 * WIDTH, HIDDEN),
-            (NUM_EXPERTS * HIDDEN, WIDTH),
+        assert [(info.name, info.global_shape, info.init_std) for info in infos] == [
+            ("layers.3.mlp.experts.linear_fc1.weight", (NUM_EXPERTS * 2 * WIDTH, HIDDEN), CONFIG.init_method_std),
+            ("layers.3.mlp.experts.linear_fc2.weight", (NUM_EXPERTS * HIDDEN, WIDTH), CONFIG.residual_init_std),
         ]
-        assert [info.init_std for info in infos] == [CONFIG.init_method_std, CONFIG.residual_init_std]
         assert all(info.is_expert and info.weight_decay and info.tensor_parallel_sharded for info in infos)
         assert [one.numel() for one in parameters] == [one.numel() // (ep_size * etp_size) for one in whole]
         for target, parameter, info in zip(found, parameters, infos):
@@ -177,43 +167,6 @@ def test_every_layout_has_the_same_facts_and_each_weight_once(ep_size: int, etp_
     for one, other in zip(found, whole):
         assert torch.equal(one, other.detach())
     assert float(found[0].std()) == pytest.approx(CONFIG.init_method_std, rel=0.05)
-
-
-@pytest.mark.parametrize(("ep_size", "etp_size"), LAYOUTS)
-def test_ranks_together_compute_what_one_rank_computes(ep_size: int, etp_size: int) -> None:
-    counts = (5, 1, 33, 16)
-    rows, gradient = (random(sum(counts), HIDDEN, seed=seed) for seed in (0, 1))
-    whole_output, *expected = expected_passes(rows, gradient, counts)
-    output, row_gradient = torch.zeros_like(rows), torch.zeros_like(rows)
-    local = NUM_EXPERTS // ep_size
-    for shard in shards(ep_size, etp_size):
-        first = shard.ep_rank * local
-        own_counts = counts[first : first + local]
-        own = slice(sum(counts[:first]), sum(counts[: first + local]))
-        experts, own_rows = experts_of(shard), rows[own].clone().requires_grad_()
-        own_output = experts(own_rows, RowCounts.of(own_counts))
-        found = torch.autograd.grad(own_output, [own_rows, *experts.parameters()], gradient[own])
-        output[own] += own_output.detach()
-        row_gradient[own] += found[0]
-        for one, parameter, other in zip(found[1:], experts.parameters(), expected[1:]):
-            for box in info_of(parameter).boxes:
-                place = tuple(slice(start, start + size) for start, size in zip(box.global_offset, box.shape))
-                assert_all_close([box.view(one)], [other[place]])
-    assert_all_close((output, row_gradient), (whole_output, expected[0]))
-
-
-def test_recomputed_activation_gives_the_same_gradients() -> None:
-    counts = (5, 1, 33, 16)
-    rows, gradient = (random(sum(counts), HIDDEN, seed=seed) for seed in (0, 1))
-    experts = experts_of()
-    experts.set_submodule("swiglu_fc2", Recomputed(experts.swiglu_fc2))
-    main_grads = main_grads_of(experts)
-    leaf = rows.clone().requires_grad_()
-    output = experts(leaf, RowCounts.of(counts))
-    output.backward(gradient)
-    assert leaf.grad is not None
-    found = (output.detach(), leaf.grad, *(main_grad.buffer for main_grad in main_grads))
-    assert_all_close(found, expected_passes(rows, gradient, counts))
 
 
 @pytest.mark.parametrize("is_fake", [False, True])

@@ -1,11 +1,29 @@
-"""Grouped GEMMs are those of each group."""
+"""Grouped GEMMs are those of each group; which one is chosen where, and what its trial finds."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.command_line import parse_command_line
+from megatron.config.kernels import KernelConfig
+from megatron.core.gradient import GradientProduct
+from megatron.core.kernels.choice import Choice
+from megatron.core.kernels.grouped import grouped_gemm_candidates
+from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
+from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.core.kernels.trials import Trials, TrialSizes, try_grouped_gemm
+from megatron.core.models.kernels import build_kernels, expert_sizes
+from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+from megatron.core.packages import Unavailable
+from megatron.core.topology import single_process
+from megatron.errors import ConfigError
+from megatron.planner.kernels import simulated_kernels
+from megatron.planner.launches import LaunchRecorder
 
 STALE = 1e6
 """What the last step left in a gradient buffer."""
@@ -115,3 +133,164 @@ def test_padded_gemms_have_few_shapes() -> None:
         x, weight, dy = operands(counts, torch.float32)
         PaddedGroupedGemm(Recording()).weight_gradient(dy, x, counts).write_to(weight, accumulate=True)
     assert set(rows) == {32, 64, 96, 100}
+
+
+# Which one is chosen
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+EXPERTS = ExpertSizes(4, 32, 48)
+SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
+
+
+def choice(device: torch.device, dtype: torch.dtype, *flags: str, experts: ExpertSizes | None = EXPERTS) -> Choice:
+    gradient = dtype if dtype == torch.float64 else torch.float32
+    request = KernelRequest(Machine(device), dtype, gradient, SIZES, experts=experts)
+    return choice_of(choose_kernels(KernelConfig(kernel=flags), request))
+
+
+def choice_of(kernels: Kernels) -> Choice:
+    return next(choice for choice in kernels.choices if choice.operation == "grouped_gemm")
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "experts", "expected"),
+    [
+        (CPU, torch.float32, EXPERTS, "padded"),
+        (CPU, torch.bfloat16, EXPERTS, "padded"),
+        (CPU, torch.float64, EXPERTS, "loop"),
+        (GPU, torch.bfloat16, EXPERTS, "grouped_mm"),
+        (GPU, torch.float32, EXPERTS, "loop"),
+        (GPU, torch.bfloat16, replace(EXPERTS, count=1), "loop"),
+        (GPU, torch.bfloat16, replace(EXPERTS, width=44), "loop"),
+    ],
+)
+def test_the_fastest_that_multiplies_is_chosen(
+    device: torch.device, dtype: torch.dtype, experts: ExpertSizes, expected: str
+) -> None:
+    assert choice(device, dtype, experts=experts).implementation == expected
+
+
+def test_a_dense_model_has_no_grouped_gemm() -> None:
+    with pytest.raises(StopIteration):
+        choice(CPU, torch.float32, experts=None)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "name", "experts", "reason"),
+    [
+        (CPU, torch.float32, "grouped_mm", EXPERTS, "torch's grouped GEMM multiplies bf16, not float32"),
+        (
+            GPU,
+            torch.bfloat16,
+            "grouped_mm",
+            replace(EXPERTS, width=44),
+            "32 or 44, the width of an expert's",
+        ),
+        (GPU, torch.bfloat16, "padded", EXPERTS, "it is for CPUs with oneDNN"),
+        (CPU, torch.float64, "padded", EXPERTS, "oneDNN does not multiply fp64"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_with_the_reason(
+    device: torch.device, dtype: torch.dtype, name: str, experts: ExpertSizes, reason: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        choice(device, dtype, f"grouped_gemm={name}", experts=experts)
+    assert str(error.value).startswith(f"--kernel grouped_gemm={name} is not available: {reason}")
+    assert "loop" in str(error.value)
+
+
+def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails() -> None:
+    tried: list[Any] = []
+
+    def failing(*given: Any) -> None:
+        tried.append(given[1:])
+        raise Unavailable("a trial had a relative error of 50%")
+
+    machine, trials = Machine(GPU, can_try=True), Trials(grouped_gemm=failing)
+    request = KernelRequest(machine, torch.bfloat16, torch.float32, SIZES, experts=EXPERTS, trials=trials)
+    candidates = {one.name: one for one in grouped_gemm_candidates(request, LoopGroupedGemm()._kernel)}
+    with pytest.raises(Unavailable, match="error of 50%"):
+        candidates["grouped_mm"].ready("grouped_gemm")
+    assert tried == [(GPU, torch.bfloat16, torch.float32)]
+
+
+class _WritesNothingWithoutRows(LoopGroupedGemm):
+    def weight_gradient(self, grad_outputs: Tensor, inputs: Tensor, counts: RowCounts) -> GradientProduct:
+        product = super().weight_gradient(grad_outputs, inputs, counts)
+
+        class Product:
+            def value(self) -> Tensor:
+                return product.value()
+
+            def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+                kept = buffer.clone()
+                product.write_to(buffer, accumulate)
+                for part, old, count in zip(counts.matrices(buffer), counts.matrices(kept), counts.host):
+                    if not count:
+                        part.copy_(old)
+
+        return Product()
+
+
+class _TakesTheFirstMatrix(LoopGroupedGemm):
+    def output(self, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        matrices = counts.matrices(weight)
+        return super().output(inputs, matrices[:1].expand_as(matrices).flatten(0, 1), counts)
+
+
+class _IsTransposed(LoopGroupedGemm):
+    def input_gradient(self, grad_outputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
+        return super().input_gradient(grad_outputs, weight, counts).flip(0)
+
+
+@pytest.mark.parametrize("kernel", [_WritesNothingWithoutRows(), _TakesTheFirstMatrix(), _IsTransposed()])
+def test_a_trial_finds_a_wrong_kernel(kernel: GroupedGemm) -> None:
+    with pytest.raises(Unavailable, match="a trial"):
+        try_grouped_gemm(kernel, CPU, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("kernel", [LoopGroupedGemm(), PaddedGroupedGemm(), TorchGroupedGemm()])
+def test_a_trial_accepts_the_right_ones(kernel: GroupedGemm) -> None:
+    try_grouped_gemm(kernel, CPU, torch.bfloat16, torch.float32)
+
+
+# Runs
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 4 --num-query-groups 2 --mock-data "
+    "--vocab-size 61 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-2 --bf16 --num-experts 8 "
+    "--moe-ffn-hidden-size 24"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", ExpertSizes(8, 32, 24)),
+        ("--expert-model-parallel-size 4", ExpertSizes(2, 32, 24)),
+        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 3", ExpertSizes(4, 32, 8)),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", ExpertSizes(8, 32, 12)),
+    ],
+)
+def test_a_rank_has_its_part_of_the_experts(flags: str, expected: ExpertSizes) -> None:
+    config = parse_command_line(f"{RUN} {flags}".split())
+    model = config.model.resolve(61, config.parallel.tensor_model_parallel_size, config.seq_length)
+    assert expert_sizes(model, config.parallel) == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_gpu"),
+    [
+        ("", PaddedGroupedGemm, TorchGroupedGemm),
+        ("--kernel grouped_gemm=loop", LoopGroupedGemm, LoopGroupedGemm),
+        ("--expert-model-parallel-size 8", PaddedGroupedGemm, LoopGroupedGemm),
+        ("--expert-model-parallel-size 8 --kernel grouped_gemm=grouped_mm", TorchGroupedGemm, TorchGroupedGemm),
+    ],
+)
+def test_the_dry_run_multiplies_as_the_run_does(flags: str, on_cpu: type, on_gpu: type) -> None:
+    config = parse_command_line(f"{RUN} {flags}".split())
+    topology = single_process()
+    assert type(build_kernels(config, topology, 61).layers.grouped_gemm) is on_cpu
+    for device, expected in ((CPU, on_cpu), (GPU, on_gpu)):
+        kernels = simulated_kernels(config, topology, device, 61, LaunchRecorder())
+        assert type(kernels.layers.grouped_gemm) is expected

@@ -112,43 +112,14 @@ def test_a_score_function_is_a_row_of_a_table(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(balancing_probabilities(logits, name), scores / scores.sum(dim=1, keepdim=True))
 
 
-def test_the_bias_changes_the_choice_and_no_weight() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    rule = RoutingRule(4, 2, score_function="sigmoid")
-    bias = torch.tensor([1.0, 0.0, 0.0, 0.0])
-    routing = route(logits, rule, bias)
-    assert routing.experts.tolist() == [[0, 3]]
-    scores = torch.tensor([0.5, 1 / (1 + math.exp(-3.0))])
-    torch.testing.assert_close(routing.weights[0], scores / scores.sum())
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 @pytest.mark.parametrize("rule", (*RULES, RoutingRule(512, 8), RoutingRule(4096, 3)), ids=str)
-def test_of_equal_scores_the_lowest_id_is_chosen(rule: RoutingRule, dtype: torch.dtype) -> None:
-    # An all-zero router.
+def test_of_equal_scores_the_lowest_ids_are_chosen(rule: RoutingRule, dtype: torch.dtype) -> None:
+    """With an all-zero router; single ties are in :func:`test_properties_of_a_choice`."""
     zeros = torch.zeros(300, rule.num_experts, dtype=dtype)
     group = rule.num_experts if rule.num_groups is None else rule.num_experts // rule.num_groups
-    in_order = list(range(rule.topk))
     assert rule.topk <= group * (rule.group_topk or 1)
-    assert (route(zeros, rule).experts == torch.tensor(in_order)).all()
-    # Two equal rows of the router's weight: the same logits for experts a < b.
-    logits = random_logits(rule).to(dtype)
-    for low, high in ((0, rule.num_experts - 1), (1, 2), (rule.num_experts // 2, rule.num_experts // 2 + 1)):
-        logits[:, low] = logits[:, high] = logits.amax(dim=1) + 1.0
-        experts = route(logits, rule).experts
-        if rule.num_groups is None:
-            assert (experts[:, 0] == low).all()
-            assert rule.topk == 1 or (experts[:, 1] == high).all()
-        for token, row in enumerate(logits.tolist()):
-            assert experts[token].tolist() == slow_route(row, rule, [0.0] * rule.num_experts)[0]
-
-
-def test_of_equal_groups_the_lowest_is_chosen() -> None:
-    rule = RoutingRule(8, 2, score_function="sigmoid", num_groups=4, group_topk=1)
-    # The best two scores of groups 1 and 3 are the same, in different places.
-    logits = torch.tensor([[0.0, 0.0, 2.0, 1.0, 0.5, 0.5, 1.0, 2.0]])
-    assert route(logits, rule).experts.tolist() == [[2, 3]]
-    assert selection_margin(logits, rule).item() == 0.0
+    assert (route(zeros, rule).experts == torch.arange(rule.topk)).all()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -170,19 +141,11 @@ def test_the_margin_bounds_the_noise_that_changes_no_choice(rule: RoutingRule) -
 
 def test_the_margin_is_the_smallest_of_all_tokens_and_kinds() -> None:
     rule = RoutingRule(4, 1, num_groups=2, group_topk=1)
-    experts_close = [[3.0, 2.875, 0.0, 0.0]]
-    groups_close = [[3.0, 0.0, 2.75, 0.0]]
-    far = [[3.0, 0.0, 0.0, 0.0]]
-    assert selection_margin(torch.tensor(far), rule).item() == 3.0
-    assert selection_margin(torch.tensor(far + groups_close), rule).item() == 0.25
-    assert selection_margin(torch.tensor(far + groups_close + experts_close), rule).item() == 0.125
+    tokens = [[3.0, 0.0, 0.0, 0.0], [3.0, 0.0, 2.75, 0.0], [3.0, 2.875, 0.0, 0.0]]  # far, groups and experts close
+    assert [selection_margin(torch.tensor(tokens[:count]), rule).item() for count in (1, 2, 3)] == [3.0, 0.25, 0.125]
     # Experts of a group that is not chosen do not count.
     pairs = RoutingRule(6, 2, num_groups=2, group_topk=1)
     assert selection_margin(torch.tensor([[3.0, 2.0, 0.0, 2.5, 0.0, 0.0]]), pairs).item() == 2.0
-    # The bias counts.
-    sigmoid = RoutingRule(2, 1, score_function="sigmoid")
-    assert selection_margin(torch.zeros(1, 2), sigmoid, torch.tensor([0.0, 0.25])).item() == 0.25
-    assert selection_margin(torch.zeros(0, 2), sigmoid).item() == math.inf
 
 
 @given(
@@ -210,6 +173,9 @@ def test_properties_of_a_choice(
     seed = data.draw(st.integers(0, 2**32))
     logits = torch.randint(-2, 3, (12, rule.num_experts), generator=torch.Generator().manual_seed(seed)).double()
     routing = route(logits, rule)
+    if topk // group_topk <= 2:  # the order of three summands may decide between groups whose sums are equal
+        for row, experts in zip(logits.tolist(), routing.experts.tolist()):
+            assert experts == slow_route(row, rule, [0.0] * rule.num_experts)[0]
     assert all(len(set(row)) == topk for row in routing.experts.tolist())
     groups = routing.experts // group_size
     assert all(len(set(row)) <= group_topk for row in groups.tolist())
@@ -247,21 +213,14 @@ def test_counts() -> None:
     assert count_choices(torch.zeros(1, 1, dtype=torch.int64).expand(2**24 + 1, 1), 1).tolist() == [2**24 + 1]
 
 
-def test_load_balancing_loss_is_one_at_balance_and_has_the_right_gradient() -> None:
-    rule, tokens = MIXTRAL, 16
-    counts = torch.full((8,), tokens * rule.topk // 8)
-    assert load_balancing_loss(counts, torch.full((8,), tokens / 8), rule.topk, tokens).item() == pytest.approx(1.0)
+def test_load_balancing_loss_is_one_at_balance() -> None:
+    tokens = 16
+    counts = torch.full((8,), tokens * MIXTRAL.topk // 8)
+    assert load_balancing_loss(counts, torch.full((8,), tokens / 8), MIXTRAL.topk, tokens).item() == pytest.approx(1.0)
     # All tokens to the same two experts with all probability: E / k.
     concentrated = torch.tensor([tokens, tokens, 0, 0, 0, 0, 0, 0])
-    loss = load_balancing_loss(concentrated, concentrated.float() / 2, rule.topk, tokens)
+    loss = load_balancing_loss(concentrated, concentrated.float() / 2, MIXTRAL.topk, tokens)
     assert loss.item() == pytest.approx(8 / 2)
-
-    def loss_of(logits: Tensor) -> Tensor:
-        chosen = count_choices(route(logits, rule).experts, 8)
-        return load_balancing_loss(chosen, balancing_probabilities(logits, "softmax").sum(dim=0), rule.topk, tokens)
-
-    logits = random_logits(rule, tokens).requires_grad_()
-    assert torch.autograd.gradcheck(loss_of, (logits,))
 
 
 @pytest.mark.parametrize("rule", (MIXTRAL, UNEVEN_GROUPS), ids=str)
@@ -280,10 +239,6 @@ def test_losses_are_those_of_the_definition(rule: RoutingRule) -> None:
     chosen = count_choices(route(logits, rule).experts, size)
     assert load_balancing_loss(chosen, probabilities.sum(dim=0), rule.topk, tokens).item() == pytest.approx(expected)
     assert z_loss(logits).item() == pytest.approx(squares, rel=1e-12)
-
-
-def test_gradient_of_the_z_loss() -> None:
-    assert torch.autograd.gradcheck(z_loss, (random_logits(MIXTRAL, tokens=5).requires_grad_(),))
 
 
 class LargestOutput(TorchDispatchMode):

@@ -18,19 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import CollectiveRecord, Work
-from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.data_parallel.sharing import Sharing
-from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.gradient import compute_deferred
 from megatron.core.models.parallelize import build_executor, build_model
-from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel.executor import Chunk, PipelineExecutor, _Pass
 from megatron.core.pipeline_parallel.p2p import P2PCommunicator
 from megatron.core.pipeline_parallel.recorder import ActionRecorder
-from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology, single_process
 from megatron.data.loader import Microbatch
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
@@ -45,7 +38,6 @@ from tests.parallel.layout_run import (
     SEQUENCE,
     Layout,
     Task,
-    Trace,
     build,
     context,
     grid_of,
@@ -434,171 +426,19 @@ def topology_of_rank(layout: Layout, rank: int) -> int:
     return grid_of(layout).coordinates(rank)["pp"]
 
 
-def train_twice(layout: Layout) -> list[tuple[list[float], list[Tensor]]]:
-    """Sums and gradients of a batch, with and without receiving ahead."""
-    topology = place_in(layout)
-    found = []
-    for overlap in (True, False):
-        executor, data_parallel, _ = build(TASK, layout, topology)
-        executor.overlap = overlap
-        data_parallel.start_grad_accumulation(layout.microbatches)
-        sums = executor.train(batch(layout, topology), layout.microbatches, SCALE)
-        data_parallel.finish_grad_sync()
-        found.append((sums.tolist(), [piece.gradient for piece in data_parallel.param_shards]))
-    return found
-
-
-@every_schedule
-def test_receiving_ahead_changes_no_bit(four_ranks: RankPool, name: ScheduleName) -> None:
-    for (sums, gradients), (others, other_gradients) in four_ranks.run(train_twice, four_stages(name)):
-        assert sums == others
-        assert gradients and len(gradients) == len(other_gradients)
-        assert all(torch.equal(one, other) for one, other in zip(gradients, other_gradients))
-
-
-# --- gradients leave while others are still computed ---------------------------------------------------------
-
-
-class EventRecorder(ActionRecorder):
-    """Notes in one list when actions begin and end, and what else is told."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.events: list[str] = []
-
-    @contextmanager
-    def span(self, stage: int, action: Action) -> Iterator[None]:
-        """Note begin and end."""
-        self.events.append(f"begin {action}")
-        yield
-        self.events.append(f"end {action}")
-
-
-def record_reductions(layout: Layout) -> list[str]:
-    """Actions of the executor, and reductions of buckets that began in between."""
-    topology = place_in(layout)
-    executor, data_parallel, _ = build(TASK, layout, topology)
-    executor.recorder = recorder = EventRecorder()
-    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=layout.strategy), topology)
-    ranks = [sharing.shards, sharing.replicas]
-    data_parallel.start_grad_accumulation(layout.microbatches)
-    with observed(ranks, lambda record: recorder.events.append(record.kind)):
-        executor.train(batch(layout, topology), layout.microbatches, SCALE)
-        recorder.events.append("batch ended")
-        data_parallel.finish_grad_sync()
-    return recorder.events
-
-
-@pytest.mark.parametrize("is_sharded", [False, True], ids=["all-reduce", "ZeRO-1"])
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
-def test_buckets_leave_within_the_last_backward_passes(
-    four_ranks: RankPool, name: ScheduleName, is_sharded: bool
-) -> None:
-    """The first before the last action has ended, none before the last microbatch, all before the batch has."""
-    layout = Layout(
-        dp=2,
-        pp=2,
-        schedule=name,
-        microbatches=4,
-        bucket_size=3000,
-        overlap_grad_reduce=True,
-        strategy="optim" if is_sharded else "no_shard",
-    )
-    kind = "reduce_scatter" if is_sharded else "all_reduce"
-    for rank, events in enumerate(four_ranks.run(record_reductions, layout)):
-        actions = schedule_of(layout).actions[topology_of_rank(layout, rank)]
-        places = [place for place, event in enumerate(events) if event == kind]
-        first_of_last_microbatch = next(a for a in actions if a.microbatch == 3 and a.kind == "B")
-        assert len(places) >= 8
-        assert places[0] > events.index(f"begin {first_of_last_microbatch}")
-        # Several chunks: one has all its gradients long before the other.
-        several = SCHEDULES[name].chunks != "one chunk"
-        assert places[0] < events.index(f"{'begin' if several else 'end'} {actions[-1]}"), f"rank {rank}"
-        assert places[-1] < events.index("batch ended"), f"rank {rank}"
-
-
-def test_a_gradient_that_comes_after_its_bucket_has_left_is_noticed() -> None:
-    model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
-    data_parallel = wrap_data_parallel(
-        model,
-        NumberFormats.uniform(torch.float64),
-        single_process(),
-        ParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000),
-    )
-    data_parallel.start_grad_accumulation(1)
-    (microbatch,) = microbatches(0, Layout(), 0)
-    token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
-    with pytest.raises(AssertionError, match="arrived after its bucket was reduced"):
-        token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
-
-
-def count_zeros(layout: Layout) -> tuple[int, int]:
-    """Zeros that the optimizer counts in a gradient of zeros, and the weights of the whole model."""
-    topology = place_in(layout)
-    _, data_parallel, optimizer = build(TIED, layout, topology)
-    optimizer.trace = Trace()
-    for piece in data_parallel.param_shards:
-        piece.gradient.zero_()
-    return optimizer.count_zeros(), DEEP_TIED_MODEL.num_parameters()
-
-
-def test_zeros_of_all_stages_are_counted_and_those_of_a_tied_weight_once(four_ranks: RankPool) -> None:
-    for zeros, parameters in four_ranks.run(count_zeros, four_stages("1f1b")):
-        assert zeros == parameters
-
-
-# --- weight gradients that wait ------------------------------------------------------------------------------
-
-
-def slotted_model() -> tuple[TransformerModel, ParameterBuffer]:
-    """A whole model with main gradients."""
-    model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
-    return model, ParameterBuffer(list(model.parameters()), torch.float64, shards=1)
-
-
-def summed_loss(model: TransformerModel) -> Tensor:
-    """The loss of a batch, with its graph."""
-    (microbatch,) = microbatches(0, Layout(), 0)
-    loss: Tensor = token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum()
-    return loss
-
-
-def test_gradients_that_wait_are_not_delivered_until_they_are_computed_and_then_the_same() -> None:
-    model, buffer = slotted_model()
-    summed_loss(model).backward()
-    wanted = buffer.gradients.clone()
-    for main_grad in buffer.main_grads:
-        main_grad.complete()
-    loss = summed_loss(model)
-    with model.context.weight_gradients.deferring() as deferred:
-        assert model.context.weight_gradients.is_deferring
-        loss.backward()
-    assert not model.context.weight_gradients.is_deferring
-    # Four linear layers each; the head does not wait.
-    assert len(deferred) == 4 * DEEP_MODEL.num_layers
-    waiting = [one.main_grad for one in deferred]
-    assert [one for one in buffer.main_grads if not one.is_filled] == [
-        one for one in buffer.main_grads if one in waiting
-    ]
-    with torch.no_grad():
-        compute_deferred(deferred)
-    assert not deferred
-    assert all(main_grad.is_filled for main_grad in buffer.main_grads)
-    assert torch.equal(buffer.gradients, wanted)
+# --- what is not as it should be -----------------------------------------------------------------------------
 
 
 def test_a_weight_gradient_without_a_buffer_cannot_wait() -> None:
     """Autograd wants it at once."""
     model = build_model(DEEP_MODEL, context(single_process(), Layout()), SEED)
-    loss = summed_loss(model)
+    (microbatch,) = microbatches(0, Layout(), 0)
+    loss = token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum()
     with model.context.weight_gradients.deferring() as deferred:
         with pytest.raises(AssertionError, match="only for a gradient buffer"):
             loss.backward()
     assert not deferred
     assert not model.context.weight_gradients.is_deferring
-
-
-# --- what is not as it should be -----------------------------------------------------------------------------
 
 
 def test_a_schedule_that_is_not_sound_is_refused_before_anything_runs() -> None:

@@ -27,21 +27,36 @@ from megatron.schedules.simulator import (
 )
 from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
 
-pytestmark = pytest.mark.processes
-
 REPOSITORY = Path(__file__).parents[2]
 NAMES = get_args(ScheduleName)
 
 every_schedule = pytest.mark.parametrize("name", NAMES)
 
 
-def run_tool(*flags: object, code: int = 0, columns: int = 200) -> subprocess.CompletedProcess[str]:
-    """The tool as a process, with a terminal of so many columns; it must end with ``code``."""
+SMALL = ("--schedule", "zb-v", "--stages", 2, "--microbatches", 3)
+RunTool = Callable[..., str]
+
+
+@pytest.fixture
+def run_tool(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunTool:
+    """Runs the tool, with a terminal of so many columns; its output, or the one sentence with which it refuses."""
+
+    def run(*flags: object, code: int = 0, columns: int = 200) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert pipeline_schedule.main([str(flag) for flag in flags]) == code
+        captured = capsys.readouterr()
+        if code == 0:
+            return captured.out
+        assert captured.out == ""
+        assert captured.err.startswith("ERROR: ") and captured.err.count("\n") == 1
+        return captured.err
+
+    return run
+
+
+def run_process(*flags: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "tools/pipeline_schedule.py"), *map(str, flags)]
-    environment = {**os.environ, "COLUMNS": str(columns)}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == code, result.stdout + result.stderr
-    return result
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def uneven_run(name: ScheduleName, stages: int = 3, microbatches: int = 5) -> tuple[Schedule, Timeline]:
@@ -60,7 +75,7 @@ def uneven_run(name: ScheduleName, stages: int = 3, microbatches: int = 5) -> tu
 # What is printed and written
 
 
-def test_the_json_holds_what_scripts_read(tmp_path: Path) -> None:
+def test_the_json_holds_what_scripts_read(run_tool: RunTool, tmp_path: Path) -> None:
     flags = ["--schedule", "interleaved", "--stages", 4, "--microbatches", 8, "--virtual", 3, "--forward-time", 1.5]
     flags += ["--backward-time", 3, "--weight-time", 0.75, "--send-time", 0.1]
     run_tool(*flags, "--json", tmp_path / "new" / "out.json")
@@ -90,7 +105,7 @@ def test_the_json_holds_what_scripts_read(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "new") == ["out.json"]
 
 
-def test_times_are_1_1_1_and_0_unless_given(tmp_path: Path) -> None:
+def test_times_are_1_1_1_and_0_unless_given(run_tool: RunTool, tmp_path: Path) -> None:
     run_tool("--schedule", "zb-h1", "--stages", 4, "--microbatches", 8, "--json", tmp_path / "out.json")
     data = json.loads((tmp_path / "out.json").read_text())
     assert [data[f"{kind}_time"] for kind in ("forward", "backward", "weight", "send")] == [1, 1, 1, 0]
@@ -99,9 +114,8 @@ def test_times_are_1_1_1_and_0_unless_given(tmp_path: Path) -> None:
     assert data["microbatch_group_size"] is None
 
 
-def test_the_summary_of_a_small_schedule() -> None:
-    result = run_tool("--schedule", "1f1b", "--stages", 2, "--microbatches", 3)
-    assert result.stdout == (
+def test_the_summary_of_a_small_schedule(run_tool: RunTool) -> None:
+    assert run_tool("--schedule", "1f1b", "--stages", 2, "--microbatches", 3) == (
         "1f1b: 2 stages, 3 microbatches\n"
         "\n"
         "makespan            12\n"
@@ -119,21 +133,21 @@ def test_the_summary_of_a_small_schedule() -> None:
     )
 
 
-def test_a_second_chunk_is_in_lower_case_and_counts_as_half_a_stage() -> None:
-    output = run_tool("--schedule", "zb-v", "--stages", 2, "--microbatches", 3, columns=47).stdout
+def test_a_second_chunk_is_in_lower_case_and_counts_as_half_a_stage(run_tool: RunTool) -> None:
+    output = run_tool(*SMALL, columns=47)
     assert "stage 0  F0F1F2f0b0w0f1b1w1B0W0f2b2w2B1W1B2W2..\n" in output
     assert "stage 1  ..F0f0F1f1b0w0F2B0W0f2b1w1B1b2B2W1w2W2\n" in output
     assert "    1             0.0 %                      4                 2\n" in output
 
 
-def test_a_timeline_that_does_not_fit_is_left_to_the_pictures() -> None:
-    flags = ("--schedule", "zb-v", "--stages", 2, "--microbatches", 3)
-    assert "The timeline does not fit in 47 columns" not in run_tool(*flags, columns=47).stdout
-    output = run_tool(*flags, columns=46).stdout
+def test_a_timeline_that_does_not_fit_is_left_to_the_pictures(run_tool: RunTool) -> None:
+    assert "The timeline does not fit in 47 columns" not in run_tool(*SMALL, columns=47)
+    output = run_tool(*SMALL, columns=46)
     assert "stage 0 " not in output
     assert "The timeline does not fit in 46 columns: draw it with --svg or --png." in output
 
 
+@pytest.mark.processes
 def test_torch_stays_out() -> None:
     """Starting it takes seconds; a schedule takes none."""
     script = (
@@ -152,11 +166,12 @@ def texts(svg: bytes) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_pictures_are_what_their_names_say_and_do_not_change_by_themselves(tmp_path: Path) -> None:
+@pytest.mark.processes
+def test_pictures_are_what_their_names_say_and_do_not_change_by_themselves(run_tool: RunTool, tmp_path: Path) -> None:
     flags = ("--schedule", "zb-v", "--stages", 2, "--microbatches", 4)
     first, second = tmp_path / "first.svg", tmp_path / "second.svg"
     run_tool(*flags, "--svg", first, "--png", tmp_path / "out.png")
-    run_tool(*flags, "--svg", second)
+    assert run_process(*flags, "--svg", second).returncode == 0
     svg = first.read_bytes()
     assert svg == second.read_bytes()
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -177,7 +192,7 @@ def simulated(name: ScheduleName, stages: int, microbatches: int, chunks: int | 
     return simulate(schedule, Durations.uniform(schedule.placement, 1, 1, 1))
 
 
-def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
+def test_numbers_that_do_not_fit_are_left_out(run_tool: RunTool, tmp_path: Path) -> None:
     path = tmp_path / "out.svg"
     run_tool("--schedule", "gpipe", "--stages", 2, "--microbatches", 200, "--svg", path)
     assert "199" not in texts(path.read_bytes())
@@ -187,16 +202,6 @@ def test_numbers_that_do_not_fit_are_left_out(tmp_path: Path) -> None:
 # What is refused
 
 GOOD = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "4"]
-
-
-def refusal(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one sentence that the tool says."""
-    monkeypatch.setattr(sys, "argv", ["pipeline_schedule.py", *flags])
-    assert pipeline_schedule.main() == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("ERROR: ") and captured.err.count("\n") == 1
-    return captured.err
 
 
 @pytest.mark.parametrize(
@@ -227,14 +232,14 @@ def refusal(flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (["--measured", __file__], "--measured .* is not JSON"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_a_sentence(
-    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert re.search(message, refusal(flags, monkeypatch, capsys))
+def test_what_cannot_be_honoured_is_refused_in_a_sentence(run_tool: RunTool, flags: list[str], message: str) -> None:
+    assert re.search(message, run_tool(*flags, code=1))
 
 
+@pytest.mark.processes
 def test_a_refusal_ends_the_process_with_1() -> None:
-    result = run_tool(*GOOD, "--virtual", 2, code=1)
+    result = run_process(*GOOD, "--virtual", 2)
+    assert result.returncode == 1
     assert result.stderr == "ERROR: --virtual 2: 1f1b runs one chunk per stage; remove it.\n"
 
 
@@ -267,11 +272,11 @@ def written_trace(tmp_path: Path, schedule: Schedule, timeline: Timeline) -> str
     return str(path)
 
 
-def test_a_measured_run_is_set_beside_its_simulation(tmp_path: Path) -> None:
+def test_a_measured_run_is_set_beside_its_simulation(run_tool: RunTool, tmp_path: Path) -> None:
     schedule, timeline = uneven_run("zb-v")
     trace = written_trace(tmp_path, schedule, timeline)
     out, svg = tmp_path / "out.json", tmp_path / "out.svg"
-    output = run_tool("--measured", trace, "--json", out, "--svg", svg).stdout
+    output = run_tool("--measured", trace, "--json", out, "--svg", svg)
     on_paper = simulate(schedule, median_durations(schedule, timeline))
     assert timeline.bubble_fraction > on_paper.bubble_fraction + 0.01
     data = json.loads(out.read_text())
@@ -306,32 +311,22 @@ def test_a_measured_run_is_set_beside_its_simulation(tmp_path: Path) -> None:
     ],
 )
 def test_flags_that_contradict_the_trace_are_refused(
-    tmp_path: Path,
-    flags: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run_tool: RunTool, tmp_path: Path, flags: list[str], message: str
 ) -> None:
     trace = written_trace(tmp_path, *uneven_run("1f1b"))
-    assert message in refusal(["--measured", trace, *flags], monkeypatch, capsys)
+    assert message in run_tool("--measured", trace, *flags, code=1)
 
 
-def test_flags_that_agree_with_the_trace_are_fine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_agree_with_the_trace_are_fine(run_tool: RunTool, tmp_path: Path) -> None:
     trace = written_trace(tmp_path, *uneven_run("1f1b"))
     flags = ["--schedule", "1f1b", "--stages", "3", "--microbatches", "5", "--virtual", "1", "--send-time", "0.5"]
-    monkeypatch.setattr(sys, "argv", ["pipeline_schedule.py", "--measured", trace, *flags])
-    assert pipeline_schedule.main() == 0
-    assert re.search(r"simulated makespan +[2-9]\.\d+ s", capsys.readouterr().out)
+    assert re.search(r"simulated makespan +[2-9]\.\d+ s", run_tool("--measured", trace, *flags))
 
 
-def test_a_trace_in_which_a_pass_ran_twice_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_in_which_a_pass_ran_twice_is_refused(run_tool: RunTool, tmp_path: Path) -> None:
     schedule, timeline = uneven_run("1f1b")
     trace = written_trace(tmp_path, schedule, Timeline(3, (*timeline.spans, timeline.spans[0])))
-    message = refusal(["--measured", trace], monkeypatch, capsys)
+    message = run_tool("--measured", trace, code=1)
     assert "trace.json: 1f1b, stage 0: missing nothing; too many F0.0" in message
 
 
@@ -352,29 +347,16 @@ def test_a_trace_has_what_perfetto_reads() -> None:
     schedule = build_schedule("zb-v", 2, 4)
     span = Span(1, schedule.actions[1][1], 5.0, 5.25)
     data = to_chrome_trace(schedule, Timeline(2, (span, Span(0, schedule.actions[0][0], 4.5, 5.0))))
-    assert data["traceEvents"] == [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "stage 0"}},
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "stage 1"}},
-        {
-            "name": "F0.1",
-            "cat": "F",
-            "ph": "X",
-            "ts": 500_000.0,
-            "dur": 250_000.0,
-            "pid": 0,
-            "tid": 1,
-            "args": {"microbatch": 0, "chunk": 1, "stage": 1},
-        },
-        {
-            "name": "F0.0",
-            "cat": "F",
-            "ph": "X",
-            "ts": 0.0,
-            "dur": 500_000.0,
-            "pid": 0,
-            "tid": 0,
-            "args": {"microbatch": 0, "chunk": 0, "stage": 0},
-        },
+    assert data["traceEvents"][:2] == [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": stage, "args": {"name": f"stage {stage}"}}
+        for stage in (0, 1)
+    ]
+    assert data["traceEvents"][2:] == [
+        {"name": name, "cat": "F", "ph": "X", "ts": start, "dur": duration, "pid": 0, "tid": stage, "args": arguments}
+        for name, start, duration, stage, arguments in (
+            ("F0.1", 500_000.0, 250_000.0, 1, {"microbatch": 0, "chunk": 1, "stage": 1}),
+            ("F0.0", 0.0, 500_000.0, 0, {"microbatch": 0, "chunk": 0, "stage": 0}),
+        )
     ]
     assert data["otherData"] == {"schedule": "zb-v", "stages": 2, "microbatches": 4, "virtual": 2}
 
@@ -405,13 +387,9 @@ def test_an_unsplit_backward_pass_is_measured_as_a_whole() -> None:
     assert median_durations(schedule, timeline) == Durations((1.0, 2.0), (8.0, 10.0), (0.0, 0.0))
 
 
-def without_spans_of(stage: int) -> Callable[[dict[str, Any]], None]:
-    def change(data: dict[str, Any]) -> None:
-        for event in data["traceEvents"]:
-            if event["tid"] == stage:
-                event["tid"] = 0
-
-    return change
+def without_spans_of_the_last_stage(data: dict[str, Any]) -> None:
+    for event in data["traceEvents"]:
+        event["tid"] %= 2
 
 
 def setting(*keys: str | int, to: object) -> Callable[[dict[str, Any]], None]:
@@ -447,7 +425,7 @@ def setting(*keys: str | int, to: object) -> Callable[[dict[str, Any]], None]:
         (setting("traceEvents", 3, "ts", to=10**400), "not a time"),
         (setting("traceEvents", 3, "dur", to="1"), "dur is '1', not a time"),
         (setting("traceEvents", 3, "dur", to=-1.0), r"dur is -1\.0, not a time in microseconds"),
-        (without_spans_of(2), "stage 2 has no measured time"),
+        (without_spans_of_the_last_stage, "stage 2 has no measured time"),
     ],
 )
 def test_a_damaged_trace_is_refused_by_what_is_wrong(change: Callable[[dict[str, Any]], None], message: str) -> None:

@@ -21,7 +21,6 @@ VARIANTS = [(name, chunks) for name in NAMES for chunks in ((2, 3, 4) if name ==
 MICROBATCHES = range(1, 34)
 MICROBATCHES_OF_16 = (1, 2, 7, 15, 16, 17, 24, 31, 32, 33)
 
-every_schedule = pytest.mark.parametrize("name", NAMES)
 every_variant = pytest.mark.parametrize(("name", "chunks"), VARIANTS)
 
 
@@ -51,16 +50,10 @@ def assert_runs(schedule: Schedule, name: ScheduleName, group_size: int | None =
 
 
 @every_variant
-@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("stages", [*range(1, 9), 16])
 def test_every_shape_runs_within_the_claimed_memory(name: ScheduleName, chunks: int | None, stages: int) -> None:
-    for microbatches in MICROBATCHES:
+    for microbatches in MICROBATCHES if stages <= 8 else MICROBATCHES_OF_16:
         assert_runs(build_schedule(name, stages, microbatches, chunks), name)
-
-
-@every_variant
-def test_sixteen_stages_run_within_the_claimed_memory(name: ScheduleName, chunks: int | None) -> None:
-    for microbatches in MICROBATCHES_OF_16:
-        assert_runs(build_schedule(name, 16, microbatches, chunks), name)
 
 
 @settings(max_examples=100)
@@ -189,18 +182,6 @@ def test_the_chunks_lie_in_the_order_of_the_layers(chunks: int, shape: str) -> N
     assert [placement.virtual_stage(*place) for place in expected] == list(range(4 * chunks))
 
 
-def test_several_chunks_are_two_unless_more_are_asked_for() -> None:
-    assert {name: build_schedule(name, 2, 4).placement.num_chunks for name in NAMES} == {
-        "gpipe": 1,
-        "1f1b": 1,
-        "interleaved": 2,
-        "zb-h1": 1,
-        "zb-v": 2,
-        "dualpipe-v": 2,
-    }
-    assert build_schedule("interleaved", 2, 4, 5).placement.num_chunks == 5
-
-
 # What is refused
 
 
@@ -229,10 +210,3 @@ def test_every_schedule_is_a_choice_of_the_flag() -> None:
     choices, none = get_args(get_type_hints(PipelineConfig)["pipeline_schedule"])
     assert none is type(None)
     assert get_args(choices) == tuple(SCHEDULES) == NAMES
-
-
-@every_schedule
-def test_weight_gradients_are_actions_where_the_flags_say_so(name: ScheduleName) -> None:
-    schedule = build_schedule(name, 2, 4)
-    has_weights = any(action.kind == "W" for actions in schedule.actions for action in actions)
-    assert has_weights == schedule.splits_backward == SCHEDULES[name].splits_backward

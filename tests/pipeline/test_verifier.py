@@ -1,7 +1,6 @@
 """Every kind of broken schedule is refused, by name."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -64,20 +63,25 @@ def test_actions_of_no_microbatch_chunk_or_kind_of_the_schedule_are_refused(name
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "first", "second"),
+    ("name", "stage", "first", "second", "message"),
     [
-        ("1f1b", 3, "F0.0", "B0.0"),
-        ("gpipe", 0, "F7.0", "B7.0"),
-        ("interleaved", 3, "F0.1", "B0.1"),
-        ("zb-h1", 0, "F3.0", "B3.0"),
-        ("zb-h1", 0, "B0.0", "W0.0"),
-        ("zb-v", 2, "B3.1", "W3.1"),
-        ("dualpipe-v", 1, "B5.0", "W5.0"),
+        # B before its F, W before its B.
+        ("1f1b", 3, "F0.0", "B0.0", "1f1b deadlocks: .*stage 3 before "),
+        ("gpipe", 0, "F7.0", "B7.0", "gpipe deadlocks: .*stage 0 before "),
+        ("interleaved", 3, "F0.1", "B0.1", "interleaved deadlocks: .*stage 3 before "),
+        ("zb-h1", 0, "F3.0", "B3.0", "zb-h1 deadlocks: .*stage 0 before "),
+        ("zb-h1", 0, "B0.0", "W0.0", "zb-h1 deadlocks: .*stage 0 before "),
+        ("zb-v", 2, "B3.1", "W3.1", "zb-v deadlocks: .*stage 2 before "),
+        ("dualpipe-v", 1, "B5.0", "W5.0", "dualpipe-v deadlocks: .*stage 1 before "),
+        # GPipe's stage can run its passes in any order, but a channel delivers in the order of sending.
+        ("gpipe", 3, "F0.0", "F1.0", "stage 3 does not receive the F messages of stage 2 in the order"),
+        ("gpipe", 0, "B0.0", "B1.0", "stage 0 does not receive the B messages of stage 1 in the order"),
     ],
 )
-def test_a_pass_before_its_own_input_is_refused(name: ScheduleName, stage: int, first: str, second: str) -> None:
-    """B before its F, W before its B."""
-    with pytest.raises(ScheduleError, match=f"{name} deadlocks: .*stage {stage} before "):
+def test_passes_before_their_inputs_and_messages_in_another_order_are_refused(
+    name: ScheduleName, stage: int, first: str, second: str, message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=message):
         verify(swapped(build_schedule(name, 4, 8), stage, first, second))
 
 
@@ -99,21 +103,6 @@ def test_groups_much_shorter_than_the_pipeline_lock_up(stages: int, group_size: 
         verify(replace(schedule, actions=actions))
 
 
-@pytest.mark.parametrize(
-    ("stage", "first", "second", "message"),
-    [
-        (1, "F0.0", "F1.0", "stage 1 does not receive the F messages of stage 0 in the order"),
-        (0, "B0.0", "B1.0", "stage 0 does not receive the B messages of stage 1 in the order"),
-    ],
-)
-def test_messages_taken_in_another_order_than_sent_are_refused(
-    stage: int, first: str, second: str, message: str
-) -> None:
-    """GPipe's stage can run its passes in any order, but a channel delivers in the order of sending."""
-    with pytest.raises(ScheduleError, match=message):
-        verify(swapped(build_schedule("gpipe", 2, 4), stage, first, second))
-
-
 @every_schedule
 def test_more_activations_than_allowed_are_refused(name: ScheduleName) -> None:
     schedule = build_schedule(name, 4, 12)
@@ -132,35 +121,25 @@ def test_activations_live_until_their_weight_gradients() -> None:
         verify(with_actions(schedule, 1, late), (4, 4, 4, 4))
 
 
-def neighbours(schedule: Schedule, generator: random.Random) -> Schedule:
-    """Two neighbouring actions exchanged."""
+def changed(schedule: Schedule, generator: random.Random) -> Schedule:
+    """One action of a stage at another place, half of the time the next."""
     stage = generator.randrange(schedule.placement.num_stages)
     actions = list(schedule.actions[stage])
-    number = generator.randrange(len(actions) - 1)
-    actions[number : number + 2] = reversed(actions[number : number + 2])
-    return with_actions(schedule, stage, actions)
-
-
-def anywhere(schedule: Schedule, generator: random.Random) -> Schedule:
-    """One action at another place."""
-    stage = generator.randrange(schedule.placement.num_stages)
-    actions = list(schedule.actions[stage])
-    actions.insert(generator.randrange(len(actions)), actions.pop(generator.randrange(len(actions))))
+    place = generator.randrange(len(actions))
+    target = generator.choice([max(place - 1, 0), generator.randrange(len(actions))])
+    actions.insert(target, actions.pop(place))
     return with_actions(schedule, stage, actions)
 
 
 @every_schedule
-@pytest.mark.parametrize("change", [neighbours, anywhere])
-def test_the_verdict_is_that_of_playing_the_schedule(
-    name: ScheduleName, change: Callable[[Schedule, random.Random], Schedule]
-) -> None:
+def test_the_verdict_is_that_of_playing_the_schedule(name: ScheduleName) -> None:
     """Over schedules drawn at random around a good one: accepted if and only if tokens play it to the end."""
     generator = random.Random(1)
     verdicts = set()
-    for _ in range(60):
+    for _ in range(120):
         schedule = build_schedule(name, generator.randint(2, 4), generator.randint(2, 6))
         for _ in range(generator.randint(1, 3)):
-            schedule = change(schedule, generator)
+            schedule = changed(schedule, generator)
         runs = TokenGame(schedule).play().is_won()
         assert is_accepted(schedule) == runs, schedule
         verdicts.add(runs)

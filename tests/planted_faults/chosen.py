@@ -228,7 +228,7 @@ STALE = (
         "the counts of a step's experts are those of all steps",
         "        self.counts.zero_()\n",
         "",
-        ("moe/test_balance.py", "moe/test_expert_bias.py"),
+        ("moe/test_balance.py",),
     ),
     Fault(
         "timers add the spans that were reported before",
@@ -502,7 +502,7 @@ EXPERTS = (
         "the balancing loss is reported, and its gradient is lost",
         "result: Tensor = _WithLoss.apply(weights, loss, self._scale)",
         "result: Tensor = weights",
-        ("moe/test_balance_gradient.py",),
+        ("moe/test_balance.py",),
     ),
     Fault(
         "the gradient norm without the experts",

@@ -1,6 +1,7 @@
 """The Triton GEMM of FP8 weight gradients adds to its buffer what the reference adds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from megatron.core.kernels.trials import try_fp8_weight_gradient
 from megatron.core.ops.fp8 import E4M3, E5M2, Fp8WeightGradientKernel, SeparateFp8WeightGradient, widened_gemm
 from megatron.core.quantized import QuantizedTensor
+from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes
@@ -60,10 +62,6 @@ def check_every_tile() -> None:
     assert torch.equal(buffer, widened_gemm(a, b, torch.float32))
 
 
-def test_every_tile_is_computed(interpreter: TritonProcess) -> None:
-    interpreter.run(check_every_tile)
-
-
 def check_overflow() -> None:
     a, b = operand(32, 32, E4M3, math.nan), operand(32, 32, E4M3, 1.0)
     buffer = torch.zeros(32, 32)
@@ -71,8 +69,11 @@ def check_overflow() -> None:
     assert buffer.isnan().all()
 
 
-def test_an_overflow_of_an_operand_makes_the_gradient_nan(interpreter: TritonProcess) -> None:
-    interpreter.run(check_overflow)
+@pytest.mark.parametrize("check", [check_every_tile, check_overflow])
+def test_every_tile_is_computed_and_an_overflow_makes_the_gradient_nan(
+    interpreter: TritonProcess, check: Callable[[], None]
+) -> None:
+    interpreter.run(check)
 
 
 def check_trial(buffer_dtype: torch.dtype) -> None:
@@ -84,14 +85,11 @@ def test_the_kernel_passes_its_trial(interpreter: TritonProcess, buffer_dtype: t
     interpreter.run(check_trial, buffer_dtype)
 
 
-def compile_kernel(dtype: torch.dtype, accumulate: bool) -> list[tuple[int, int, int, str]]:
-    from tests.triton_kernels.compiled import compile_launches
-
+def compile_kernel(dtype: torch.dtype, accumulate: bool) -> list[CompiledLaunch]:
     scale = torch.tensor(1.0)
     a = QuantizedTensor(torch.zeros(1040, 2064, dtype=dtype), scale)
     b = QuantizedTensor(torch.zeros(4112, 2064, dtype=E4M3), scale)
-    launches = compile_launches(kernel().write, torch.zeros(1040, 4112), a, b, accumulate)
-    return [(launch.registers, launch.spilled_bytes, launch.shared_bytes, launch.ptx) for launch in launches]
+    return compile_launches(kernel().write, torch.zeros(1040, 4112), a, b, accumulate)
 
 
 @FORMATS
@@ -99,11 +97,11 @@ def compile_kernel(dtype: torch.dtype, accumulate: bool) -> list[tuple[int, int,
 def test_hoppers_tensor_cores_read_fp8_and_no_register_spills(
     compiler: TritonProcess, accumulate: bool, dtype: torch.dtype
 ) -> None:
-    ((registers, spilled, shared, ptx),) = compiler.run(compile_kernel, dtype, accumulate)
+    (launch,) = compiler.run(compile_kernel, dtype, accumulate)
     # 256 threads: one program on a multiprocessor has 255 registers for each, and 227 KiB of shared memory.
-    assert registers <= 208
-    assert spilled == 0
-    assert shared <= 160 * 1024
+    assert launch.registers <= 208
+    assert launch.spilled_bytes == 0
+    assert launch.shared_bytes <= 160 * 1024
     name = "e4m3" if dtype == E4M3 else "e5m2"
-    assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{name}.e4m3" in ptx
-    assert "cp.async.cg.shared.global" in ptx, "reads overlap with products"
+    assert f"wgmma.mma_async.sync.aligned.m64n128k32.f32.{name}.e4m3" in launch.ptx
+    assert "cp.async.cg.shared.global" in launch.ptx, "reads overlap with products"

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tests.triton_kernels.compiled import compile_launches
+from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes
@@ -64,32 +64,30 @@ def test_the_interpreter_rounds_fp32_numbers_to_the_nearest(interpreter: TritonP
     interpreter.run(check_rounding_to_bf16)
 
 
-def compile_conversion(dtype: torch.dtype) -> list[tuple[int, int, str]]:
-    launches = compile_launches(convert, torch.empty(4096, dtype=torch.bfloat16), dtype)
-    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+def compile_conversion(dtype: torch.dtype) -> list[CompiledLaunch]:
+    return compile_launches(convert, torch.empty(4096, dtype=torch.bfloat16), dtype)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "e4m3"), (torch.float8_e5m2, "e5m2")])
 def test_gpus_convert_to_fp8_in_one_instruction_that_saturates(
     compiler: TritonProcess, dtype: torch.dtype, name: str
 ) -> None:
-    ((registers, spilled, ptx),) = compiler.run(compile_conversion, dtype)
-    assert f"cvt.rn.satfinite.{name}x2.f32" in ptx
-    assert ".target sm_90" in ptx
-    assert 8 <= registers <= 64
-    assert spilled == 0
+    (launch,) = compiler.run(compile_conversion, dtype)
+    assert f"cvt.rn.satfinite.{name}x2.f32" in launch.ptx
+    assert ".target sm_90" in launch.ptx
+    assert 8 <= launch.registers <= 64
+    assert launch.spilled_bytes == 0
 
 
-def compile_hungry_kernel() -> tuple[int, int]:
-    (launch,) = compile_launches(hungry)
-    return launch.spilled_bytes, launch.shared_bytes
+def compile_hungry_kernel() -> list[CompiledLaunch]:
+    return compile_launches(hungry)
 
 
 def test_spilled_registers_are_counted(compiler: TritonProcess) -> None:
     """A program of 128 threads has 32,768 registers for 65,536 numbers."""
-    spilled, shared = compiler.run(compile_hungry_kernel)
-    assert spilled > 256
-    assert shared > 0
+    (launch,) = compiler.run(compile_hungry_kernel)
+    assert launch.spilled_bytes > 256
+    assert launch.shared_bytes > 0
 
 
 def fail() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
@@ -18,6 +19,7 @@ from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Qua
 from megatron.core.quantized import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
+from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes
@@ -135,6 +137,7 @@ def test_a_number_that_is_not_finite_makes_the_scale_nan(
 
 
 def check_strides() -> None:
+    """Tensors may have any."""
     for tensor in (
         numbers(40, 30).t(),
         numbers(3, 40, 20).transpose(0, 1),
@@ -146,19 +149,11 @@ def check_strides() -> None:
         check_both_ways(tensor, E4M3, Layout.BOTH)
 
 
-def test_tensors_may_have_any_strides(interpreter: TritonProcess) -> None:
-    interpreter.run(check_strides)
-
-
 def check_transpose() -> None:
     for shape in ((1, 1), (64, 64), (65, 3), (3, 200)):
         data = torch.arange(math.prod(shape)).to(torch.uint8).view(shape).view(E5M2)
         for one in (data, data[:, : shape[1] // 2 + 1]):
             assert_same_bits(triton_quantization().transpose(one), one.t().contiguous())
-
-
-def test_bytes_are_transposed(interpreter: TritonProcess) -> None:
-    interpreter.run(check_transpose)
 
 
 def check_current_scale(dtype: torch.dtype) -> None:
@@ -176,15 +171,12 @@ def test_the_scale_of_an_amax_has_the_bits_of_the_definition(interpreter: Triton
 
 
 def check_refusals() -> None:
+    """Of fp64 and empty tensors."""
     scale = torch.tensor(1.0)
     with pytest.raises(TypeError, match="float64"):
         triton_quantization().quantize(torch.ones(2, 2).double(), scale, scale, E4M3, Layout.ROWS)
     with pytest.raises(AssertionError, match="empty"):
         triton_quantization().quantize(torch.ones(0, 2), scale, scale, E4M3, Layout.ROWS)
-
-
-def test_fp64_and_empty_tensors_are_refused(interpreter: TritonProcess) -> None:
-    interpreter.run(check_refusals)
 
 
 def check_trial(dtype: torch.dtype) -> None:
@@ -236,6 +228,7 @@ def test_a_layer_trains_as_with_the_definition(
 
 
 def check_shards() -> None:
+    """Shards of weights are quantised in their memory."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
     alone, eager = Communicator((0,), 0), Fp8Kernels.eager(widened_gemm)
     for numel in (64, 200 * 64, 77):
@@ -250,8 +243,9 @@ def check_shards() -> None:
         assert not torch.equal(found[0][16 : 16 + numel], torch.full((numel,), 0x55, dtype=torch.uint8))
 
 
-def test_shards_of_weights_are_quantised_in_their_memory(interpreter: TritonProcess) -> None:
-    interpreter.run(check_shards)
+@pytest.mark.parametrize("check", [check_strides, check_transpose, check_refusals, check_shards])
+def test_strides_transposed_bytes_refusals_and_shards(interpreter: TritonProcess, check: Callable[[], None]) -> None:
+    interpreter.run(check)
 
 
 # Compiled
@@ -259,14 +253,25 @@ def test_shards_of_weights_are_quantised_in_their_memory(interpreter: TritonProc
 
 def compile_quantization(
     dtype: torch.dtype, layout: Layout, records: bool, shape: tuple[int, int]
-) -> list[tuple[int, int, str]]:
-    from tests.triton_kernels.compiled import compile_launches
-
+) -> list[CompiledLaunch]:
     tensor, amaxes, scale = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(3), torch.tensor(1.0)
     quantization = triton_quantization()
     quantize = quantization.quantize_and_record if records else quantization.quantize
-    launches = compile_launches(quantize, tensor, scale, amaxes[1], dtype, layout)
-    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
+    return compile_launches(quantize, tensor, scale, amaxes[1], dtype, layout)
+
+
+def compile_shard() -> list[CompiledLaunch]:
+    shard, amaxes = torch.zeros(1040, 64), torch.zeros(2)
+    out = torch.zeros(1040, 64, dtype=torch.uint8).view(E4M3)
+    return compile_launches(triton_quantization().quantize, shard, amaxes[1], amaxes[0], E4M3, Layout.ROWS, out)
+
+
+def compile_transpose() -> list[CompiledLaunch]:
+    return compile_launches(triton_quantization().transpose, torch.zeros(1040, 4112, dtype=torch.uint8).view(E4M3))
+
+
+def compile_current_scale() -> list[CompiledLaunch]:
+    return compile_launches(triton_quantization().current_scale, torch.tensor(1.0), E4M3, 3)
 
 
 @FORMATS
@@ -276,66 +281,37 @@ def test_a_thread_has_64_registers_and_spills_none(
     compiler: TritonProcess, records: bool, layout: Layout, dtype: torch.dtype
 ) -> None:
     """So that a multiprocessor (65,536 registers) runs four programs of eight warps."""
-    ((registers, spilled, ptx),) = compiler.run(compile_quantization, dtype, layout, records, (1040, 4112))
-    assert registers <= 64
-    assert spilled == 0
+    (launch,) = compiler.run(compile_quantization, dtype, layout, records, (1040, 4112))
+    assert launch.registers <= 64
+    assert launch.spilled_bytes == 0
     name = "e4m3" if dtype == E4M3 else "e5m2"
-    assert f"cvt.rn.satfinite.{name}x2.f32" in ptx
+    assert f"cvt.rn.satfinite.{name}x2.f32" in launch.ptx
     # 16 bytes per instruction on both sides of the transposition.
-    assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
-    assert "st.global.b8" not in ptx
+    assert "ld.global.v4.b32" in launch.ptx
+    assert "st.global.v4.b32" in launch.ptx
+    assert "st.global.b8" not in launch.ptx
     # Triton 3.6 writes ``atom`` with a result that nothing reads, which ptxas assembles to the same ``RED``.
-    assert bool(re.search(r"(red|atom)\.global\.gpu\.relaxed\.max\.s32", ptx)) is records
+    assert bool(re.search(r"(red|atom)\.global\.gpu\.relaxed\.max\.s32", launch.ptx)) is records
 
 
 def test_sizes_that_are_no_multiples_of_16_spill_no_registers(compiler: TritonProcess) -> None:
-    ((_, spilled, _),) = compiler.run(compile_quantization, E4M3, Layout.BOTH, True, (1023, 4095))
-    assert spilled == 0
+    (launch,) = compiler.run(compile_quantization, E4M3, Layout.BOTH, True, (1023, 4095))
+    assert launch.spilled_bytes == 0
 
 
-def compile_shard() -> list[tuple[int, int, str]]:
-    from tests.triton_kernels.compiled import compile_launches
-
-    shard, amaxes = torch.zeros(1040, 64), torch.zeros(2)
-    out = torch.zeros(1040, 64, dtype=torch.uint8).view(E4M3)
-    quantize = triton_quantization().quantize
-    launches = compile_launches(quantize, shard, amaxes[1], amaxes[0], E4M3, Layout.ROWS, out)
-    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
-
-
-def test_a_shard_of_master_weights_is_read_and_written_once(compiler: TritonProcess) -> None:
-    ((registers, spilled, ptx),) = compiler.run(compile_shard)
-    assert registers <= 64
-    assert spilled == 0
-    assert "ld.global.v4.b32" in ptx
-    assert re.search(r"st\.global\.v[24]\.b32", ptx)
-
-
-def compile_transpose() -> list[tuple[int, int, str]]:
-    from tests.triton_kernels.compiled import compile_launches
-
-    launches = compile_launches(triton_quantization().transpose, torch.zeros(1040, 4112, dtype=torch.uint8).view(E4M3))
-    return [(launch.registers, launch.spilled_bytes, launch.ptx) for launch in launches]
-
-
-def compile_current_scale() -> list[str]:
-    from tests.triton_kernels.compiled import compile_launches
-
-    launches = compile_launches(triton_quantization().current_scale, torch.tensor(1.0), E4M3, 3)
-    return [launch.ptx for launch in launches]
+@pytest.mark.parametrize(("case", "registers"), [(compile_shard, 64), (compile_transpose, 32)])
+def test_shards_and_transposed_bytes_are_read_and_written_once(
+    compiler: TritonProcess, case: Callable[[], list[CompiledLaunch]], registers: int
+) -> None:
+    (launch,) = compiler.run(case)
+    assert launch.registers <= registers
+    assert launch.spilled_bytes == 0
+    assert "ld.global.v4.b32" in launch.ptx
+    assert re.search(r"st\.global\.v4\.b32" if case is compile_transpose else r"st\.global\.v[24]\.b32", launch.ptx)
 
 
 def test_a_scale_is_divided_exactly(compiler: TritonProcess) -> None:
     """Triton's division is approximate by default."""
-    (ptx,) = compiler.run(compile_current_scale)
-    assert "div.rn.f32" in ptx
-    assert "ftz" not in ptx
-
-
-def test_the_transposition_of_bytes_takes_few_registers(compiler: TritonProcess) -> None:
-    ((registers, spilled, ptx),) = compiler.run(compile_transpose)
-    assert registers <= 32
-    assert spilled == 0
-    assert "ld.global.v4.b32" in ptx
-    assert "st.global.v4.b32" in ptx
+    (launch,) = compiler.run(compile_current_scale)
+    assert "div.rn.f32" in launch.ptx
+    assert "ftz" not in launch.ptx

@@ -19,7 +19,7 @@ class BrokenDevice(Exception):
     """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
 
 
-def attempt(trial: Callable[[], None]) -> None:
+def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
     """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
     after which no other kernel can run either (:class:`BrokenDevice`)."""
     try:
@@ -28,7 +28,7 @@ def attempt(trial: Callable[[], None]) -> None:
         raise
     except Exception as error:
         first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        if device_is_broken():
+        if is_broken():
             raise BrokenDevice(first_line) from error
         raise Unavailable(f"a trial failed ({first_line})") from error
 
@@ -61,6 +61,8 @@ class Candidate(Generic[T]):
     """Compares it with the reference on the device, before it is chosen."""
     cost: str = ""
     """What it costs in this run, for the log; empty if nothing is to be said."""
+    is_broken: Callable[[], bool] = device_is_broken
+    """Whether this process cannot use its GPU any longer, after a trial that ended with an error."""
 
     def ready(self, operation: str) -> T:
         """The implementation, after its trial; raises :class:`Unavailable`, or :class:`ConfigError` if the trial has
@@ -68,7 +70,7 @@ class Candidate(Generic[T]):
         try:
             made, trial = self.make(), self.trial
             if trial is not None:
-                attempt(lambda: trial(made))
+                attempt(lambda: trial(made), self.is_broken)
         except BrokenDevice as error:
             raise ConfigError(
                 f"The trial of --kernel {operation}={self.name} ended with an error after which this process cannot "

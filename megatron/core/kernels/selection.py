@@ -129,7 +129,7 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
     )
     if request.machine.can_try:
         # Otherwise the first step would be the second size of these functions, and compile them for any size.
-        torch.compiler.reset()
+        request.trials.forget()
     return kernels
 
 

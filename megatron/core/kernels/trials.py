@@ -377,7 +377,9 @@ def try_grouped_gemm(kernel: GroupedGemm, device: torch.device, dtype: torch.dty
                 raise Unavailable("a trial without rows returned another result than zeros")
 
 
-def try_compiler(device: torch.device) -> str | None:
+def try_compiler(
+    device: torch.device, compile_function: Callable[..., Callable[[Tensor], Tensor]] = torch.compile
+) -> str | None:
     """Why a small function does not compile, or gives a wrong result; None if it compiles."""
 
     # A function that nothing else compiles: called with a second shape, it would be compiled for all shapes.
@@ -386,7 +388,7 @@ def try_compiler(device: torch.device) -> str | None:
 
     numbers = torch.linspace(-2.0, 2.0, 48, device=device)
     try:
-        attempt(lambda: compare(torch.compile(gated, fullgraph=True)(numbers), gated(numbers)))
+        attempt(lambda: compare(compile_function(gated, fullgraph=True)(numbers), gated(numbers)))
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None
@@ -410,3 +412,5 @@ class Trials:
     grouped_gemm: Callable[..., None] = try_grouped_gemm
     compiler: Callable[[torch.device], str | None] = try_compiler
     """Why ``torch.compile`` fails; None if it works."""
+    forget: Callable[[], None] = torch.compiler.reset
+    """Drops what the trials have compiled."""

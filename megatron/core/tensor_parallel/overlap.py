@@ -146,14 +146,8 @@ class RankDevice:
     backend: str
 
 
-def choose_overlap(ranks: Communicator, control: ControlGroup, device: torch.device) -> TPOverlap:
-    """The best overlap that all ``ranks`` support. Collective over all ranks of the run (``control``). Layers of
-    Transformer Engine have an overlap of that package."""
-    obstacle = _obstacle_to_symmetric_memory(ranks, control, device)
-    return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
-
-
-def _obstacle_to_symmetric_memory(ranks: Communicator, control: ControlGroup, device: torch.device) -> str | None:
+def obstacle_to_symmetric_memory(ranks: Communicator, control: ControlGroup, device: torch.device) -> str | None:
+    """Why not all ``ranks`` can share memory; None if they can. Collective over all ranks of the run."""
     if device.type != "cuda":
         return "symmetric memory needs GPUs"
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -164,6 +158,18 @@ def _obstacle_to_symmetric_memory(ranks: Communicator, control: ControlGroup, de
     # All ranks must choose the same overlap.
     obstacles = control.all_gather_object(obstacle_between(devices, ranks.rank, _can_access_peer))
     return next((obstacles[rank] for rank in ranks.ranks if obstacles[rank] is not None), None)
+
+
+def choose_overlap(
+    ranks: Communicator,
+    control: ControlGroup,
+    device: torch.device,
+    find_obstacle: Callable[[Communicator, ControlGroup, torch.device], str | None] = obstacle_to_symmetric_memory,
+) -> TPOverlap:
+    """The best overlap that all ``ranks`` support. Collective over all ranks of the run (``control``). Layers of
+    Transformer Engine have an overlap of that package."""
+    obstacle = find_obstacle(ranks, control, device)
+    return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
 
 
 def _can_access_peer(own: int, other: int) -> bool:
