@@ -102,19 +102,10 @@ def test_a_path_object_that_has_lost_a_slash_is_refused_too() -> None:
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (
-            CheckpointConfig(load="s3:/bucket/run"),
-            "--load s3:/bucket/run is not a path or a URL",
-        ),
-        (
-            CheckpointConfig(save="a", redundant_save=("b", "s3://c", "s3://c/")),
-            "s3://c/ is given twice",
-        ),
+        (CheckpointConfig(load="s3:/bucket/run"), "--load s3:/bucket/run is not a path or a URL"),
+        (CheckpointConfig(save="a", redundant_save=("b", "s3://c", "s3://c/")), "s3://c/ is given twice"),
         (CheckpointConfig(save="a", redundant_save=("b", "a")), "--redundant-save a is the directory of --save"),
-        (
-            CheckpointConfig(save="a", redundant_save=("ftp://me:secret@host/x",)),
-            r"ftp://\*{3}@host/x contains",
-        ),
+        (CheckpointConfig(save="a", redundant_save=("ftp://me:secret@host/x",)), r"ftp://\*{3}@host/x contains"),
         (CheckpointConfig(load="ftp://me:secret@host/x"), "contains a password"),
         (DataConfig(data_path=("1.0", "ftp://me:secret@host/x")), "--data-path .* contains a password"),
     ],

@@ -126,14 +126,8 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     # tests/config has the flags that are wrong by themselves.
     "processes do not divide": (flags(tensor_model_parallel_size=2), ("1 processes", "--tensor-model-parallel-size")),
     "corpus is nowhere": (flags(data_path="nowhere/corpus"), ("nowhere/corpus.idx", "--data-path")),
-    "corpus without .bin": (
-        spoilt(BIN, Path.unlink),
-        ("corpus.bin does not exist", "tools/preprocess_data.py"),
-    ),
-    "corpus without .idx": (
-        spoilt(IDX, Path.unlink),
-        ("corpus.idx does not exist", "tools/preprocess_data.py"),
-    ),
+    "corpus without .bin": (spoilt(BIN, Path.unlink), ("corpus.bin does not exist", "tools/preprocess_data.py")),
+    "corpus without .idx": (spoilt(IDX, Path.unlink), ("corpus.idx does not exist", "tools/preprocess_data.py")),
     "truncated .bin": (spoilt(BIN, cut), ("corpus.bin", "copy it again")),
     "truncated .idx": (spoilt(IDX, cut), ("corpus.idx", "tools/preprocess_data.py")),
     "split without data": (flags(split="0,1,0"), ("--split",)),

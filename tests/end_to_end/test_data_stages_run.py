@@ -196,12 +196,7 @@ def test_evaluation_alone_compares_nothing(saved: SavedRun, b: WrittenCorpus) ->
 
 
 def test_other_data_of_evaluation_are_a_warning(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
-    evaluated: Flags = {
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "split": None,
-        "train_data_path": str(a.prefix),
-    }
+    evaluated: Flags = {"eval_interval": 2, "eval_iters": 1, "split": None, "train_data_path": str(a.prefix)}
     call_training(flags(tmp_path, exit_interval=2, valid_data_path=str(a.prefix), **evaluated)).succeeded()
     outcome = call_training(flags(tmp_path, exit_interval=4, valid_data_path=str(b.prefix), **evaluated)).succeeded()
     warning = "WARNING: the evaluation data differ from the checkpoint of iteration 2"
@@ -357,12 +352,7 @@ def validation_samples(words: Sequence[str]) -> list[Any]:
 
 
 def test_evaluation_begins_at_its_first_sample_in_a_stage(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
-    evaluated: Flags = {
-        "split": "5,5,0",
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "new_data_stage": "second",
-    }
+    evaluated: Flags = {"split": "5,5,0", "eval_interval": 2, "eval_iters": 1, "new_data_stage": "second"}
     call_training(flags(tmp_path, a.prefix, exit_interval=5, **{**evaluated, "new_data_stage": None})).succeeded()
     found = validation_samples(flags(tmp_path, b.prefix, exit_interval=7, **evaluated))
     found += validation_samples(flags(tmp_path, b.prefix, exit_interval=9, **evaluated))

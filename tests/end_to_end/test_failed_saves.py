@@ -15,12 +15,7 @@ from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
 from tests.checkpoint.file_faults import raise_error
-from tests.end_to_end.run_process import (
-    Corpus,
-    FlagValue,
-    call_training,
-    flags_of,
-)
+from tests.end_to_end.run_process import Corpus, FlagValue, call_training, flags_of
 
 
 @pytest.fixture(autouse=True)

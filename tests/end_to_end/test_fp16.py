@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.run_process import (
-    Corpus,
-    assert_close,
-    call_training,
-    flags_of,
-    grad_norms,
-    iterations,
-    losses,
-)
+from tests.end_to_end.run_process import Corpus, assert_close, call_training, flags_of, grad_norms, iterations, losses
 
 
 @pytest.mark.slow(reason="products in fp16 on a CPU")

@@ -14,14 +14,7 @@ from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.errors import ExitCode
 from megatron.operation.known_product import KnownProduct
 from megatron.training.train_module import TrainModule
-from tests.end_to_end.run_process import (
-    TINY_RUN,
-    call_training,
-    computed,
-    fork_training,
-    latest_iteration,
-    words_of,
-)
+from tests.end_to_end.run_process import TINY_RUN, call_training, computed, fork_training, latest_iteration, words_of
 
 RUN: dict[str, Any] = {
     **TINY_RUN,
@@ -116,11 +109,7 @@ def test_a_replay_of_finite_numbers_says_so(tmp_path: Path) -> None:
 
 
 def test_the_checks_change_nothing_and_say_nothing(tmp_path: Path) -> None:
-    everything: dict[str, Any] = {
-        "check_replicas_interval": 1,
-        "replay_interval": 1,
-        "known_answer_interval_s": 1e-9,
-    }
+    everything: dict[str, Any] = {"check_replicas_interval": 1, "replay_interval": 1, "known_answer_interval_s": 1e-9}
     nothing = dict.fromkeys(everything, 0)
     outputs = []
     for name, changes in (("with", everything), ("without", nothing)):

@@ -315,11 +315,7 @@ def test_the_tool_writes_a_cluster_file(
     ],
 )
 def test_mistakes_are_named(
-    tmp_path: Path,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert calibrate(monkeypatch, "--out", str(tmp_path / "a.toml"), *words)
     assert message in "".join(capsys.readouterr())

@@ -154,11 +154,7 @@ def test_the_loss_is_the_first_figure(
 
 @pytest.mark.parametrize(("minutes", "is_advised"), [(59, False), (61, True)])
 def test_save_intervals_are_advised_from_an_hour_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    minutes: int,
-    is_advised: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], minutes: int, is_advised: bool
 ) -> None:
     job = SimulatedJob(Costs(1e9, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
     for attempt in simulate(job, 60.0 * minutes, seed=2, start=1.7e9):
@@ -171,11 +167,7 @@ def test_save_intervals_are_advised_from_an_hour_on(
 
 @pytest.mark.parametrize(
     ("place", "experiment", "name"),
-    [
-        ("llama", None, "llama"),
-        ("llama/checkpoints", None, "llama"),
-        ("llama/checkpoints", "third try", "third try"),
-    ],
+    [("llama", None, "llama"), ("llama/checkpoints", None, "llama"), ("llama/checkpoints", "third try", "third try")],
 )
 def test_a_run_is_called_by_its_name(
     tmp_path: Path,

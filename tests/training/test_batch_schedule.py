@@ -50,11 +50,7 @@ def test_a_step_schedule_counts_tokens() -> None:
     schedule = _build(step_batch_size_schedule="0:2 1K:4, 0.01M:8", seq_length=100)
     sizes = [schedule.global_batch_size(samples) for samples in (0, 9, 10, 99, 100)]
     assert sizes == [2, 2, 4, 4, 8]
-    assert parse_step_schedule("0:768 250B:1536 1T:3K", 8192) == (
-        (0, 768),
-        (30517578, 1536),
-        (122070312, 3000),
-    )
+    assert parse_step_schedule("0:768 250B:1536 1T:3K", 8192) == ((0, 768), (30517578, 1536), (122070312, 3000))
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -89,12 +89,7 @@ def test_the_layout_decides_the_number_of_hardware_queues(
             "CUDA_DEVICE_MAX_CONNECTIONS",
         ),
         # Either number hinders one of the two, so the user may have measured.
-        (
-            FSDP | TP,
-            "1",
-            False,
-            "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap",
-        ),
+        (FSDP | TP, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap"),
     ],
 )
 def test_the_log_names_the_overlaps_that_a_number_hinders(

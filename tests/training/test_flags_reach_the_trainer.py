@@ -259,11 +259,7 @@ ROWS: list[Row] = [
     ),
     # The optimizer.
     ("--optimizer muon", {"state momentum_buffer": torch.float32}, ""),
-    (
-        "--optimizer sgd",
-        {"state exp_avg": None, "state exp_avg_sq": None, "state momentum_buffer": torch.float32},
-        "",
-    ),
+    ("--optimizer sgd", {"state exp_avg": None, "state exp_avg_sq": None, "state momentum_buffer": torch.float32}, ""),
     ("--ema-decay 0.9", {"state ema": torch.float32}, ""),
     ("--freeze-parameters embedding.*", {"frozen": ["chunks.0.embedding.weight"]}, ""),
     ("--lr-decay-style cosine --min-lr 1e-3", {"learning rates": [0.005, 0.00775, 0.001]}, ""),

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.training.flops import (
-    DENSE_PEAK_TFLOPS,
-    device_peak_tflops,
-    measured_peak_tflops,
-    mfu,
-    resolve_peak,
-)
+from megatron.training.flops import DENSE_PEAK_TFLOPS, device_peak_tflops, measured_peak_tflops, mfu, resolve_peak
 
 LLAMA3: dict[str, dict[str, Any]] = {
     "8b": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
@@ -27,10 +21,7 @@ def _llama3(size: str, seq_length: int = 8192, **changes: Any) -> float:
     return TransformerConfig(**(LLAMA3[size] | common | changes)).flops_per_token(seq_length)
 
 
-@pytest.mark.parametrize(
-    ("size", "gflop", "digits"),
-    [("8b", 51.47, 2), ("70b", 449.2, 1), ("405b", 2523.96, 2)],
-)
+@pytest.mark.parametrize(("size", "gflop", "digits"), [("8b", 51.47, 2), ("70b", 449.2, 1), ("405b", 2523.96, 2)])
 def test_llama3_at_8192_tokens(size: str, gflop: float, digits: int) -> None:
     assert round(_llama3(size) / 1e9, digits) == gflop
 

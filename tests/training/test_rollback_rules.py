@@ -17,12 +17,7 @@ from megatron.config.operation import OperationConfig
 from megatron.core.control import ControlGroup
 from megatron.training.checkpoints import pruning
 from megatron.training.checkpoints.pruning import Pruning
-from megatron.training.checkpoints.rollback import (
-    RollbackRequested,
-    in_order_of_preference,
-    left_out,
-    set_later_aside,
-)
+from megatron.training.checkpoints.rollback import RollbackRequested, in_order_of_preference, left_out, set_later_aside
 from megatron.training.checkpoints.saved_run import Progress
 from megatron.training.loop.batch_schedule import BatchSchedule
 

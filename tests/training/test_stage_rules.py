@@ -8,12 +8,7 @@ import pytest
 from megatron.checkpoint.schema import DataStage
 from megatron.data.data_record import DataRecord
 from megatron.errors import CheckpointError
-from megatron.training.checkpoints.data_stages import (
-    ResolvedStages,
-    earlier_lengths,
-    first_stage,
-    resolve_data_stages,
-)
+from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
 from megatron.training.loop.batch_schedule import build_batch_schedule, samples_of_tokens
 
 SHORT: DataRecord = {"sequence_length": 8, "seed": 1}

@@ -202,12 +202,7 @@ def test_lines_print_above_the_progress_bar() -> None:
 
 @pytest.mark.parametrize(
     ("stream", "flag", "bar"),
-    [
-        (io.StringIO(), None, False),
-        (_Terminal(), None, True),
-        (_Terminal(), False, False),
-        (io.StringIO(), True, True),
-    ],
+    [(io.StringIO(), None, False), (_Terminal(), None, True), (_Terminal(), False, False), (io.StringIO(), True, True)],
 )
 def test_a_bar_only_where_a_person_watches(stream: io.StringIO, flag: bool | None, bar: bool) -> None:
     writers = _build(LoggingConfig(progress_bar=flag), stream=stream)
