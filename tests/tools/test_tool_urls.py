@@ -1,13 +1,17 @@
 """A URL where a tool reads or writes a file: read as a URL, or refused before anything is written."""
 
-import ast
 import importlib
 import os
+import runpy
 import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import tyro
 
 from tests.end_to_end.run_process import REPOSITORY
 
@@ -91,11 +95,10 @@ REFUSED = [
     ("scaling", "--picture", []),
     ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
 ]
-SHARED_FLAGS = ("megatron.config.", "benchmarks.gpu_lines.")
-"""Where the flags are that several scripts share."""
 TAKES_A_URL = {
     "average_checkpoints": {"load"},
     "convert_checkpoint": {"load"},
+    "evaluate": {"input", "json"},  # --json is refused only when the checkpoint has been read
     "evaluate_tasks": {"load"},
     "generate_text": {"load"},
     "inspect_checkpoint": {"load"},
@@ -154,60 +157,43 @@ def test_a_flag_that_does_not_take_a_url_says_so(
     assert os.listdir(tmp_path) == []
 
 
-def places(script: Path) -> set[str]:
-    """The flags of a script that take a text or a path: the fields of classes that tyro makes a command line of."""
-    tree = ast.parse(script.read_text())
-    parsed = {name for call in ast.walk(tree) if _is_command_line(call) for name in _names(call)}
-    while True:
-        named = {name for one in tree.body if _defines(one, parsed) for name in _names(one)}
-        if named <= parsed:
-            break
-        parsed |= named
-    return {
-        field.target.id
-        for one in [*tree.body, *_classes_of_bases(tree, parsed)]
-        if isinstance(one, ast.ClassDef) and one.name in parsed
-        for field in one.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if {"str", "Path"} & _names(field.annotation)
+def takes_text(kind: Any) -> bool:
+    return kind in (str, Path) or any(takes_text(part) for part in get_args(kind) if not isinstance(part, str))
+
+
+def dataclasses_of(kind: Any) -> Iterator[Any]:
+    """The class of a command line, or those of its subcommands."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        yield kind
+    for part in get_args(kind):
+        yield from dataclasses_of(part)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_place_that_a_tool_takes_is_known(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the fields of the classes that tyro makes a command line of."""
+    seen: list[Any] = []
+
+    def note(kind: Any, **_: Any) -> None:
+        seen.append(kind)
+        sys.exit()
+
+    entry = REPOSITORY / "tools" / f"{script}.py" if script in COMMANDS else SCRIPTS[script]
+    parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "local_ranks"))
+    if parses and "__main__" in entry.read_text():
+        monkeypatch.setattr(tyro, "cli", note)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(sys, "argv", [script])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(entry), run_name="__main__")
+    found = {
+        name
+        for kind in seen
+        for one in dataclasses_of(kind)
+        for name, hint in get_type_hints(one).items()
+        if takes_text(hint) and not name.startswith("_")
     }
-
-
-def _classes_of_bases(tree: ast.Module, parsed: set[str]) -> list[ast.stmt]:
-    """The definitions elsewhere that classes of the script take over; their names join ``parsed``."""
-    bases = {
-        base.id
-        for one in tree.body
-        if isinstance(one, ast.ClassDef)
-        for base in one.bases
-        if isinstance(base, ast.Name)
-    }
-    found: list[ast.stmt] = []
-    for one in tree.body:
-        if isinstance(one, ast.ImportFrom) and one.module and one.module.startswith(SHARED_FLAGS):
-            taken_over = {alias.name for alias in one.names} & bases
-            source = REPOSITORY.joinpath(*one.module.split(".")).with_suffix(".py")
-            found += ast.parse(source.read_text()).body if taken_over else []
-            parsed |= taken_over
-    return found
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _is_command_line(node: ast.AST) -> bool:
-    # ``parse`` of benchmarks/local_ranks.py parses the class, too.
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("tyro.cli", "parse")
-
-
-def _defines(node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
-
-
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_every_place_that_a_tool_takes_is_known(script: Path) -> None:
     refused = {
-        flag.removeprefix("--").replace("-", "_").lower() for tool, flag, _ in REFUSED if tool.split()[0] == script.stem
+        flag.removeprefix("--").replace("-", "_").lower() for tool, flag, _ in REFUSED if tool.split()[0] == script
     }
-    assert places(script) - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script.stem, set())
+    assert found - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script, set())
