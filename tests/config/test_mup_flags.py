@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
-from megatron.errors import CheckpointError, ConfigError
+from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 
 MODEL = (
@@ -36,31 +35,6 @@ def test_the_base_is_the_model_itself_by_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--no-use-mup", "--mup-base-hidden-size needs --use-mup: add it, or remove --mup-base-hidden-size."),
-        ("--mup-output-mult 1", "--mup-output-mult 1 means 1 / width multiplier in Megatron-LM: remove it"),
-        ("--mup-output-mult 0", "--mup-output-mult"),
-        ("--mup-embedding-mult -1", "--mup-embedding-mult"),
-        ("--mup-base-hidden-size 0", "--mup-base-hidden-size"),
-        ("--qk-l2-norm", "--use-mup does not support --qk-l2-norm: remove one of them."),
-        ("--no-rope-freq 2", "--use-mup does not support --no-rope-freq: remove one of them."),
-        ("--optimizer muon", "--optimizer muon here: with --muon-scale-mode spectral its updates grow"),
-        ("--optimizer sgd --qk-layernorm", "--use-mup with --optimizer sgd does not support --qk-layernorm"),
-    ],
-)
-def test_what_cannot_be_scaled_is_refused(flags: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        model_of(flags)
-    assert words in str(refusal.value)
-
-
-@pytest.mark.parametrize("flags", ["--optimizer muon --muon-scale-mode unit_rms_norm", "--optimizer sgd"])
-def test_other_optimizers_are_accepted(flags: str) -> None:
-    assert model_of(flags).use_mup
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
         ("--mup-base-hidden-size 32", "--mup-base-hidden-size is 32 here and 16 there"),
         ("--mup-embedding-mult 2", "--mup-embedding-mult is 2.0 here and 1.0 there"),
         ("--mup-output-mult 2", "--mup-output-mult is 2.0 here and 0.25 there"),
@@ -81,20 +55,3 @@ def test_a_checkpoint_without_mup_is_refused() -> None:
     plain = parse_command_line(MODEL.replace("--use-mup --mup-base-hidden-size 16", "").split()).model
     with pytest.raises(CheckpointError, match="--use-mup is True here and False there"):
         check_architecture(vars(model_of().resolve(64, 1, 16)), vars(plain.resolve(64, 1, 16)), "X")
-
-
-def test_checkpoints_of_before_have_no_mup() -> None:
-    state = {
-        "iteration": 1,
-        "consumed_samples": 1,
-        "optimizer_steps": 1,
-        "has_master_weights": False,
-        "architecture": {
-            name: value
-            for name, value in vars(ModelConfig.of(model_of().resolve(64, 1, 16)).resolve(64, 1, 16)).items()
-            if "mup" not in name
-        },
-        "flags": {},
-    }
-    assert not upgrade(state, 6).architecture.use_mup
-    assert FORMAT_VERSION >= 7

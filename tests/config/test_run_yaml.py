@@ -63,13 +63,11 @@ def configs(draw: st.DrawFn) -> RunConfig:
     return config
 
 
-@given(configs())
+@given(config=configs())
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])
-def test_what_is_written_is_read_as_the_same_run(config: RunConfig) -> None:
+def test_what_is_written_is_read_as_the_same_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = run_yaml(config, "run.yaml")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "read_text", lambda self, encoding: text)
-        read = parse_command_line(read_run_yaml(Path("run.yaml")))
+    read = parse_command_line(read_run_yaml(write(tmp_path_factory.getbasetemp(), text)))
     for group in fields(RunConfig):
         assert getattr(read, group.name) == getattr(config, group.name), text
 

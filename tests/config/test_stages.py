@@ -65,25 +65,6 @@ def test_an_even_split_exists_exactly_where_the_units_divide() -> None:
         assert not any(stage.is_empty for stage in stages)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "expected"),
-    [(16, 1, [7, *[8] * 14, 7]), (8, 8, [1, *[2] * 62, 1]), (1, 1, [126])],
-    ids=["16 stages", "8 ranks of 8 chunks", "one process"],
-)
-def test_llama_405b(ranks: int, chunks: int, expected: list[int]) -> None:
-    """126 layers, so that embedding and head make 128 (The Llama 3 Herd of Models, section 3.3.2)."""
-    assert counts(split_evenly(126, ranks, chunks, True, True)) == expected
-
-
-def test_an_end_of_the_model_may_be_a_stage_of_its_own() -> None:
-    stages = split_evenly(1, 3, account_for_embedding=True, account_for_loss=True)
-    assert stages == (
-        VirtualStage(range(0), has_embedding=True),
-        VirtualStage(range(1)),
-        VirtualStage(range(1, 1), has_output_layer=True),
-    )
-
-
 def test_adding_the_flags_that_a_refusal_proposes_helps() -> None:
     followed = 0
     for layers, ranks, chunks, with_embedding, with_loss in even_cases():
@@ -133,10 +114,6 @@ def test_a_split_around_the_ends_exists_exactly_where_the_rest_divides() -> None
         for rank, count in enumerate(by_rank):
             of_rank = [n for n in range(len(stages)) if pipeline_rank(n, ranks, "loop") == rank]
             assert counts([stages[n] for n in of_rank]) == [count // chunks] * chunks
-
-
-def test_a_lighter_first_and_last_rank_in_two_chunks() -> None:
-    assert counts(split_around_ends(18, 4, 2, first=4, last=2)) == [2, 3, 3, 1, 2, 3, 3, 1]
 
 
 # Layout strings

@@ -24,6 +24,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     iterations,
+    kept,
     latest_iteration,
 )
 
@@ -41,12 +42,6 @@ def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]
         "metrics_jsonl": run / "metrics.jsonl",
     }
     return flags_of(corpus, **{**settings, **changes})
-
-
-def kept(root: Path) -> list[int]:
-    """The checkpoints under a directory, in which nothing else may be left."""
-    assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
-    return sorted(int(name.removeprefix("iter_")) for name in os.listdir(root) if name.startswith("iter_"))
 
 
 def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirror_it(

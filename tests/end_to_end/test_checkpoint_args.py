@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,29 +49,25 @@ ARCHITECTURES: dict[str, Flags] = {
 }
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A run of eight iterations, and the directory of one that stopped half-way."""
-
-    losses: list[float]
-    directory: Path
-
-
 @pytest.fixture(scope="module")
-def half_done(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
-    """Trains one of ``ARCHITECTURES``, given by flags, once."""
-    known: dict[str, Reference] = {}
+def saved(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trains one of ``ARCHITECTURES``, given by flags, once: eight iterations, of which a checkpoint half-way stays."""
 
-    def train(name: str) -> Reference:
-        if name not in known:
-            directory, flags = tmp_path_factory.mktemp("half"), ARCHITECTURES[name]
-            whole = tmp_path_factory.mktemp("whole") / "metrics.jsonl"
-            call_training(flags_of(corpus, fp64=True, metrics_jsonl=whole, **flags)).succeeded()
-            call_training(flags_of(corpus, fp64=True, save=directory, exit_interval=HALF, **flags)).succeeded()
-            known[name] = Reference(losses(whole), directory)
-        return known[name]
+    @cache
+    def train(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("saved")
+        places: Flags = {"save": directory, "save_interval": HALF, "metrics_jsonl": directory / "metrics.jsonl"}
+        call_training(flags_of(corpus, fp64=True, **places, **ARCHITECTURES[name])).succeeded()
+        shutil.rmtree(checkpoint_of(directory, 2 * HALF))
+        (directory / "latest_checkpointed_iteration.txt").write_text(str(HALF))
+        return directory
 
     return train
+
+
+def second_half(directory: Path) -> list[float]:
+    """The losses after the checkpoint of a run of ``saved``."""
+    return losses(directory / "metrics.jsonl")[HALF:]
 
 
 def going_on(corpus: Corpus, load: Path, **changes: FlagValue | Path) -> list[str]:
@@ -90,12 +86,12 @@ def assert_refused(outcome: Outcome, *words: str) -> str:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_run_goes_on_without_flags_for_its_architecture(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path, name: str
+    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str
 ) -> None:
-    reference, metrics = half_done(name), tmp_path / "metrics.jsonl"
-    outcome = call_training(going_on(corpus, reference.directory, metrics_jsonl=metrics)).succeeded()
-    assert f"> architecture: from the checkpoint of iteration {HALF} in {reference.directory}" in outcome.stdout
-    assert losses(metrics) == reference.losses[HALF:]
+    directory, metrics = saved(name), tmp_path / "metrics.jsonl"
+    outcome = call_training(going_on(corpus, directory, metrics_jsonl=metrics)).succeeded()
+    assert f"> architecture: from the checkpoint of iteration {HALF} in {directory}" in outcome.stdout
+    assert losses(metrics) == second_half(directory)
 
 
 REFUSED: list[tuple[str, Flags, set[str]]] = [
@@ -131,9 +127,9 @@ REFUSED: list[tuple[str, Flags, set[str]]] = [
 
 @pytest.mark.parametrize(("name", "given", "told"), REFUSED)
 def test_every_flag_that_differs_is_named(
-    corpus: Corpus, half_done: Callable[[str], Reference], name: str, given: Flags, told: set[str]
+    corpus: Corpus, saved: Callable[[str], Path], name: str, given: Flags, told: set[str]
 ) -> None:
-    directory = half_done(name).directory
+    directory = saved(name)
     before = bytes_under(directory)
     outcome = call_training(going_on(corpus, directory, save=directory, **given))
     sentence = assert_refused(outcome, str(directory), "leave out ")
@@ -144,42 +140,40 @@ def test_every_flag_that_differs_is_named(
 
 
 def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The run takes over neither the length nor the padding, which are its own."""
-    reference, metrics = half_done("grouped queries"), tmp_path / "metrics.jsonl"
+    directory, metrics = saved("grouped queries"), tmp_path / "metrics.jsonl"
     free: Flags = {"make_vocab_size_divisible_by": 100, "attention_backend": "local", "max_position_embeddings": 50}
-    flags = going_on(corpus, reference.directory, save=tmp_path, metrics_jsonl=metrics, hidden_size=32, **free)
+    flags = going_on(corpus, directory, save=tmp_path, metrics_jsonl=metrics, hidden_size=32, **free)
     call_training(flags).succeeded()
-    assert_close(losses(metrics), reference.losses[HALF:], 1e-9)
+    assert_close(losses(metrics), second_half(directory), 1e-9)
     architecture = read_checkpoint(tmp_path, 8).state["architecture"]
     assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
 
 
 def test_a_pattern_of_layers_may_be_given_in_other_words(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    reference, metrics = half_done("layers of two kinds"), tmp_path / "metrics.jsonl"
-    flags = going_on(corpus, reference.directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
+    directory, metrics = saved("layers of two kinds"), tmp_path / "metrics.jsonl"
+    flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
     call_training(flags).succeeded()
-    assert losses(metrics) == reference.losses[HALF:]
-    outcome = call_training(going_on(corpus, reference.directory, no_rope_freq="[1,0]"))
+    assert losses(metrics) == second_half(directory)
+    outcome = call_training(going_on(corpus, directory, no_rope_freq="[1,0]"))
     assert_refused(outcome, "--no-rope-freq is [1,0] here and 2 there")
 
 
 @pytest.mark.parametrize(("seq_length", "longest"), [(16, 32), (48, 48)])
 def test_the_longest_sequence_is_the_checkpoints_unless_the_run_has_longer_ones(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path, seq_length: int, longest: int
+    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, seq_length: int, longest: int
 ) -> None:
     tuned: Flags = {"finetune": True, "train_iters": 1, "lr_warmup_iters": None, "seq_length": seq_length}
-    call_training(going_on(corpus, half_done("grouped queries").directory, save=tmp_path, **tuned)).succeeded()
+    call_training(going_on(corpus, saved("grouped queries"), save=tmp_path, **tuned)).succeeded()
     assert read_checkpoint(tmp_path, 1).state["architecture"]["max_position_embeddings"] == longest
 
 
-def test_a_layout_that_the_architecture_does_not_fit_is_refused(
-    corpus: Corpus, half_done: Callable[[str], Reference]
-) -> None:
-    directory = half_done("grouped queries").directory
+def test_a_layout_that_the_architecture_does_not_fit_is_refused(corpus: Corpus, saved: Callable[[str], Path]) -> None:
+    directory = saved("grouped queries")
     outcome = call_training(going_on(corpus, directory, cp_comm_type=("p2p", "a2a", "p2p")))
     assert_refused(outcome, "--cp-comm-type p2p a2a p2p", "3 types for 2 layers")
 
@@ -204,9 +198,9 @@ def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_pa
 
 
 def test_an_older_checkpoint_of_another_architecture_is_not_loaded_instead_of_a_damaged_one(
-    corpus: Corpus, half_done: Callable[[str], Reference], tmp_path: Path
+    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    source, latest = half_done("grouped queries").directory, checkpoint_of(tmp_path, HALF)
+    source, latest = saved("grouped queries"), checkpoint_of(tmp_path, HALF)
     call_training(flags_of(corpus, fp64=True, num_layers=3, train_iters=2, save=tmp_path)).succeeded()
     # With new times: what is older than the tracker counts as abandoned.
     shutil.copytree(checkpoint_of(source, HALF), latest, copy_function=shutil.copy)

@@ -50,15 +50,13 @@ def test_text_is_the_same_from_one_process_and_from_two(trained: Path) -> None:
     assert run_tool("tools/generate_text.py", *arguments, processes=2) == alone
 
 
-def generate(monkeypatch: pytest.MonkeyPatch, *words: object, stdin: str = "") -> int:
+def generate(*words: object) -> int:
     """Run the command in this process."""
-    monkeypatch.setattr(sys, "argv", ["generate_text.py", *map(str, words)])
-    monkeypatch.setattr(sys, "stdin", StringIO(stdin))
-    return generate_text.main()
+    return generate_text.main([str(word) for word in words])
 
 
 def test_a_file_of_prompts_becomes_lines_of_json(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every text is the one that its prompt has alone, and the other fields of a prompt are kept."""
     prompts: list[dict[str, Any]] = [
@@ -70,13 +68,13 @@ def test_a_file_of_prompts_becomes_lines_of_json(
     rows.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts) + "\n")
     common = ("--load", trained, "--max-new-tokens", 6, "--temperature", 1.5)
     arguments = ("--prompts", rows, "--output", output, "--batch-size", 2, "--seed", 3)
-    assert generate(monkeypatch, *common, *arguments) == 0
+    assert generate(*common, *arguments) == 0
     stdout, stderr = capsys.readouterr()
     assert stdout == "" and re.fullmatch(r"tokens/s: prompts [0-9.,]+, new [0-9.,]+\n", stderr.splitlines(True)[-1])
     found = [json.loads(line) for line in output.read_text().splitlines()]
     for number, (prompt, result) in enumerate(zip(prompts, found, strict=True)):
         alone = ("--prompt", prompt["prompt"], "--seed", 3 + number)
-        assert generate(monkeypatch, *common, *alone) == 0
+        assert generate(*common, *alone) == 0
         assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
         # The corpus is Python's library, so with another Python a text may end by itself.
         finish = "max_new_tokens" if result["tokens"] == 6 else "end_of_document"
@@ -84,7 +82,7 @@ def test_a_file_of_prompts_becomes_lines_of_json(
 
     lines = tmp_path / "prompts.txt"
     lines.write_text("import \n\né\n")
-    assert generate(monkeypatch, *common, "--prompts", lines, "--seed", 3) == 0
+    assert generate(*common, "--prompts", lines, "--seed", 3) == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [result["prompt"] for result in printed] == ["import ", "é"]
     assert printed[0]["text"] == found[0]["text"]
@@ -95,13 +93,12 @@ def test_a_line_continues_the_text_before_it(
 ) -> None:
     """An empty line begins a new text, and so does a text that is too long."""
     common = ("--load", trained, "--max-new-tokens", 3, "--temperature", 0, "--max-position-embeddings", 40)
-    assert (
-        generate(monkeypatch, *common, "--interactive", stdin="import \nx\n\nimport \n" + "a" * 50 + "\nimport ") == 0
-    )
+    monkeypatch.setattr(sys, "stdin", StringIO("import \nx\n\nimport \n" + "a" * 50 + "\nimport "))
+    assert generate(*common, "--interactive") == 0
     first, second, third, refused, fifth = capsys.readouterr().out.split("\n")[:-1]
     assert first == third == fifth != ""
     assert refused.endswith("a text has at most 40: a new text begins.)")
-    assert generate(monkeypatch, *common, "--prompt", f"import {first}\nx") == 0
+    assert generate(*common, "--prompt", f"import {first}\nx") == 0
     assert capsys.readouterr().out == f"import {first}\nx{second}\n"
 
 
@@ -123,18 +120,13 @@ def test_a_line_continues_the_text_before_it(
     ],
 )
 def test_wrong_requests_are_refused_in_one_sentence(
-    trained: Path,
-    tmp_path: Path,
-    words: tuple[str, ...],
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Path, tmp_path: Path, words: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "key.jsonl").write_text('{"text": "a"}\n')
-    assert generate(monkeypatch, "--load", trained, *(word.format(tmp_path) for word in words)) == 2
+    assert generate("--load", trained, *(word.format(tmp_path) for word in words)) == 2
     stdout, stderr = capsys.readouterr()
     assert stdout == "" and stderr.startswith("ERROR: ") and stderr.count("\n") == 1
     assert sentence.format(tmp_path) in stderr

@@ -17,7 +17,7 @@ import pytest
 from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (
-    TINY_RUN,
+    MOCK_RUN,
     FlagValue,
     Outcome,
     assert_close,
@@ -41,9 +41,7 @@ SPIKE = f"spike@{AT}+5:30"
 LOADED, FIRST_LEFT_OUT, LAST_LEFT_OUT = 50, 58, 68
 
 RUN: dict[str, FlagValue] = {
-    **TINY_RUN,
-    "mock_data": True,
-    "split": None,
+    **MOCK_RUN,
     "vocab_size": 16,
     "num_layers": 1,
     "fp64": True,

@@ -20,13 +20,9 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     iterations,
+    kept,
     wait_until,
 )
-
-
-def kept(root: Path) -> list[int]:
-    assert not [name for name in os.listdir(root) if name.startswith(".")]
-    return sorted(int(name.removeprefix("iter_")) for name in os.listdir(root) if name.startswith("iter_"))
 
 
 def test_saves_are_dense_early_and_old_ones_go_but_milestones(corpus: Corpus, tmp_path: Path) -> None:

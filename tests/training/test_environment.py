@@ -37,67 +37,40 @@ def run_with(layout: dict[str, Any], **groups: Any) -> RunConfig:
     return replace(RunConfig(), parallel=ParallelConfig(**layout), **groups)
 
 
-@pytest.mark.parametrize(
-    ("config", "connections", "reasons", "hindered"),
-    [
-        (run_with(OTHERS), 8, (), ()),
-        (run_with(TP), 1, ("tensor parallelism",), ()),
-        (run_with(CP), 1, ("context parallelism",), ()),
-        (run_with(TP | CP), 1, ("tensor parallelism", "context parallelism"), ()),
-        (run_with(FSDP), 8, ("FSDP2",), ()),
-        (run_with(FSDP | TP), 8, ("FSDP2",), ("tensor parallelism",)),
-        (run_with(OVERLAP), 8, ("--tp-comm-overlap",), ()),
-        (run_with(OVERLAP | CP), 8, ("--tp-comm-overlap",), ("context parallelism",)),
-        (run_with(OVERLAP, model=ENGINE), 1, ("tensor parallelism",), ()),
-        (run_with(OVERLAP, precision=FP8), 1, ("tensor parallelism",), ()),
-        (run_with(TP, activations=OFFLOAD), 8, ("--cpu-offloading-num-layers",), ("tensor parallelism",)),
-    ],
-)
-def test_the_layout_decides_the_number_of_hardware_queues(
-    config: RunConfig, connections: int, reasons: tuple[str, ...], hindered: tuple[str, ...]
-) -> None:
-    queues = choose_hardware_queues(config)
-    assert (queues.connections, queues.reasons, queues.hindered) == (connections, reasons, hindered)
-    assert not queues.is_mistake
+OF_USER, LATE = "set by the user", "with it tensor parallelism may start late"
+UNSET = "unset CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
-    ("layout", "given", "is_mistake", "text"),
+    ("config", "given", "connections", "reason", "remark"),
     [
-        (TP, None, False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, for tensor parallelism)"),
-        (TP, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user)"),
-        (OTHERS, None, False, "8 (CUDA_DEVICE_MAX_CONNECTIONS, for no overlap in particular)"),
-        (OTHERS, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user)"),
-        (
-            FSDP | TP,
-            None,
-            False,
-            "8 (CUDA_DEVICE_MAX_CONNECTIONS, for FSDP2); with it tensor parallelism may start late",
-        ),
-        (
-            FSDP,
-            "1",
-            True,
-            "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap: unset "
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-        ),
-        (
-            TP,
-            "32",
-            True,
-            "32 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it tensor parallelism may start late: unset "
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-        ),
+        (run_with(OTHERS), None, 8, "for no overlap in particular", ""),
+        (run_with(OTHERS), "1", 1, OF_USER, ""),
+        (run_with(TP), None, 1, "for tensor parallelism", ""),
+        (run_with(TP), "1", 1, OF_USER, ""),
+        (run_with(TP), "32", 32, OF_USER, f"{LATE}: {UNSET}"),
+        (run_with(CP), None, 1, "for context parallelism", ""),
+        (run_with(TP | CP), None, 1, "for tensor parallelism and context parallelism", ""),
+        (run_with(FSDP), None, 8, "for FSDP2", ""),
+        (run_with(FSDP), "1", 1, OF_USER, f"with it FSDP2 does not overlap: {UNSET}"),
+        (run_with(FSDP | TP), None, 8, "for FSDP2", LATE),
         # Either number hinders one of the two, so the user may have measured.
-        (FSDP | TP, "1", False, "1 (CUDA_DEVICE_MAX_CONNECTIONS, set by the user); with it FSDP2 does not overlap"),
+        (run_with(FSDP | TP), "1", 1, OF_USER, "with it FSDP2 does not overlap"),
+        (run_with(OVERLAP), None, 8, "for --tp-comm-overlap", ""),
+        (run_with(OVERLAP | CP), None, 8, "for --tp-comm-overlap", "with it context parallelism may start late"),
+        (run_with(OVERLAP, model=ENGINE), None, 1, "for tensor parallelism", ""),
+        (run_with(OVERLAP, precision=FP8), None, 1, "for tensor parallelism", ""),
+        (run_with(TP, activations=OFFLOAD), None, 8, "for --cpu-offloading-num-layers", LATE),
     ],
 )
-def test_the_log_names_the_overlaps_that_a_number_hinders(
-    layout: dict[str, Any], given: str | None, is_mistake: bool, text: str
+def test_the_layout_decides_the_number_of_hardware_queues_and_the_log_names_what_a_number_hinders(
+    config: RunConfig, given: str | None, connections: int, reason: str, remark: str
 ) -> None:
-    queues = choose_hardware_queues(run_with(layout), given)
-    assert queues.is_mistake == is_mistake
-    assert queues.describe() == f"hardware queues of the GPU: {text}"
+    queues = choose_hardware_queues(config, given)
+    assert queues.connections == connections
+    assert queues.is_mistake == (UNSET in remark)
+    named = f"hardware queues of the GPU: {connections} (CUDA_DEVICE_MAX_CONNECTIONS, {reason})"
+    assert queues.describe() == (f"{named}; {remark}" if remark else named)
 
 
 @pytest.mark.parametrize("given", ["", "many", "0", "33", "-1", "٣"])

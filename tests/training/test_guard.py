@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -27,27 +26,13 @@ from megatron.training.train_module import TrainModule
 CPU = torch.device("cpu")
 
 
-def control() -> ControlGroup:
-    return ControlGroup((0,), 0)
-
-
-def known_answer(interval_s: float = 100.0) -> KnownAnswer:
-    return KnownAnswer(control(), CPU, (torch.float32,), interval_s)
-
-
-def test_replays_need_kernels_that_repeat_their_bits() -> None:
-    assert why("cpu", False) is None
-    assert why("cuda", True) is None
-    refused = why("cuda", False)
-    assert refused is not None and "--deterministic-mode" in refused
-
-
-def test_replays_need_scales_that_they_do_not_change() -> None:
+def test_replays_need_kernels_that_repeat_their_bits_and_scales_that_they_do_not_change() -> None:
     delayed, current = SimpleNamespace(is_delayed=True), SimpleNamespace(is_delayed=False)
-    refused = why("cuda", True, "transformer_engine", delayed)
-    assert refused is not None and "--fp8-recipe" in refused
-    assert why("cuda", True, "transformer_engine", current) is None
+    for allowed in (why("cpu", False), why("cuda", True), why("cuda", True, "transformer_engine", current)):
+        assert allowed is None
     assert why("cuda", True, "local", delayed) is None, "our own FP8 keeps the scales of a step"
+    assert "--deterministic-mode" in str(why("cuda", False))
+    assert "--fp8-recipe" in str(why("cuda", True, "transformer_engine", delayed))
 
 
 def why(
@@ -59,21 +44,27 @@ def why(
     return why_not_replayed(cast(RunContext, context), cast(TrainModule, SimpleNamespace(fp8=fp8)))
 
 
+class Product(KnownProduct):
+    """A product whose numbers of wrong elements are given."""
+
+    def __init__(self, *errors: int) -> None:
+        super().__init__(CPU, torch.float32)
+        self.errors = list(errors)
+
+    def count_errors(self) -> int:
+        return self.errors.pop(0)
+
+
 def test_the_known_product_is_tested_at_its_interval_and_ends_the_run_with_the_flags_of_a_step() -> None:
-    clock, results = [0.0], [0, 0, 0, 3]
-    trainer = cast(Trainer, None)
-    with (
-        mock.patch("time.monotonic", lambda: clock[0]),
-        mock.patch.object(KnownProduct, "count_errors", side_effect=results) as count,
-    ):
-        known = known_answer()
-        assert count.call_count == 1, "at the start"
-        for clock[0], expected in ((99.0, 1), (100.0, 2), (150.0, 2), (201.0, 3)):
-            known.on_iteration_start(trainer)
-            assert count.call_count == expected
-        assert not known.has_failed
-        clock[0] = 400.0
+    product, now, trainer = Product(0, 0, 0, 3), 0.0, cast(Trainer, None)
+    known = KnownAnswer(ControlGroup((0,), 0), [product], 100.0, clock=lambda: now)
+    assert len(product.errors) == 3, "tested at the start"
+    for later, left in ((99.0, 3), (100.0, 2), (150.0, 2), (201.0, 1)):
+        now = later
         known.on_iteration_start(trainer)
+        assert len(product.errors) == left and not known.has_failed
+    now = 400.0
+    known.on_iteration_start(trainer)
     stop = StopConditions(10, TrainingConfig(), SignalWatch(), single_process().world, CPU, started=0.0, alarm=known)
     flags = stop.local_flags(5)
     assert flags[-1]
@@ -81,33 +72,29 @@ def test_the_known_product_is_tested_at_its_interval_and_ends_the_run_with_the_f
         stop.reason(5, [float(flag) for flag in flags])
 
 
-def test_no_product_is_computed_without_an_interval() -> None:
-    with mock.patch.object(KnownProduct, "count_errors", side_effect=AssertionError):
-        known_answer(0.0).on_iteration_start(cast(Trainer, None))
+def test_a_wrong_product_at_the_start_ends_the_run_and_none_is_computed_without_an_interval() -> None:
+    product = Product(1)
+    KnownAnswer(ControlGroup((0,), 0), [product], 0.0).on_iteration_start(cast(Trainer, None))
+    with pytest.raises(SilentCorruptionError, match="1 elements of a known product in float32 are wrong on rank 0"):
+        KnownAnswer(ControlGroup((0,), 0), [product], 100.0)
 
 
 @pytest.mark.parametrize(
     "interval, saves, is_saving, due",
-    [(3, None, False, [3, 6, 9]), (3, 4, True, [3, 4, 6, 8, 9]), (0, 4, True, []), (5, None, True, [5, 10])],
+    [
+        (3, None, False, [3, 6, 9]),
+        (3, 4, True, [3, 4, 6, 8, 9]),
+        (0, 4, True, []),
+        (5, None, True, [5, 10]),
+    ],
 )
 def test_the_state_is_checked_at_the_interval_and_at_saves(
     interval: int, saves: int | None, is_saving: bool, due: Sequence[int]
 ) -> None:
     schedule = None if saves is None else IntervalSchedule(((saves, 0),))
-    check = StateCheck(single_process(), interval, schedule, is_saving, known_answer(0.0))
-    checked: list[int] = []
-
-    def note(self: StateCheck, trainer: Any, when: str, *_: Any) -> None:
-        checked.append(int(when.removeprefix("before the update of iteration ")))
-
-    with (
-        mock.patch.object(StateCheck, "_check", note),
-        mock.patch.object(StateCheck, "_digests", lambda *_, **__: None),
-    ):
-        for iteration in range(10):
-            progress = SimpleNamespace(iteration=iteration)
-            check.before_update(cast(Trainer, SimpleNamespace(state=SimpleNamespace(progress=progress))))
-    assert checked == due
+    known = KnownAnswer(ControlGroup((0,), 0), [], 0.0)
+    check = StateCheck(single_process(), interval, schedule, is_saving, known)
+    assert [iteration for iteration in range(1, 11) if check.is_due(iteration)] == due
 
 
 def test_replicas_of_experts_are_compared_without_sharding() -> None:
