@@ -25,8 +25,7 @@ EXPERTS = 4
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a dense model in bf16, with fp32 master weights."""
     directory = tmp_path_factory.mktemp("dense")
-    flags = [word for word in words_of({**DENSE_RUN, "bf16": True, "save": directory}) if word != "True"]
-    call_training(flags).succeeded()
+    call_training(words_of({**DENSE_RUN, "bf16": True, "save": directory})).succeeded()
     return directory
 
 
@@ -119,7 +118,7 @@ def test_experts_are_not_upcycled_again_and_nothing_is_overwritten(dense: Path, 
 def test_a_dense_checkpoint_does_not_load_into_experts_and_back(dense: Path, tmp_path: Path) -> None:
     experts = words_of({"num_experts": EXPERTS})
     upcycle(dense, tmp_path)
-    flags = [word for word in words_of({**DENSE_RUN, "finetune": True}) if word != "True"]
+    flags = words_of({**DENSE_RUN, "finetune": True})
     refused = call_training([*flags, *experts, "--load", str(dense)])
     assert len(refused.errors) == 1 and "is a dense model, but --num-experts is 4" in refused.errors[0]
     refused = call_training([*flags, "--load", str(tmp_path)])

@@ -114,32 +114,43 @@ def report(host: str, **changes: Any) -> RankReport:
     return RankReport(**{"host": host, "digests": {}, "changed": (), "not_finite": (), "failure": None, **changes})
 
 
-def test_a_message_names_tensor_rank_and_host() -> None:
-    digests = [{AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}} for rank in (5, 5, 6)]
-    reports = [report(f"n{rank}", digests=found) for rank, found in enumerate(digests)]
-    expected = (
-        r"found before the update of iteration 7: the exp_avg of layers.0.w on rank 2 \(host n2\) differs from ranks 0 "
-        r"and 1\. "
-    )
-    with pytest.raises(SilentCorruptionError, match=expected) as raised:
-        raise_findings("before the update of iteration 7", reports, [(AXES, (0, 1, 2))])
-    assert raised.value.ranks == (2,) and raised.value.culprit == 2
+def differing(*values: int, **changes: Any) -> list[RankReport]:
+    """Replicas of a weight on hosts n0, n1, …; ``changed`` names the rank that has noticed a change."""
+    changed = changes.get("changed")
+    return [
+        report(f"n{rank}", digests={AXES: {WEIGHT: (value, 0)}}, changed=(WEIGHT,) if rank == changed else ())
+        for rank, value in enumerate(values)
+    ]
 
 
-def test_without_a_majority_both_ranks_are_named() -> None:
-    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}) for rank in range(2)]
-    expected = r"layers.0.w differs between ranks 0 and 1 \(host a\), any of which may be wrong"
-    with pytest.raises(SilentCorruptionError, match=expected) as raised:
-        raise_findings("now", reports, [(AXES, (0, 1))])
-    assert raised.value.ranks == (0, 1) and raised.value.culprit is None
+@pytest.mark.parametrize(
+    ("reports", "words", "ranks"),
+    [
+        (
+            differing(5, 5, 6),
+            r"found now: the weight of layers.0.w on rank 2 \(host n2\) differs from ranks 0 and 1\. ",
+            (2,),
+        ),
+        # Without a majority both are named.
+        (
+            differing(0, 1),
+            r"layers.0.w differs between ranks 0 and 1 \(hosts n0, n1\), any of which may be wrong",
+            (0, 1),
+        ),
+        # One of them knows that it had other bits after the update, and is named alone.
+        (differing(0, 1, changed=1), r"found now: [^;]* changed since the last update on rank 1 \(host n1\)\. ", (1,)),
+    ],
+)
+def test_a_message_names_tensor_rank_and_host(reports: list[RankReport], words: str, ranks: tuple[int, ...]) -> None:
+    with pytest.raises(SilentCorruptionError, match=words) as raised:
+        raise_findings("now", reports, [(AXES, tuple(range(len(reports))))])
+    assert raised.value.ranks == ranks and raised.value.culprit == (ranks[0] if len(ranks) == 1 else None)
 
 
-def test_a_rank_whose_tensor_changed_is_named_alone() -> None:
-    """Two replicas differ, and one of them knows that it had other bits after the update."""
-    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}, changed=(WEIGHT,) * rank) for rank in range(2)]
-    with pytest.raises(SilentCorruptionError) as raised:
-        raise_findings("now", reports, [(AXES, (0, 1))])
-    assert raised.value.culprit == 1 and "differs" not in str(raised.value)
+def test_of_several_tensors_the_one_that_differs_is_named() -> None:
+    reports = [report("a", digests={AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}}) for rank in (5, 5, 6)]
+    with pytest.raises(SilentCorruptionError, match=r"found now: the exp_avg of layers.0.w on rank 2"):
+        raise_findings("now", reports, [(AXES, (0, 1, 2))])
 
 
 def test_a_change_between_updates_and_a_number_that_is_not_finite() -> None:

@@ -25,26 +25,20 @@ def process(local_rank: int, size: int = 8) -> Process:
     return Process(local_rank, local_rank, size, size)
 
 
-def test_a_process_that_sees_all_gpus_of_the_node_takes_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_takes_its_own_gpu_or_the_only_one_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 8)
     assert [choose_device("auto", process(rank)).index for rank in range(8)] == list(range(8))
-
-
-def test_a_process_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under srun --gpus-per-task 1."""
-    see_gpus(monkeypatch, 1)
+    see_gpus(monkeypatch, 1)  # as under srun --gpus-per-task 1
     assert [choose_device("auto", process(rank)) for rank in range(8)] == [GPU] * 8
+    see_gpus(monkeypatch, 0)
+    assert choose_device("auto", process(0)).type == "cpu"
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_gpu_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 2)
     with pytest.raises(RankError, match=r"^3 processes run on this node, but it has 2 GPUs: start one process per GPU"):
         choose_device("auto", process(2))
-
-
-def test_without_a_gpu_only_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(monkeypatch, 0)
-    assert choose_device("auto", process(0)).type == "cpu"
     with pytest.raises(ConfigError, match=r"^--device cuda needs a GPU"):
         choose_device("cuda", process(0))
 
