@@ -142,19 +142,6 @@ def test_the_flags_that_are_read_are_those_that_bash_gives_to_the_program(
     assert read.words
 
 
-def test_the_flags_of_layers_of_arrays() -> None:
-    """The same recipe without bash, in words."""
-    recipe = as_read(LAYERED)
-    assert " ".join(recipe.words) == (
-        "--num-layers 4 --hidden-size 128 --seq-length 256 --overlap-grad-reduce --fp8-format hybrid "
-        "--fp8-amax-history-len 16 --mock-data --split '90,5,5' --data-cache-path /tmp/cache --save runs/small model "
-        "--train-samples 800"
-    )
-    assert "runs/small model" in recipe.words
-    assert recipe.num_ranks == 8
-    assert not recipe.remarks
-
-
 @pytest.mark.parametrize(
     ("text", "remark"),
     [

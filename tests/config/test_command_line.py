@@ -123,56 +123,42 @@ def test_no_two_groups_have_a_flag_of_the_same_name() -> None:
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "nearest"),
-    [
-        (["--micro-batch", "3"], "--micro-batch-size"),
-        (["--tensor-parallel-size", "2"], "--tensor-model-parallel-size"),
-        (["--seq-lenght=64"], "--seq-length"),
-        (["--num_layer", "3"], "--num-layers"),
-        (["--model", "tiny", "--no-save-optimizer"], "--no-save-optim"),
-        (["--no-progress-bar"], "--progress-bar"),
-    ],
-)
-def test_an_unknown_flag_is_answered_with_the_nearest_one(arguments: list[str], nearest: str) -> None:
-    sentence = refusal(*arguments)
-    assert "is not a flag of pretrain_llama.py" in sentence
-    assert f"did you mean {nearest}?" in sentence
-
-
-def test_an_unknown_flag_like_no_other_points_to_the_help() -> None:
-    assert refusal("--frobnicate", "3") == "--frobnicate is not a flag of pretrain_llama.py: see --help."
+UNKNOWN = "is not a flag of pretrain_llama.py: did you mean"
+NO_VALUE = "which a switch does not take: write"
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "sentence"),
     [
-        (["--bf16", "true"], "--bf16"),
-        (["--bf16=True"], "--bf16"),
-        (["--bf16", "False"], "--no-bf16"),
-        (["--no-save-optim", "no"], "--save-optim"),
-        (["--no-save-optim", "on"], "--no-save-optim"),
+        # An unknown flag is answered with the nearest one, also of another program; one like no other with the help.
+        ("--micro-batch 3", f"--micro-batch {UNKNOWN} --micro-batch-size?"),
+        ("--tensor-parallel-size 2", f"--tensor-parallel-size {UNKNOWN} --tensor-model-parallel-size?"),
+        ("--seq-lenght=64", f"--seq-lenght {UNKNOWN} --seq-length?"),
+        ("--num_layer 3", f"--num-layer {UNKNOWN} --num-layers?"),
+        ("--model tiny --no-save-optimizer", f"--no-save-optimizer {UNKNOWN} --no-save-optim?"),
+        ("--no-progress-bar", f"--no-progress-bar {UNKNOWN} --progress-bar?"),
+        ("--learning-rate 3", "did you mean --lr?"),
+        ("--tp 3", "did you mean --tensor-model-parallel-size?"),
+        ("--max_steps 3", "did you mean --train-iters?"),
+        ("--fp8 3", "did you mean --fp8-format?"),
+        ("--adam-betas 3", "did you mean --adam-beta1 or --adam-beta2?"),
+        ("--frobnicate 3", "--frobnicate is not a flag of pretrain_llama.py: see --help."),
+        # A switch with a value is answered with its spelling.
+        ("--bf16 true", f"{NO_VALUE} --bf16."),
+        ("--bf16=True", f"{NO_VALUE} --bf16."),
+        ("--bf16 False", f"{NO_VALUE} --no-bf16."),
+        ("--no-save-optim no", f"{NO_VALUE} --save-optim."),
+        ("--no-save-optim on", f"{NO_VALUE} --no-save-optim."),
+        # An unknown value is answered with the nearest one; one like no other with all.
+        ("--model Llama3-8B", "--model 'Llama3-8B' is unknown: did you mean llama3-8b?"),
+        ("--model llama-3.1-70b", "--model 'llama-3.1-70b' is unknown: did you mean llama3.1-70b?"),
+        ("--lr-decay-style Cosine", "--lr-decay-style 'Cosine' is unknown: did you mean cosine?"),
+        ("--optimizer AdamW", "is unknown: did you mean adam, whose weight decay is decoupled as AdamW's?"),
+        ("--optimizer lion", "--optimizer 'lion' is unknown: use adam, muon or sgd."),
     ],
 )
-def test_a_switch_with_a_value_is_answered_with_its_spelling(words: list[str], wanted: str) -> None:
-    assert refusal(*words).endswith(f"which a switch does not take: write {wanted}.")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "wanted"),
-    [
-        ("--model", "Llama3-8B", "llama3-8b"),
-        ("--model", "llama-3.1-70b", "llama3.1-70b"),
-        ("--lr-decay-style", "Cosine", "cosine"),
-        ("--optimizer", "AdamW", "adam, whose weight decay is decoupled as AdamW's"),
-    ],
-)
-def test_an_unknown_value_is_answered_with_the_nearest_one(flag: str, value: str, wanted: str) -> None:
-    assert refusal(flag, value) == f"{flag} {value!r} is unknown: did you mean {wanted}?"
-
-
-def test_an_unknown_value_like_no_other_lists_all() -> None:
-    assert refusal("--optimizer", "lion") == "--optimizer 'lion' is unknown: use adam, muon or sgd."
+def test_a_mistake_is_answered_with_what_was_meant(words: str, sentence: str) -> None:
+    assert refusal(*words.split()).endswith(sentence)
 
 
 ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
@@ -275,20 +261,6 @@ def test_a_first_start_names_all_flags_that_are_missing() -> None:
     assert "No corpus: set --data-path to a tokenized corpus, or add --mock-data." in raised.value.sentences
 
 
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [
-        ("--learning-rate", "--lr"),
-        ("--tp", "--tensor-model-parallel-size"),
-        ("--max_steps", "--train-iters"),
-        ("--fp8", "--fp8-format"),
-        ("--adam-betas", "--adam-beta1 or --adam-beta2"),
-    ],
-)
-def test_the_names_of_other_programs_are_known(name: str, flag: str) -> None:
-    assert refusal(name, "3").endswith(f"did you mean {flag}?")
-
-
 def test_synonyms_are_no_flags_and_name_flags() -> None:
     for name, flag in SYNONYMS.items():
         assert f"--{name}" not in all_spellings(), name
@@ -364,18 +336,6 @@ def test_explicit_flags_override_the_preset_wherever_they_stand() -> None:
         assert (model.model, model.num_layers, model.hidden_size, model.num_query_groups) == ("llama3-8b", 2, 4096, 8)
 
 
-def test_a_flag_of_a_preset_can_be_turned_off() -> None:
-    assert parse_command_line(["--model", "llama3.1-8b"]).model.use_rope_scaling
-    assert not parse_command_line(["--model", "llama3.1-8b", "--no-use-rope-scaling"]).model.use_rope_scaling
-    assert not parse_command_line(["--model", "llama3.2-1b"]).model.untie_embeddings_and_output_weights
-    untied = parse_command_line(["--model", "llama3.2-1b", "--untie-embeddings-and-output-weights"])
-    assert untied.model.untie_embeddings_and_output_weights
-
-
-def test_the_last_preset_wins() -> None:
-    assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
-
-
 def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> None:
     """Those of a checkpoint, for which a flag that is given goes, even one that says what the class has by default."""
     defaults = ModelConfig(num_layers=3, rotary_base=10000, untie_embeddings_and_output_weights=False)
@@ -389,30 +349,28 @@ def test_without_flags_everything_has_its_default() -> None:
     assert parse_command_line([]) == RunConfig()
 
 
-def test_underscores_and_hyphens_are_the_same() -> None:
-    with_hyphens = parse_command_line(["--micro-batch-size", "2", "--use-distributed-optimizer", "--no-save-optim"])
-    with_underscores = parse_command_line(["--micro_batch_size=2", "--use_distributed_optimizer", "--no_save_optim"])
-    assert with_hyphens == with_underscores != RunConfig()
+def test_a_flag_of_a_preset_can_be_turned_off_and_the_last_preset_wins() -> None:
+    for words, name, wanted in (
+        ("--model llama3.1-8b", "use_rope_scaling", True),
+        ("--model llama3.1-8b --no-use-rope-scaling", "use_rope_scaling", False),
+        ("--model llama3.2-1b", "untie_embeddings_and_output_weights", False),
+        ("--model llama3.2-1b --untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", True),
+    ):
+        assert getattr(parse_command_line(words.split()).model, name) is wanted, words
+    assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
 
 
-def test_megatron_flags_that_turn_something_off() -> None:
-    config = parse_command_line(
-        [
-            "--no-save-optim",
-            "--no-save-rng",
-            "--no-load-optim",
-            "--no-load-rng",
-            "--no-mmap-bin-files",
-            "--no-check-for-nan-in-loss-and-grad",
-            "--no-create-attention-mask-in-dataloader",
-            "--no-overlap-p2p-communication",
-        ]
+def test_flags_of_megatron_turn_things_off_with_hyphens_and_underscores() -> None:
+    words = (
+        "--no-save-optim --no-save-rng --no-load-optim --no-load-rng --no-mmap-bin-files --micro-batch-size 2 "
+        "--no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-overlap-p2p-communication"
     )
+    config = parse_command_line(words.split())
+    assert parse_command_line(words.replace("-", "_").replace("__", "--").replace("size ", "size=").split()) == config
     assert RunConfig().pipeline.overlap_p2p_communication and not config.pipeline.overlap_p2p_communication
     checkpoint = config.checkpoint
     assert not any((checkpoint.save_optim, checkpoint.save_rng, checkpoint.load_optim, checkpoint.load_rng))
-    assert not config.data.mmap_bin_files
-    assert not config.training.check_for_nan_in_loss_and_grad
+    assert not config.data.mmap_bin_files and not config.training.check_for_nan_in_loss_and_grad
 
 
 def test_lists_take_several_values() -> None:

@@ -1,7 +1,6 @@
 """A run on a damaged corpus ends on all ranks with the file, the block and the first iteration that read it."""
 
 import os
-import random
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.errors import ExitCode
-from tests.data.file_damage import DAMAGES
 from tests.end_to_end.run_process import Outcome, call_training, fork_training, losses
 
 SEED = 1234
@@ -149,20 +147,3 @@ def test_damaged_digests_are_refused_at_the_start() -> None:
     outcome = call_training(FLAGS)
     assert outcome.exit_code == ExitCode.ACTION_REQUIRED
     assert "corpus.digests.json is damaged" in outcome.errors[0]
-
-
-@pytest.mark.slow(reason="two runs for each damage")
-@pytest.mark.parametrize("kind", [".bin", ".idx"])
-@pytest.mark.parametrize("name", DAMAGES)
-def test_of_damaged_corpora_no_run_trains_on_other_tokens(name: str, kind: str) -> None:
-    call_training(FLAGS).succeeded()
-    wanted = losses(Path("metrics"))
-    os.remove("metrics")
-    DAMAGES[name](Path(f"corpus{kind}"), random.Random(f"{name} {kind}"))
-    outcome = call_training(FLAGS)
-    if outcome.exit_code == 0:
-        assert losses(Path("metrics")) == wanted and kind == ".bin"
-    else:
-        assert outcome.exit_code == ExitCode.ACTION_REQUIRED
-        assert len(outcome.errors) == 1 and f"corpus{kind}" in outcome.errors[0]
-        assert "Traceback" not in outcome.stderr

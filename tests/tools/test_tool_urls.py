@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
 import tyro
@@ -22,82 +23,48 @@ SCRIPTS = dict(sorted(COMMANDS.items())) | {
     path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))
 }
 
-PLANNED = ["--num-gpus", "8", "--seq-length", "8", "--global-batch-size", "8"]
-REFUSED = [
-    ("average_checkpoints", "--save", ["--load", "a", "--iterations", "1", "2"]),
-    ("benchmark_checkpoint", "--directory", []),
-    ("benchmark_checkpoint", "--json", []),
-    ("benchmark_cpu", "--json", []),
-    ("benchmark_data", "--input", []),
-    ("benchmark_data", "--json", []),
-    ("benchmark_data", "--sentencepiece-model", []),
-    ("benchmark_data", "--tiktoken-model", []),
-    ("benchmark_data", "--huggingface-model", []),
-    ("benchmark_collectives", "--json", []),
-    ("benchmark_schedules", "--json", []),
-    ("benchmark_generate", "--json", []),
-    ("benchmark_planner_cpu", "--json", []),
-    ("benchmark_step", "--json", []),
-    ("calibrate_cluster", "--base", ["--out", "a.toml"]),
-    ("calibrate_cluster", "--out", []),
-    ("check_node", "--json", []),
-    ("check_node", "--save", []),
-    ("compare_losses", "--metrics", ["--reference", "a.jsonl", "--bands", "1"]),
-    ("compare_losses", "--reference", ["--metrics", "a.jsonl", "--bands", "1"]),
-    ("convert_checkpoint from-hf", "--hf", ["--save", "a"]),
-    ("convert_checkpoint from-hf", "--save", ["--hf", "a"]),
-    ("convert_checkpoint from-megatron", "--load", ["--save", "a"]),
-    ("convert_checkpoint from-megatron", "--save", ["--load", "a"]),
-    ("convert_checkpoint from-megatron", "--tokenizer-model", ["--load", "a", "--save", "b"]),
-    ("convert_checkpoint to-hf", "--hf", ["--load", "a"]),
-    ("convert_checkpoint upcycle", "--save", ["--load", "a", "--num-experts", "8"]),
-    ("evaluate_tasks", "--include-path", ["--load", "a", "--tasks", "b"]),
-    ("evaluate_tasks", "--json", ["--load", "a", "--tasks", "b"]),
-    ("evaluate_tasks", "--load-hf", ["--tasks", "b"]),
-    ("evaluate_tasks", "--tokenizer-model", ["--load", "a", "--tasks", "b"]),
-    ("first_contact", "--archive", ["--out", "a"]),
-    ("first_contact", "--out", []),
-    ("first_contact_report", "--out", []),
-    ("first_contact_report", "--page", ["--out", "a"]),
-    ("flag_reference", "--docs", []),
-    ("generate_text", "--load-hf", ["--prompt", "b"]),
-    ("generate_text", "--output", ["--load", "a", "--prompts", "b"]),
-    ("generate_text", "--prompts", ["--load", "a"]),
-    ("generate_text", "--tokenizer-model", ["--load", "a", "--prompt", "b"]),
-    ("gpu_day", "--archive", ["--out", "a"]),
-    ("gpu_day", "--out", []),
-    ("inspect_dataset", "--plot", ["a"]),
-    ("merge_datasets", "--output-prefix", ["--input", "a"]),
-    ("mup_transfer", "--json", []),
-    ("mup_transfer", "--plot", []),
-    ("parallelism_pictures", "--output", []),
-    ("peers", "--cache-dir", []),
-    ("peers", "--json", []),
-    ("pipeline_schedule", "--json", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("pipeline_schedule", "--measured", []),
-    ("pipeline_schedule", "--png", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("pipeline_schedule", "--svg", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("plan_layout", "--cluster", PLANNED),
-    ("plan_layout", "--html", PLANNED),
-    ("plan_layout", "--json", PLANNED),
-    ("plan_layout", "--measured", PLANNED),
-    ("plot_metrics", "--metrics", ["--output", "a.png"]),
-    ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
-    ("predict_runs", "--csv", ["--json", "a"]),
-    ("predict_runs", "--json", ["--csv", "a"]),
-    ("preprocess_data", "--output-prefix", ["--input", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]),
-    ("rank_groups", "--svg", ["--num-gpus", "8"]),
-    ("report_run", "RUN", []),
-    ("report_run", "--html", ["a"]),
-    ("report_run", "--json", ["a"]),
-    ("report_run", "--metrics", ["a"]),
-    ("scaling", "--json", []),
-    ("scaling", "--picture", []),
-    ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
-]
+SUBCOMMANDS = {
+    "FromHuggingFace": "from-hf",
+    "FromMegatron": "from-megatron",
+    "ToHuggingFace": "to-hf",
+    "Upcycle": "upcycle",
+}
+"""Of convert_checkpoint, by their classes."""
+NEEDED = {
+    "average_checkpoints": "--load a --iterations 1 2",
+    "calibrate_cluster": "--out a.toml",
+    "compare_losses": "--reference a.jsonl --metrics a.jsonl --bands 1",
+    "convert_checkpoint from-hf": "--hf a --save a",
+    "convert_checkpoint from-megatron": "--load a --save b",
+    "convert_checkpoint to-hf": "--load a --hf b",
+    "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
+    "evaluate_tasks": "--load a --tasks b",
+    "evaluate_tasks --load-hf": "--tasks b",
+    "first_contact": "--out a",
+    "first_contact_report": "--out a",
+    "generate_text --load-hf": "--prompt b",
+    "generate_text --output": "--load a --prompts b",
+    "generate_text --prompts": "--load a",
+    "generate_text --tokenizer-model": "--load a --prompt b",
+    "gpu_day": "--out a",
+    "inspect_dataset": "a",
+    "merge_datasets": "--input a",
+    "pipeline_schedule": "--schedule 1f1b --stages 2 --microbatches 2",
+    "pipeline_schedule --measured": "",
+    "plan_layout": "--num-gpus 8 --seq-length 8 --global-batch-size 8",
+    "plot_metrics": "--metrics a.jsonl --output a.png",
+    "predict_runs": "--csv a --json b",
+    "preprocess_data": "--input a --tokenizer-type NullTokenizer --vocab-size 9",
+    "rank_groups": "--num-gpus 8",
+    "report_run": "a",
+    "report_run run": "",
+    "train_tokenizer": "--input a --vocab-size 300",
+}
+"""What a tool, or one of its flags, needs beside the flag."""
 TAKES_A_URL = {
     "average_checkpoints": {"load"},
-    "convert_checkpoint": {"load"},
+    "convert_checkpoint to-hf": {"load"},
+    "convert_checkpoint upcycle": {"load"},
     "evaluate": {"input", "json"},  # --json is refused only when the checkpoint has been read
     "evaluate_tasks": {"load"},
     "generate_text": {"load"},
@@ -128,35 +95,6 @@ NAMES_NO_PLACE = {
 }
 
 
-@pytest.mark.parametrize(("tool", "flag", "others"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_a_flag_that_does_not_take_a_url_says_so(
-    tool: str,
-    flag: str,
-    others: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    script, *subcommand = tool.split()
-    suffix = flag.replace("--", ".") if flag in ("--svg", "--png") else ""
-    named = [flag] if flag.startswith("--") else []  # a word without a flag
-    monkeypatch.chdir(tmp_path)
-    # A tool that handles SIGTERM is called in this process.
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [script, *subcommand, *others, *named, URL + suffix])
-    try:
-        status = importlib.import_module(
-            ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
-        ).main()
-    except SystemExit as end:
-        status = end.code
-    # What sys.exit() is given is printed by the interpreter.
-    sentence = status if isinstance(status, str) else capsys.readouterr().err.strip()
-    assert status and sentence.startswith(f"ERROR: {flag} s3:/")
-    assert "is a URL, but the flag needs a local path: " in sentence and "\n" not in sentence
-    assert os.listdir(tmp_path) == []
-
-
 def takes_text(kind: Any) -> bool:
     return kind in (str, Path) or any(takes_text(part) for part in get_args(kind) if not isinstance(part, str))
 
@@ -169,31 +107,49 @@ def dataclasses_of(kind: Any) -> Iterator[Any]:
         yield from dataclasses_of(part)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_place_that_a_tool_takes_is_known(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the fields of the classes that tyro makes a command line of."""
+def command_lines(script: str) -> list[Any]:
+    """The classes that tyro makes a command line of when a script starts."""
     seen: list[Any] = []
 
     def note(kind: Any, **_: Any) -> None:
-        seen.append(kind)
+        seen.extend(dataclasses_of(kind))
         sys.exit()
 
     entry = REPOSITORY / "tools" / f"{script}.py" if script in COMMANDS else SCRIPTS[script]
     parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "local_ranks"))
     if parses and "__main__" in entry.read_text():
-        monkeypatch.setattr(tyro, "cli", note)
-        monkeypatch.setattr(signal, "signal", lambda *_: None)
-        monkeypatch.setattr(sys, "argv", [script])
-        with pytest.raises(SystemExit):
+        with mock.patch.object(tyro, "cli", note), pytest.raises(SystemExit):
             runpy.run_path(str(entry), run_name="__main__")
-    found = {
-        name
-        for kind in seen
-        for one in dataclasses_of(kind)
-        for name, hint in get_type_hints(one).items()
-        if takes_text(hint) and not name.startswith("_")
-    }
-    refused = {
-        flag.removeprefix("--").replace("-", "_").lower() for tool, flag, _ in REFUSED if tool.split()[0] == script
-    }
-    assert found - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script, set())
+    return seen
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_flag_that_does_not_take_a_url_says_so(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every flag of a text or a path that is not in the tables above."""
+    monkeypatch.chdir(tmp_path)
+    # A tool that handles SIGTERM is called in this process.
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", [script])
+    for kind in command_lines(script):
+        subcommand = [SUBCOMMANDS[kind.__name__]] if kind.__name__ in SUBCOMMANDS else []
+        tool = " ".join([script, *subcommand])
+        places = {name for name, hint in get_type_hints(kind).items() if takes_text(hint) and not name.startswith("_")}
+        assert TAKES_A_URL.get(tool, set()) <= places
+        for name in sorted(places - NAMES_NO_PLACE - TAKES_A_URL.get(tool, set())):
+            flag = name if (script, name) == ("report_run", "run") else f"--{name.replace('_', '-')}"
+            needed = NEEDED.get(f"{script} {flag}", NEEDED.get(tool, "")).split()
+            suffix = f".{name}" if name in ("svg", "png") else ""
+            named = [flag] if flag.startswith("--") else []  # a word without a flag
+            monkeypatch.setattr(sys, "argv", [script, *subcommand, *needed, *named, URL + suffix])
+            try:
+                module = ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
+                status = importlib.import_module(module).main()
+            except SystemExit as end:
+                status = end.code
+            # What sys.exit() is given is printed by the interpreter.
+            sentence = status if isinstance(status, str) else capsys.readouterr().err.strip()
+            assert status and sentence.startswith(f"ERROR: {flag.upper() if not named else flag} s3:/"), sentence
+            assert "is a URL, but the flag needs a local path: " in sentence and "\n" not in sentence
+    assert os.listdir(tmp_path) == []

@@ -162,16 +162,6 @@ def test_the_short_line_shows_what_is_unusual() -> None:
     assert "skipped" not in format_compact_line(iteration_record(), None)
 
 
-def test_the_bar_draws_nothing_before_the_first_record() -> None:
-    stream = _Terminal()
-    bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
-    stream.write("> model: 5 parameters\n")
-    assert stream.getvalue() == "> model: 5 parameters\n"
-    bar.write_iteration(iteration_record(5))
-    bar.close()
-    assert "5/10" in stream.getvalue()
-
-
 def test_timers_follow_the_line() -> None:
     stream = io.StringIO()
     report = "max time across ranks (ms):\n    forward: 1.00"
@@ -180,16 +170,16 @@ def test_timers_follow_the_line() -> None:
     assert "nan iterations:   0 |" in line and "\n".join(timers) == report
 
 
-def test_lines_print_above_the_progress_bar() -> None:
+def test_the_bar_draws_nothing_before_the_first_record_and_lines_print_above_it() -> None:
     stream = _Terminal()
     bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
+    assert stream.getvalue() == ""
     bar.write_iteration(iteration_record(5))
     stream.truncate(0)
     stream.seek(0)
     print_above_bar(stream, "a line of its own")
-    shown = stream.getvalue()
+    before, after = stream.getvalue().split("a line of its own\n")
     bar.close()
-    before, after = shown.split("a line of its own\n")
     assert before.endswith("\r")  # the bar was wiped first
     assert "5/10" in after  # and drawn again below
 

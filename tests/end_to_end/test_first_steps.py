@@ -1,8 +1,7 @@
-"""The first command of a newcomer, examples/quickstart.sh: interrupted, run again, and run once more.
+"""The first command of a newcomer, examples/quickstart.sh, and the commands of docs/tutorial.md.
 
-It runs in a copy of the repository with a corpus cut to a fortieth and few iterations. What it would do without
-any of that (the virtual environment, 12 MB of corpus, a loss well under ln(vocabulary)) takes minutes, and is
-not repeated here.
+They run in copies of the repository with a small corpus and few iterations. What they would do without any of that (the
+virtual environment, 12 MB of corpus, a loss well under ln(vocabulary)) takes minutes, and is not repeated here.
 """
 
 import json
@@ -28,6 +27,7 @@ from tests.end_to_end.run_process import (
     records,
     run_tool,
     wait_until,
+    write_documents,
 )
 
 pytestmark = pytest.mark.slow(reason="the whole quickstart, several times")
@@ -102,12 +102,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def copy_programs(clone: Path) -> None:
+    for name in ("examples", "megatron", "tools"):
+        shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pretrain_llama.py", clone)
+
+
 @pytest.fixture(scope="module")
 def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
     """A copy of the repository whose virtual environment is that of the tests, with a small corpus in place."""
     clone = tmp_path_factory.mktemp("clone")
-    for name in ("examples", "megatron", "tools"):
-        shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_programs(clone)
     for path in (*REPOSITORY.glob("p*.*"), *REPOSITORY.glob("requirements*.txt")):
         shutil.copy(path, clone)
     programs = clone / ".venv" / "bin"
@@ -210,3 +215,70 @@ def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quick
     assert (quickstart.clone / "precisions" / "precisions.png").read_bytes().startswith(b"\x89PNG\r\n")
     found = {name: losses(quickstart.clone / "precisions" / f"{name}.jsonl") for name in ("fp32", "fp8-tensorwise")}
     assert len(found["fp32"]) == 2 and found["fp32"] != found["fp8-tensorwise"]
+
+
+# --- the tutorial ---------------------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.slow(reason="every command of the tutorial, in processes of its own")
+
+PAGE = (REPOSITORY / "docs/tutorial.md").read_text(encoding="utf-8")
+NOT_RUN = ("pip install", "hf upload")
+"""What needs the network."""
+SHORTER = {
+    "--train-iters 300": "--train-iters 6",
+    "--lr-warmup-iters 25": "--lr-warmup-iters 1",
+    "--eval-interval 100 --eval-iters 8": "--eval-interval 3 --eval-iters 1",
+    "--save-interval 100": "--save-interval 6",
+    "--log-interval 10": "--log-interval 1",
+    "--vocab-size 2048": "--vocab-size 512",
+}
+TUTORIAL_TIMEOUT = 300.0
+
+
+def blocks() -> dict[str, str]:
+    """The commands of every section by its heading; of several blocks together."""
+    found: dict[str, str] = {}
+    for section in PAGE.split("\n## ")[1:]:
+        parts = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        code = "".join(part for part in parts if not any(words in part for words in NOT_RUN))
+        if code:
+            found[section.partition("\n")[0]] = code
+    return found
+
+
+def shortened(code: str) -> str:
+    """The commands with few iterations."""
+    for long, short in SHORTER.items():
+        assert long in PAGE
+        code = code.replace(long, short)
+    return code
+
+
+def test_the_commands_lead_from_text_to_a_model_for_transformers(tmp_path: Path) -> None:
+    copy_programs(tmp_path)
+    outputs: dict[str, str] = {}
+    for heading, code in blocks().items():
+        if heading == "Text":  # a small corpus instead of the whole library
+            (tmp_path / "runs/tutorial").mkdir(parents=True)
+            write_documents(tmp_path / "runs/tutorial/corpus.jsonl", documents=60)
+            continue
+        done = subprocess.run(
+            ["bash", "-e", "-c", shortened(code)],
+            cwd=tmp_path,
+            env=environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"},
+            input="class Reader:\n\n",
+            capture_output=True,
+            text=True,
+            timeout=TUTORIAL_TIMEOUT,
+        )
+        assert done.returncode == 0, f"{heading}: {done.stdout}{done.stderr}"
+        outputs[heading] = done.stdout
+    run = tmp_path / "runs/tutorial"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(outputs["Loss"].splitlines()) >= 2, "validation losses"
+    texts = [json.loads(line) for line in outputs["Text from the model"].splitlines() if line.startswith("{")]
+    assert [text["prompt"] for text in texts] == ["    def close(self):", '    """Return the', "raise ValueError("]
+    (before,) = re.findall(r"unseen.txt: (.*)", outputs["Evaluation"])
+    (after,) = re.findall(r"unseen.txt: (.*)", outputs["To Hugging Face"])
+    assert before == after
+    assert "> class Reader:\n" in outputs["A chat in transformers"]
