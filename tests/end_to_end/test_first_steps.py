@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -39,12 +40,15 @@ VOCABULARY = 512
 TIMEOUT = 120.0
 
 
+Process: TypeAlias = "subprocess.Popen[bytes]"
+
+
 @dataclass
 class Quickstart:
     """The script in its copy of the repository."""
 
     clone: Path
-    started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    started: list[Process] = field(default_factory=list)
 
     @property
     def run_directory(self) -> Path:
@@ -56,23 +60,15 @@ class Quickstart:
         """Output of the last start."""
         return self.clone / "quickstart.log"
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        """Start the quickstart."""
-        settings = {
-            "RUN": str(self.run_directory),
-            "ITERATIONS": str(ITERATIONS),
-            "VOCABULARY": str(VOCABULARY),
-            "MASTER_PORT": str(free_port()),
-        }
-        return self.start_script(["examples/quickstart.sh"], settings)
-
-    def start_script(self, command: list[str], settings: dict[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a script in a session of its own, as on a terminal of its own."""
+    def start(self, command: Sequence[str] = ("examples/quickstart.sh",), **settings: object) -> Process:
+        """Start the quickstart, or another script, in a session of its own, as on a terminal of its own."""
+        settings = {"RUN": self.run_directory, "ITERATIONS": ITERATIONS, **settings}
+        settings |= {"VOCABULARY": VOCABULARY, "MASTER_PORT": free_port()}
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 ["bash", *command],
                 cwd=self.clone,
-                env=environment() | settings,
+                env=environment() | {name: str(value) for name, value in settings.items()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -81,10 +77,13 @@ class Quickstart:
         self.started.append(process)
         return process
 
-    def finish(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the end; the output."""
+    def run(self, *command: str, **settings: object) -> str:
+        """Run a script, which must succeed, to its end; the output."""
+        process = self.start(command, **settings) if command else self.start()
         process.wait(TIMEOUT)
-        return self.log.read_text()
+        output = self.log.read_text()
+        assert process.returncode == 0, output
+        return output
 
     def kill(self) -> None:
         """End what a failed test has left running; it would slow all tests behind it."""
@@ -143,7 +142,8 @@ def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_t
     first = f"\n{LOGGED}/{ITERATIONS}  loss"
     wait_until(lambda: first in quickstart.log.read_text() or process.poll() is not None, TIMEOUT)
     os.killpg(process.pid, signal.SIGINT)
-    output = quickstart.finish(process)
+    process.wait(TIMEOUT)
+    output = quickstart.log.read_text()
     assert "stopped: signal SIGINT" in output, output
     assert "== Tokenizer" in output
     assert "== Data" in output
@@ -152,18 +152,14 @@ def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_t
     assert LOGGED <= done < ITERATIONS
     assert not (quickstart.run_directory / "loss.png").exists()
 
-    process = quickstart.start()
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    output = quickstart.run()
     assert f"continuing after iteration {done}" in output
     assert "== Tokenizer" not in output
     assert "== Data" not in output
     assert_finished(quickstart, output)
 
     before = bytes_under(quickstart.run_directory)
-    process = quickstart.start()
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    output = quickstart.run()
     assert "== Training" not in output
     assert_finished(quickstart, output)
     after = bytes_under(quickstart.run_directory)
@@ -188,28 +184,16 @@ def test_what_it_proposes_next_works(quickstart: Quickstart) -> None:
     commands = re.findall(r"^  \w+:  (python .*)$", quickstart.log.read_text(), re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        process = quickstart.start_script(["-c", f"source .venv/bin/activate; {command}"], {})
-        output = quickstart.finish(process)
-        assert process.returncode == 0, output
+        output = quickstart.run("-c", f"source .venv/bin/activate; {command}")
     assert output.startswith("class Queue:")
     assert (quickstart.run_directory / "report.html").stat().st_size > 10_000
 
 
 def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quickstart) -> None:
     """Two of them, for two iterations of one layer."""
-    settings = {
-        "RUN": str(quickstart.clone / "precisions"),
-        "DATA": str(quickstart.run_directory),
-        "VOCABULARY": str(VOCABULARY),
-        "ITERATIONS": "2",
-        "PRECISIONS": "fp32 fp8-tensorwise",
-        "MASTER_PORT": str(free_port()),
-    }
-    process = quickstart.start_script(
-        ["examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"], settings
-    )
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    settings = {"RUN": quickstart.clone / "precisions", "DATA": quickstart.run_directory, "ITERATIONS": 2}
+    script = ("examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1")
+    output = quickstart.run(*script, PRECISIONS="fp32 fp8-tensorwise", **settings)
     assert re.search(r"^\| fp32 \| [0-9.]+ \| [0-9.]+ \| 0 \| - \| - \| - \|$", output, re.MULTILINE), output
     assert re.search(r"^\| fp8-tensorwise \| .*% to [+-][0-9.]+% \| 1 % \|$", output, re.MULTILINE), output
     assert (quickstart.clone / "precisions" / "precisions.png").read_bytes().startswith(b"\x89PNG\r\n")

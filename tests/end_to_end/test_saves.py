@@ -240,17 +240,25 @@ def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
     assert [kept(root)[-1] for root in (first, second, third)] == [6, 6, 6]
 
 
+def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, *modules: str) -> None:
+    """In the new directory of a checkpoint of these iterations there is a folder where its file shall be."""
+
+    def spoiled(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        if iteration in iterations:
+            (directory / "rank_00000.safetensors").mkdir()
+        return directory
+
+    for module in modules:
+        monkeypatch.setattr(f"megatron.checkpoint.{module}.new_saving_directory", spoiled)
+
+
 def test_a_copy_that_cannot_be_made_is_a_warning(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "second").mkdir()
 
-    def full(root: Path, iteration: int) -> Path:
-        directory = new_saving_directory(root, iteration)
-        (directory / "rank_00000.safetensors").mkdir()
-        return directory
-
-    monkeypatch.setattr("megatron.checkpoint.background.new_saving_directory", full)
+    spoil(monkeypatch, range(1, 5), "background")
     call_training(copied(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
     assert kept(tmp_path / "first") == [1, 2, 3, 4]
     assert kept(tmp_path / "second") == []
@@ -309,18 +317,11 @@ def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def sometimes_spoiled(root: Path, iteration: int) -> Path:
-        directory = new_saving_directory(root, iteration)
-        if 2 <= iteration < 2 + failures:
-            (directory / "rank_00000.safetensors").mkdir()
-        return directory
-
     # The last attempt before the end is not made in the background.
-    for module in ("background", "storage"):
-        monkeypatch.setattr(f"megatron.checkpoint.{module}.new_saving_directory", sometimes_spoiled)
+    spoil(monkeypatch, range(2, 2 + failures), "background", "storage")
     changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
     outcome = call_training(saving_each(corpus, tmp_path, async_save=True, bf16=True, **changes))
-    assert "Iteration 2 is not named: rank 0: Cannot write" in caplog.text
+    assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
     assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
     if failures <= allowed:
         outcome.succeeded()
@@ -347,14 +348,14 @@ def test_the_last_save_is_tried_three_times(
 
     monkeypatch.setattr(storage, "write_safetensors", at_first_not)
     outcome = call_training(saving_each(corpus, tmp_path, save_interval=4))
-    assert caplog.text.count("Iteration 6 is not named") == 2
+    assert caplog.text.count("Iteration 6 is not saved") == 2
     if failures == 2:
         outcome.succeeded()
         assert names(tmp_path) == named(4, 6)
     else:
         assert outcome.exit_code != 0
         (sentence,) = outcome.errors
-        assert "Iteration 6, the last of this run, is not named, after 3 attempts: " in sentence
+        assert "Iteration 6, the last of this run, is not saved, after 3 attempts: " in sentence
         assert "Disk quota exceeded): free some space" in sentence
         assert "The newest checkpoint is of iteration 4." in sentence
         assert names(tmp_path) == named(4)

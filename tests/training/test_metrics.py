@@ -47,7 +47,7 @@ def test_plots_carry_megatrons_keys_and_units() -> None:
 
 def test_plots_of_the_balance_of_experts_carry_megatrons_keys_and_what_was_not_measured_is_left_out() -> None:
     balance: dict[str, Any] = {"load_balancing_loss": 1.25, "z_loss": 4.5, "moe/z_loss_layer_3": 4.25}
-    nothing = {"lm_loss": None, "grad_norm": None, "mfu": None, "num_zeros": None}
+    nothing: dict[str, Any] = {"lm_loss": None, "grad_norm": None, "mfu": None, "num_zeros": None}
     scalars = iteration_scalars(iteration_record(**balance, expert_load_max=1.75, **nothing))
     assert {key: scalars[key] for key in balance} == balance
     assert scalars["expert-load-max"] == 1.75

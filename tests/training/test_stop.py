@@ -86,19 +86,16 @@ def test_two_interrupts_are_noted_and_the_third_acts_as_usual(usual: list[int]) 
         assert usual == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_a_batch_system_may_repeat_its_signal(usual: list[int]) -> None:
+def test_a_batch_system_may_repeat_its_signal_and_the_third_ctrl_c_interrupts(usual: list[int]) -> None:
     """SLURM's daemon, srun and the launcher each send SIGTERM to a rank, and the save must still end."""
     with watch_signals(TrainingConfig()) as watch:
         for _ in range(4):
             signal.raise_signal(signal.SIGTERM)
         assert watch.received == "SIGTERM" and not usual
-
-
-def test_the_third_ctrl_c_interrupts(usual: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with watch_signals(TrainingConfig()) as watch:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
         assert watch.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
