@@ -109,21 +109,14 @@ def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus
     assert again["total"] == pytest.approx(found, rel=1e-12)
 
 
+STARTS = pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process")
+DIVIDED: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FULLY_SHARDED: Flags = {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
 LAYOUTS = [
-    pytest.param(
-        "trained", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
-    ),
-    pytest.param("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    pytest.param(
-        "trained",
-        {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
-        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
-    ),
-    pytest.param(
-        "with_experts",
-        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
-    ),
+    ("trained", {**DIVIDED, "pipeline_model_parallel_size": 2}),
+    ("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    pytest.param("trained", FULLY_SHARDED, marks=STARTS),
+    pytest.param("with_experts", {**DIVIDED, "context_parallel_size": 2}, marks=STARTS),
 ]
 
 
