@@ -8,8 +8,10 @@ number in the metrics file that does not come from a clock, and of every tensor 
 import gc
 import json
 import math
+import random
 import re
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -150,6 +152,26 @@ def test_a_checkpoint_of_muon_is_refused_by_adam_unless_it_starts_afresh(corpus:
     (error,) = call_training(flags).errors
     assert "--optimizer muon, not adam" in error and "--no-load-optim" in error
     call_training([*flags, "--no-load-optim"]).succeeded()
+
+
+@pytest.mark.slow(reason="four ranks, a kill at a random moment")
+def test_killed_run_started_again_is_bit_identical(corpus: Corpus, tmp_path: Path) -> None:
+    """Saving so often that the kill may fall into the middle of a save, or after iterations that are not saved."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole_run(corpus, whole, DIVIDED, 4)
+    seed = random.randrange(2**32)
+    delay = random.Random(seed).uniform(0.0, 0.8)
+    print(f"seed {seed}: killed {delay:.3f} s after the first iteration")
+    where = {"save": killed, "load": killed, "metrics_jsonl": killed / "metrics.jsonl"}
+    flags = flags_of(corpus, **DIVIDED, **where, save_interval=2)
+    run = RunningTraining(flags, processes=4)
+    run.wait_for_records(killed / "metrics.jsonl", 1)
+    time.sleep(delay)
+    run.kill()
+    fork_training(flags, 4).succeeded()
+    assert computed(killed / "metrics.jsonl") == computed(whole / "metrics.jsonl")
+    assert_same_tensors(checkpoint_of(killed, LENGTH), checkpoint_of(whole, LENGTH))
+    assert not [path.name for path in killed.iterdir() if path.name.startswith(".")]
 
 
 # --- one layout after the other ------------------------------------------------------------------------------

@@ -58,19 +58,6 @@ def request(first_iteration: int, noticed_at: int, consumed: int, batches: Batch
     )
 
 
-def test_the_range_that_is_left_out_begins_at_the_margin_in_samples() -> None:
-    """The batch grows within the part that is trained again: 4 to iteration 5, then 8."""
-    rollback = left_out(request(11, 12, RAMP.total_samples(12)), Progress(2, RAMP.total_samples(2)), margin=3)
-    assert (rollback.first_iteration, rollback.first_sample) == (8, RAMP.total_samples(7)) == (8, 36)
-    assert (rollback.iteration, rollback.end_sample) == (12, RAMP.total_samples(12))
-    assert rollback.loaded_iteration == 2
-
-
-def test_the_range_begins_after_the_checkpoint_if_that_is_within_the_margin() -> None:
-    rollback = left_out(request(11, 12, 100), Progress(9, RAMP.total_samples(9)), margin=50)
-    assert (rollback.first_iteration, rollback.first_sample) == (10, RAMP.total_samples(9))
-
-
 def skipped_samples(rollback: Rollback, batches: BatchSchedule, loaded: Progress) -> set[int]:
     """The samples that a run leaves out which continues from ``loaded``."""
     consumed, skipped = loaded.consumed_samples, set[int]()
@@ -92,7 +79,10 @@ def test_every_layout_leaves_out_the_range_and_at_most_a_batch_around_it(
     rollback = left_out(request(first, noticed, RAMP.total_samples(noticed)), progress, margin)
     same = skipped_samples(rollback, RAMP, progress)
     assert same == set(range(rollback.first_sample, rollback.end_sample))
-    assert len({rollback.first_iteration, max(loaded + 1, first - margin)}) == 1
+    assert rollback.first_iteration == max(loaded + 1, first - margin)
+    assert rollback.first_sample == RAMP.total_samples(rollback.first_iteration - 1)
+    assert (rollback.iteration, rollback.end_sample) == (noticed, RAMP.total_samples(noticed))
+    assert rollback.loaded_iteration == loaded
     other = BatchSchedule(((0, 12),), micro_batch_size=1, data_parallel_size=3)
     skipped = skipped_samples(rollback, other, progress)
     assert same <= skipped and len(skipped) <= len(same) + 2 * 11
