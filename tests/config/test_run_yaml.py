@@ -17,7 +17,6 @@ from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml
 from megatron.errors import ConfigError
-from megatron.flags import words_of
 
 TEXTS = st.one_of(
     st.sampled_from(["null", "yes", "1:30", "0x10", "1_000", "3e-4", "99,1,0", "0:16 1M:32", "a: b # c", "[1]", "~"]),
@@ -153,11 +152,3 @@ def test_flags_of_the_command_line_override_those_of_the_file(tmp_path: Path) ->
         assert config == parse_command_line(["--model", "tiny", "--lr", "2e-3", "--seq-length", "64"])
     with pytest.raises(ConfigError, match="--config is given twice"):
         parse_command_line(["--config", str(path), "--config", str(path)])
-
-
-def test_every_value_of_a_preset_can_be_changed_back(tmp_path: Path) -> None:
-    """A flag that states the class's default differs from the preset, and is written."""
-    config = parse_command_line(["--model", "llama3.2-1b", *words_of("untie_embeddings_and_output_weights", True)])
-    path = tmp_path / "run.yaml"
-    path.write_text(run_yaml(config, path.name), encoding="utf-8")
-    assert parse_command_line(["--config", str(path)]) == config

@@ -318,19 +318,6 @@ def test_a_run_from_the_start_sets_the_old_file_aside(tmp_path: Path) -> None:
     assert len(_lines(tmp_path / "metrics.jsonl.previous")) == 1
 
 
-def test_a_file_of_other_data_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text('{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(ConfigError, match=r"--metrics-jsonl .*corpus\.jsonl is not a metrics file"):
-        JsonlWriter(path, resume_iteration=5)
-    assert len(_lines(path)) == 2
-
-
-def test_a_path_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--metrics-jsonl .* cannot be written"):
-        JsonlWriter(tmp_path, resume_iteration=0)
-
-
 def test_a_disk_that_fails_during_the_run_costs_one_warning_and_no_training() -> None:
     stream = io.StringIO()
     console, jsonl = _build(LoggingConfig(metrics_jsonl="/dev/full"), stream=stream)
