@@ -13,7 +13,7 @@ about two minutes; --turns 3 is quicker and noisier. docs/planner.md describes t
 import datetime
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,10 +137,10 @@ def host_memory_gib() -> float:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, write and print the file; the exit code."""
     try:
-        config = tyro.cli(CalibrateConfig, description=__doc__)
+        config = tyro.cli(CalibrateConfig, args=arguments, description=__doc__)
         config.check()
         text = calibrate(config)
         if text is not None:

@@ -147,10 +147,10 @@ def compare(config: CompareConfig) -> list[str]:
     return outside
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compare; the exit code."""
     try:
-        outside = compare(tyro.cli(CompareConfig, description=__doc__))
+        outside = compare(tyro.cli(CompareConfig, args=arguments, description=__doc__))
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1

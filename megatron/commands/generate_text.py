@@ -6,7 +6,7 @@ output, tokens per second to standard error.
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,12 +178,12 @@ def opened(output: str | None, rank: int) -> Iterator[TextIO]:
             yield file
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the text as it grows; the exit code."""
     rank = int(os.environ.get("RANK", 0))
 
     def print_text() -> None:
-        config = tyro.cli(GenerateConfig, description=__doc__, console_outputs=rank == 0)
+        config = tyro.cli(GenerateConfig, args=arguments, description=__doc__, console_outputs=rank == 0)
         config.check()
         with opened(config.output, rank) as file:
             for part in generate(config):

@@ -192,10 +192,10 @@ def without_flags(arguments: Sequence[str], names: Container[str]) -> list[str]:
     return kept
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; the exit code."""
     try:
-        config, words = parse(sys.argv[1:])
+        config, words = parse(sys.argv[1:] if arguments is None else arguments)
         plan(config, job_of(config, words))
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)

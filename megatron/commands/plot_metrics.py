@@ -17,6 +17,7 @@ from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,16 @@ def _name(path: Path) -> str:
 
 
 def draw(config: PlotConfig) -> None:
+    """Write the figure of ``config`` to its output."""
+    figure = draw_figure(config)
+    import matplotlib.pyplot as plt
+
+    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(config.output, dpi=150)
+    plt.close(figure)
+
+
+def draw_figure(config: PlotConfig) -> "Figure":
     """Training loss as lines, validation loss as dots; learning rate and gradient norm below."""
     for path in (*config.metrics, config.output):
         refuse_urls({"--output" if path == config.output else "--metrics": path}, "name a local file")
@@ -105,9 +116,7 @@ def draw(config: PlotConfig) -> None:
         axes.grid(alpha=0.25)
     figure.align_ylabels()
     top.legend(frameon=False)
-    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(config.output, dpi=150)
-    plt.close(figure)
+    return figure
 
 
 def _draw_losses(axes: "Axes", run: History, name: str, smooth: int, in_tokens: bool) -> Any:
@@ -127,10 +136,10 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [place for place, _ in points], [value for _, value in points]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Draw; the exit code."""
     try:
-        draw(tyro.cli(PlotConfig, description=__doc__))
+        draw(tyro.cli(PlotConfig, args=arguments, description=__doc__))
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code

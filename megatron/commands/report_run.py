@@ -104,10 +104,10 @@ def write(flag: str, path: str, content: str) -> None:
         raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Report; the exit code."""
     try:
-        config = tyro.cli(ReportConfig, description=__doc__)
+        config = tyro.cli(ReportConfig, args=arguments, description=__doc__)
         report = build_report(config)
         if config.json is not None:
             attempts = [{**asdict(attempt), "hosts": len(attempt.hosts)} for attempt in report.run.attempts]

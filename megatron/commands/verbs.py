@@ -63,13 +63,13 @@ VERBS = (
 )
 
 
-def start(arguments: Sequence[str]) -> int:
+def start(arguments: Sequence[str], verbs: Sequence[Verb] = VERBS) -> int:
     """Run the verb ``arguments[0]`` with the words after it; the exit code."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
         print(help_text())
         return ExitCode.COMPLETE
-    verb = next((verb for verb in VERBS if verb.name == name), None)
+    verb = next((verb for verb in verbs if verb.name == name), None)
     if verb is None:
         print(f"ERROR: {unknown(name)}", file=sys.stderr)
         return ExitCode.ACTION_REQUIRED

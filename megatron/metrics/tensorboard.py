@@ -17,7 +17,7 @@ from megatron.urls import refuse_urls
 _VS_SAMPLES = " vs samples"
 _EVENT_SUFFIX = ".pretrain"
 _HEADER, _CHECKSUM = 12, 4  # bytes around the payload of a record
-_WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has some 60
+WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has some 60
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TensorBoardWriter:
         self._gate = IntervalGate(interval, resume_iteration)
         if resume_iteration > 0:
             for path in sorted(Path(directory).glob(f"events.out.tfevents.*{_EVENT_SUFFIX}")):
-                _rewind_events(path, resume_iteration)
+                rewind_events(path, resume_iteration)
         try:
             self._writer: Any = SummaryWriter(
                 log_dir=str(directory),
@@ -80,7 +80,7 @@ class TensorBoardWriter:
     def _write(self, scalars: Mapping[str, float], iteration: int, consumed_samples: int) -> None:
         for key, value in scalars.items():
             self._writer.add_scalar(key, value, iteration)
-        # Points over samples come last: _rewind_events recognises a stale iteration by its first point.
+        # Points over samples come last: rewind_events recognises a stale iteration by its first point.
         for key in filter(has_sample_axis, scalars):
             self._writer.add_scalar(key + _VS_SAMPLES, scalars[key], consumed_samples)
 
@@ -88,14 +88,15 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-def _rewind_events(path: Path, resume_iteration: int) -> None:
+def rewind_events(path: Path, resume_iteration: int, search_from: int | None = None) -> None:
     """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
 
     The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum (4). All
-    records after the first stale point are stale, so bisection finds it without reading the points of a long run.
+    records after the first stale point are stale, so bisection finds it without reading the points of a long run;
+    ``search_from`` is the start of an earlier record to read from instead.
     """
     with path.open("r+b") as file:
-        file.seek(_start_of_search(file, resume_iteration))
+        file.seek(start_of_search(file, resume_iteration) if search_from is None else search_from)
         while True:
             start = file.tell()
             header = file.read(_HEADER)
@@ -106,10 +107,10 @@ def _rewind_events(path: Path, resume_iteration: int) -> None:
                 return
 
 
-def _start_of_search(file: BinaryIO, resume_iteration: int) -> int:
+def start_of_search(file: BinaryIO, resume_iteration: int) -> int:
     """Start of a record that is not stale, shortly before the first stale or torn record."""
     fresh, stale = 0, os.fstat(file.fileno()).st_size
-    while stale - fresh > _WINDOW:
+    while stale - fresh > WINDOW:
         middle = (fresh + stale) // 2
         start = _first_point_after(file, middle, resume_iteration)
         if start is None:
@@ -122,7 +123,7 @@ def _start_of_search(file: BinaryIO, resume_iteration: int) -> int:
 def _first_point_after(file: BinaryIO, position: int, resume_iteration: int) -> int | None:
     """Start of the first point over iterations from ``position`` on; None if it is stale, or there is none nearby."""
     file.seek(position)
-    content = file.read(2 * _WINDOW)
+    content = file.read(2 * WINDOW)
     at = _first_record(content)
     while at is not None and at + _HEADER <= len(content):
         (length,) = struct.unpack_from("<Q", content, at)
@@ -142,9 +143,9 @@ def _first_record(content: bytes) -> int | None:
     """Place of the first record in ``content``, which the checksum of its length identifies."""
     from tensorboard.summary.writer.record_writer import masked_crc32c
 
-    for at in range(min(_WINDOW, len(content) - _HEADER)):
+    for at in range(min(WINDOW, len(content) - _HEADER)):
         length, checksum = struct.unpack_from("<QI", content, at)
-        if 0 < length < _WINDOW and masked_crc32c(content[at : at + 8]) == checksum:
+        if 0 < length < WINDOW and masked_crc32c(content[at : at + 8]) == checksum:
             return at
     return None
 

@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -23,6 +24,7 @@ from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORT
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from tests.end_to_end.megatron_recipe import recipe
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
 GROUPS = [type(getattr(RunConfig(), field.name)) for field in fields(RunConfig)]
@@ -122,61 +124,42 @@ def test_no_two_groups_have_a_flag_of_the_same_name() -> None:
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "nearest"),
-    [
-        (["--micro-batch", "3"], "--micro-batch-size"),
-        (["--tensor-parallel-size", "2"], "--tensor-model-parallel-size"),
-        (["--seq-lenght=64"], "--seq-length"),
-        (["--num_layer", "3"], "--num-layers"),
-        (["--model", "tiny", "--no-save-optimizer"], "--no-save-optim"),
-        (["--no-progress-bar"], "--progress-bar"),
-    ],
-)
-def test_an_unknown_flag_is_answered_with_the_nearest_one(arguments: list[str], nearest: str) -> None:
-    sentence = refusal(*arguments)
-    assert "is not a flag of pretrain_llama.py" in sentence
-    assert f"did you mean {nearest}?" in sentence
-
-
-def test_an_unknown_flag_like_no_other_points_to_the_help() -> None:
-    assert refusal("--frobnicate", "3") == "--frobnicate is not a flag of pretrain_llama.py: see --help."
-
-
-@pytest.mark.parametrize("arguments", [["--seq-length", "8", "9"], ["--swiglu", "2"], ["--swiglu=2"], ["stray"]])
-def test_a_value_too_many_is_named(arguments: list[str]) -> None:
-    assert refusal(*arguments).startswith(f"{arguments[-1].rpartition('=')[2]!r} is not a value of any flag")
+UNKNOWN = "is not a flag of pretrain_llama.py: did you mean"
+NO_VALUE = "which a switch does not take: write"
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "sentence"),
     [
-        (["--bf16", "true"], "--bf16"),
-        (["--bf16=True"], "--bf16"),
-        (["--bf16", "False"], "--no-bf16"),
-        (["--no-save-optim", "no"], "--save-optim"),
-        (["--no-save-optim", "on"], "--no-save-optim"),
+        # An unknown flag is answered with the nearest one, also of another program; one like no other with the help.
+        ("--micro-batch 3", f"--micro-batch {UNKNOWN} --micro-batch-size?"),
+        ("--tensor-parallel-size 2", f"--tensor-parallel-size {UNKNOWN} --tensor-model-parallel-size?"),
+        ("--seq-lenght=64", f"--seq-lenght {UNKNOWN} --seq-length?"),
+        ("--num_layer 3", f"--num-layer {UNKNOWN} --num-layers?"),
+        ("--model tiny --no-save-optimizer", f"--no-save-optimizer {UNKNOWN} --no-save-optim?"),
+        ("--no-progress-bar", f"--no-progress-bar {UNKNOWN} --progress-bar?"),
+        ("--learning-rate 3", "did you mean --lr?"),
+        ("--tp 3", "did you mean --tensor-model-parallel-size?"),
+        ("--max_steps 3", "did you mean --train-iters?"),
+        ("--fp8 3", "did you mean --fp8-format?"),
+        ("--adam-betas 3", "did you mean --adam-beta1 or --adam-beta2?"),
+        ("--frobnicate 3", "--frobnicate is not a flag of pretrain_llama.py: see --help."),
+        # A switch with a value is answered with its spelling.
+        ("--bf16 true", f"{NO_VALUE} --bf16."),
+        ("--bf16=True", f"{NO_VALUE} --bf16."),
+        ("--bf16 False", f"{NO_VALUE} --no-bf16."),
+        ("--no-save-optim no", f"{NO_VALUE} --save-optim."),
+        ("--no-save-optim on", f"{NO_VALUE} --no-save-optim."),
+        # An unknown value is answered with the nearest one; one like no other with all.
+        ("--model Llama3-8B", "--model 'Llama3-8B' is unknown: did you mean llama3-8b?"),
+        ("--model llama-3.1-70b", "--model 'llama-3.1-70b' is unknown: did you mean llama3.1-70b?"),
+        ("--lr-decay-style Cosine", "--lr-decay-style 'Cosine' is unknown: did you mean cosine?"),
+        ("--optimizer AdamW", "is unknown: did you mean adam, whose weight decay is decoupled as AdamW's?"),
+        ("--optimizer lion", "--optimizer 'lion' is unknown: use adam, muon or sgd."),
     ],
 )
-def test_a_switch_with_a_value_is_answered_with_its_spelling(words: list[str], wanted: str) -> None:
-    assert refusal(*words).endswith(f"which a switch does not take: write {wanted}.")
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "wanted"),
-    [
-        ("--model", "Llama3-8B", "llama3-8b"),
-        ("--model", "llama-3.1-70b", "llama3.1-70b"),
-        ("--lr-decay-style", "Cosine", "cosine"),
-        ("--optimizer", "AdamW", "adam, whose weight decay is decoupled as AdamW's"),
-    ],
-)
-def test_an_unknown_value_is_answered_with_the_nearest_one(flag: str, value: str, wanted: str) -> None:
-    assert refusal(flag, value) == f"{flag} {value!r} is unknown: did you mean {wanted}?"
-
-
-def test_an_unknown_value_like_no_other_lists_all() -> None:
-    assert refusal("--optimizer", "lion") == "--optimizer 'lion' is unknown: use adam, muon or sgd."
+def test_a_mistake_is_answered_with_what_was_meant(words: str, sentence: str) -> None:
+    assert refusal(*words.split()).endswith(sentence)
 
 
 ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
@@ -229,19 +212,6 @@ def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() 
         assert set(re.findall(r"--[a-z][a-z0-9-]*", remedy)) <= known, remedy
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--lr", "fast"], ["--model", "llama9"], ["--seq-length"], ["--rampup-batch-size", "1", "2"]]
-)
-def test_a_value_of_the_wrong_kind_is_one_sentence(arguments: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_command_line(arguments)
-    sentence = str(refused.value)
-    assert arguments[0] in sentence
-    assert sentence.endswith(".")
-    assert not set("\n│╭─") & set(sentence)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -254,17 +224,6 @@ def test_only_one_rank_speaks(capfd: pytest.CaptureFixture[str], monkeypatch: py
             main(["--help"])
         output = capfd.readouterr()
         assert bool(output.out + output.err) is (rank == "0")
-
-
-@pytest.mark.processes
-def test_a_mistake_is_one_sentence_without_a_traceback() -> None:
-    finished = run_script(*f"{RUN} --micro-batch 2".split())
-    assert finished.returncode == 2
-    assert (
-        finished.stderr == "ERROR: --micro-batch is not a flag of pretrain_llama.py: did you mean --micro-batch-size?\n"
-    )
-    assert len(finished.stderr.splitlines()) == 1
-    assert not finished.stdout
 
 
 def test_everything_that_is_wrong_is_said_at_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -301,20 +260,6 @@ def test_a_first_start_names_all_flags_that_are_missing() -> None:
     for flag in ("--seq-length", "--micro-batch-size", "--lr", "--train-iters", "--num-layers", "--hidden-size"):
         assert sum(flag in sentence.split()[0] for sentence in raised.value.sentences) == 1, raised.value
     assert "No corpus: set --data-path to a tokenized corpus, or add --mock-data." in raised.value.sentences
-
-
-@pytest.mark.parametrize(
-    ("name", "flag"),
-    [
-        ("--learning-rate", "--lr"),
-        ("--tp", "--tensor-model-parallel-size"),
-        ("--max_steps", "--train-iters"),
-        ("--fp8", "--fp8-format"),
-        ("--adam-betas", "--adam-beta1 or --adam-beta2"),
-    ],
-)
-def test_the_names_of_other_programs_are_known(name: str, flag: str) -> None:
-    assert refusal(name, "3").endswith(f"did you mean {flag}?")
 
 
 def test_synonyms_are_no_flags_and_name_flags() -> None:
@@ -392,18 +337,6 @@ def test_explicit_flags_override_the_preset_wherever_they_stand() -> None:
         assert (model.model, model.num_layers, model.hidden_size, model.num_query_groups) == ("llama3-8b", 2, 4096, 8)
 
 
-def test_a_flag_of_a_preset_can_be_turned_off() -> None:
-    assert parse_command_line(["--model", "llama3.1-8b"]).model.use_rope_scaling
-    assert not parse_command_line(["--model", "llama3.1-8b", "--no-use-rope-scaling"]).model.use_rope_scaling
-    assert not parse_command_line(["--model", "llama3.2-1b"]).model.untie_embeddings_and_output_weights
-    untied = parse_command_line(["--model", "llama3.2-1b", "--untie-embeddings-and-output-weights"])
-    assert untied.model.untie_embeddings_and_output_weights
-
-
-def test_the_last_preset_wins() -> None:
-    assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
-
-
 def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> None:
     """Those of a checkpoint, for which a flag that is given goes, even one that says what the class has by default."""
     defaults = ModelConfig(num_layers=3, rotary_base=10000, untie_embeddings_and_output_weights=False)
@@ -417,30 +350,28 @@ def test_without_flags_everything_has_its_default() -> None:
     assert parse_command_line([]) == RunConfig()
 
 
-def test_underscores_and_hyphens_are_the_same() -> None:
-    with_hyphens = parse_command_line(["--micro-batch-size", "2", "--use-distributed-optimizer", "--no-save-optim"])
-    with_underscores = parse_command_line(["--micro_batch_size=2", "--use_distributed_optimizer", "--no_save_optim"])
-    assert with_hyphens == with_underscores != RunConfig()
+def test_a_flag_of_a_preset_can_be_turned_off_and_the_last_preset_wins() -> None:
+    for words, name, wanted in (
+        ("--model llama3.1-8b", "use_rope_scaling", True),
+        ("--model llama3.1-8b --no-use-rope-scaling", "use_rope_scaling", False),
+        ("--model llama3.2-1b", "untie_embeddings_and_output_weights", False),
+        ("--model llama3.2-1b --untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", True),
+    ):
+        assert getattr(parse_command_line(words.split()).model, name) is wanted, words
+    assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
 
 
-def test_megatron_flags_that_turn_something_off() -> None:
-    config = parse_command_line(
-        [
-            "--no-save-optim",
-            "--no-save-rng",
-            "--no-load-optim",
-            "--no-load-rng",
-            "--no-mmap-bin-files",
-            "--no-check-for-nan-in-loss-and-grad",
-            "--no-create-attention-mask-in-dataloader",
-            "--no-overlap-p2p-communication",
-        ]
+def test_flags_of_megatron_turn_things_off_with_hyphens_and_underscores() -> None:
+    words = (
+        "--no-save-optim --no-save-rng --no-load-optim --no-load-rng --no-mmap-bin-files --micro-batch-size 2 "
+        "--no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-overlap-p2p-communication"
     )
+    config = parse_command_line(words.split())
+    assert parse_command_line(words.replace("-", "_").replace("__", "--").replace("size ", "size=").split()) == config
     assert RunConfig().pipeline.overlap_p2p_communication and not config.pipeline.overlap_p2p_communication
     checkpoint = config.checkpoint
     assert not any((checkpoint.save_optim, checkpoint.save_rng, checkpoint.load_optim, checkpoint.load_rng))
-    assert not config.data.mmap_bin_files
-    assert not config.training.check_for_nan_in_loss_and_grad
+    assert not config.data.mmap_bin_files and not config.training.check_for_nan_in_loss_and_grad
 
 
 def test_lists_take_several_values() -> None:
@@ -494,32 +425,15 @@ def test_every_published_preset_is_counted() -> None:
     assert {name for name, _, _ in PARAMETERS} == set(PRESETS) - {"tiny", "tiny-moe", "tiny-llama4"}
 
 
-RECIPE = """
-    --use-mcore-models --transformer-impl local --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
-    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192
-    --max-position-embeddings 8192 --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0
-    --normalization RMSNorm --norm-epsilon 1e-5 --swiglu --disable-bias-linear --init-method-std 0.01
-    --attention-backend flash --use-flash-attn --hidden-dropout 0.0 --attention-dropout 0.0
-    --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 128
-    --micro-batch-size 1 --global-batch-size 128 --train-samples 1953125 --lr-decay-samples 1949218
-    --lr-warmup-samples 3906 --lr 0.00015 --min-lr 0.00001 --lr-decay-style cosine --clip-grad 1.0
-    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --adam-eps 1e-5 --bf16 --calculate-per-token-loss
-    --accumulate-allreduce-grads-in-fp32 --no-check-for-nan-in-loss-and-grad --manual-gc --manual-gc-interval 10
-    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --context-parallel-size 1 --sequence-parallel
-    --use-distributed-optimizer --distributed-backend nccl --distributed-timeout-minutes 60
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer.json --data-path 0.5 a 0.5 b
-    --split 99,1,0 --data-cache-path cache --no-create-attention-mask-in-dataloader --no-mmap-bin-files
-    --num-workers 1 --dataloader-type single --eod-mask-loss --seed 42
-    --log-interval 1 --eval-iters 32 --eval-interval 100 --save-interval 1000 --save out --load out
-    --log-throughput --timing-log-level 1 --tensorboard-dir tb --exit-duration-in-mins 230 --exit-signal-handler
-    --wandb-project p --wandb-exp-name n
-    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion
-    --no-bias-swiglu-fusion --no-gradient-accumulation-fusion --cuda-graph-impl none
-"""
+WITHOUT_FUSION = (
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion "
+    "--no-bias-swiglu-fusion --no-gradient-accumulation-fusion --cuda-graph-impl none"
+)
+RECIPE = [*recipe(Path("out")), "--tensor-model-parallel-size", "2", *WITHOUT_FUSION.split()]
 
 
 def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
-    config = parse_command_line(RECIPE.split())
+    config = parse_command_line(RECIPE)
     check_run(config, 16)
     architecture = config.model.resolve(128256, tensor_parallel_size=2, seq_length=8192)
     assert architecture.num_parameters() == 8_030_261_248
@@ -533,8 +447,8 @@ def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     assert config.kernels.wanted("rms_norm") is None
 
 
-PIPELINE_RECIPE = f"""
-    {RECIPE} --model llama3.1-405b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
+PIPELINE = """
+    --model llama3.1-405b --num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248
     --num-attention-heads 128 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8
     --num-layers-per-virtual-pipeline-stage 2 --microbatch-group-size-per-virtual-pipeline-stage 16
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --no-overlap-p2p-communication
@@ -543,8 +457,17 @@ PIPELINE_RECIPE = f"""
 
 
 def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
-    config = parse_command_line(PIPELINE_RECIPE.split())
+    config = parse_command_line([*RECIPE, *PIPELINE.split()])
     check_run(config, 1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
     assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000
+
+
+def test_the_first_run_on_a_gpu_node_of_the_readme_has_good_flags() -> None:
+    """tests/docs has the other flags and places that pages name."""
+    command = re.search(r"pretrain_llama\.py \\\n(.*?)```", SCRIPT.with_name("README.md").read_text(), re.DOTALL)
+    assert command is not None
+    config = parse_command_line(shlex.split(command[1].replace("\\\n", " ")))
+    check_run(config, 8)
+    assert config.model.resolve(128256, 4, config.seq_length).num_parameters() == 8_030_261_248

@@ -22,7 +22,7 @@ from megatron.config.faults import (
     parse_faults,
 )
 from megatron.errors import ConfigError
-from tests.end_to_end.run_process import TINY_RUN, words_of
+from tests.end_to_end.run_process import MOCK_RUN, words_of
 
 NUMBERS = st.integers(1, 10**6)
 
@@ -132,7 +132,7 @@ def test_mistakes_are_explained(spec: str, reason: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-RUN = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "run_dir": "runs"}
+RUN = {**MOCK_RUN, "run_dir": "runs"}
 
 
 @pytest.mark.parametrize(

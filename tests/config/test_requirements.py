@@ -11,16 +11,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from sentencepiece import sentencepiece_model_pb2
 
-from tests.package.lock import (
-    COMMAND,
-    CUDA_LOCK,
-    IS_CUDA_BUILD,
-    LOCK,
-    closure,
-    cuda_build,
-    locked,
-    requirements_in,
-)
+from tests.package.lock import COMMAND, CUDA_LOCK, IS_CUDA_BUILD, LOCK, closure, cuda_build, locked, requirements_in
 
 REPOSITORY = Path(__file__).parents[2]
 OF_QUICKSTART = ("data", "wandb", "tensorboard", "plots")

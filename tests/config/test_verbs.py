@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-from megatron.commands import verbs
 from megatron.commands.verbs import VERBS, Verb, help_text, start, unknown
 from megatron_llama.__main__ import main
 
@@ -50,9 +49,8 @@ def test_a_verb_gets_the_words_after_it(takes_arguments: bool, monkeypatch: pyte
     module = ModuleType("a_command")
     vars(module)["begin"] = main
     monkeypatch.setitem(sys.modules, "a_command", module)
-    monkeypatch.setattr(verbs, "VERBS", (Verb("act", "a_command", "acts", "begin", takes_arguments),))
     monkeypatch.setattr(sys, "argv", ["megatron-llama", "act", "--lr", "1"])
-    assert start(["act", "--lr", "1"]) == 75
+    assert start(["act", "--lr", "1"], [Verb("act", "a_command", "acts", "begin", takes_arguments)]) == 75
     assert seen == [["megatron-llama act", "--lr", "1"], ["--lr", "1"]][: 1 + takes_arguments]
 
 

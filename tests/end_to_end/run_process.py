@@ -117,6 +117,10 @@ TINY_RUN: dict[str, FlagValue] = {
 }
 
 
+MOCK_RUN: dict[str, FlagValue] = {**TINY_RUN, "split": None, "mock_data": True, "vocab_size": 120}
+"""A tiny run on synthetic data."""
+
+
 def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
     """The command line of a tiny run on ``corpus``, with flags added, changed, or (None) left out."""
     source = {
@@ -297,7 +301,7 @@ def _train_as_rank(rank: int, variables: Mapping[str, str], flags: Sequence[str]
     sys.exit(main(flags))
 
 
-def call_training(flags: Sequence[str]) -> Outcome:
+def call_training(flags: Sequence[str], main: Main = pretrain_llama.main) -> Outcome:
     """Train in this process: the same entry point and flags, without the seconds that a process takes to start."""
     stdout, stderr = io.StringIO(), io.StringIO()
     threads = torch.get_num_threads()
@@ -305,7 +309,7 @@ def call_training(flags: Sequence[str]) -> Outcome:
     started = time.monotonic()
     try:
         with mock.patch.dict(os.environ, ENVIRONMENT), redirect_stdout(stdout), redirect_stderr(stderr):
-            exit_code = pretrain_llama.main(flags)
+            exit_code = main(flags)
     finally:
         torch.set_num_threads(threads)
     return Outcome(exit_code, stdout.getvalue(), stderr.getvalue(), time.monotonic() - started)
@@ -433,6 +437,12 @@ def assert_close(found: Sequence[float], wanted: Sequence[float], tolerance: flo
 def latest_iteration(save: Path) -> int:
     """What the tracker of a checkpoint directory says."""
     return int((save / "latest_checkpointed_iteration.txt").read_text())
+
+
+def kept(root: Path) -> list[int]:
+    """The checkpoints under a directory, in which no draft may be left."""
+    assert not [name for name in os.listdir(root) if name.startswith(".")], os.listdir(root)
+    return sorted(int(name.removeprefix("iter_")) for name in os.listdir(root) if name.startswith("iter_"))
 
 
 def checkpoint_of(save: Path, iteration: int) -> Path:

@@ -122,18 +122,19 @@ def nothing_to_load(scene: Scene) -> Changes:
     return {"load": scene.run / "elsewhere", "exit_on_missing_checkpoint": True}
 
 
+def notes_as_metrics(scene: Scene) -> Changes:
+    """--metrics-jsonl names a file of another kind."""
+    notes = scene.run / "notes.txt"
+    notes.write_text("Not metrics.\nBut needed.\n")
+    return {"metrics_jsonl": notes}
+
+
 MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     # tests/config has the flags that are wrong by themselves.
     "processes do not divide": (flags(tensor_model_parallel_size=2), ("1 processes", "--tensor-model-parallel-size")),
     "corpus is nowhere": (flags(data_path="nowhere/corpus"), ("nowhere/corpus.idx", "--data-path")),
-    "corpus without .bin": (
-        spoilt(BIN, Path.unlink),
-        ("corpus.bin does not exist", "tools/preprocess_data.py"),
-    ),
-    "corpus without .idx": (
-        spoilt(IDX, Path.unlink),
-        ("corpus.idx does not exist", "tools/preprocess_data.py"),
-    ),
+    "corpus without .bin": (spoilt(BIN, Path.unlink), ("corpus.bin does not exist", "tools/preprocess_data.py")),
+    "corpus without .idx": (spoilt(IDX, Path.unlink), ("corpus.idx does not exist", "tools/preprocess_data.py")),
     "truncated .bin": (spoilt(BIN, cut), ("corpus.bin", "copy it again")),
     "truncated .idx": (spoilt(IDX, cut), ("corpus.idx", "tools/preprocess_data.py")),
     "split without data": (flags(split="0,1,0"), ("--split",)),
@@ -163,6 +164,9 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         flags(profile_pipeline=str(REPOSITORY)),
         ("--profile-pipeline", "cannot be written"),
     ),
+    "events in a file": (lambda scene: {"tensorboard_dir": scene.corpus.tokenizer}, ("--tensorboard-dir",)),
+    "save to a file": (lambda scene: {"save": scene.corpus.tokenizer}, ("tokenizer.model",)),
+    "metrics over notes": (notes_as_metrics, ("notes.txt",)),
     "metrics file is a directory": (flags(metrics_jsonl=str(REPOSITORY)), ("--metrics-jsonl", "Is a directory")),
 }
 
@@ -181,27 +185,6 @@ def test_the_flags_without_a_mistake_continue_the_run(scene: Scene) -> None:
     call_training(scene.flags({})).succeeded()
     done = [record["iteration"] for record in iterations(scene.run / "metrics.jsonl")]
     assert done == list(range(1, int(str(TINY_RUN["train_iters"])) + 1))
-
-
-def test_tensorboard_directory_that_is_a_file_ends_in_one_sentence(corpus: Corpus, tmp_path: Path) -> None:
-    occupied = tmp_path / "events"
-    occupied.touch()
-    assert_one_sentence(call_training(flags_of(corpus, tensorboard_dir=occupied)), "--tensorboard-dir")
-
-
-def test_directory_that_cannot_be_saved_to_is_noticed_before_training(corpus: Corpus, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    outcome = call_training(flags_of(corpus, save=corpus.tokenizer, metrics_jsonl=metrics))
-    assert_one_sentence(outcome, str(corpus.tokenizer))
-    assert not iterations(metrics)
-
-
-def test_metrics_are_never_written_over_a_file_of_another_kind(corpus: Corpus, tmp_path: Path) -> None:
-    notes = tmp_path / "notes.txt"
-    notes.write_text("Not metrics.\nBut needed.\n")
-    outcome = call_training(flags_of(corpus, metrics_jsonl=notes))
-    assert_one_sentence(outcome, "notes.txt")
-    assert bytes_under(tmp_path) == {"notes.txt": b"Not metrics.\nBut needed.\n"}
 
 
 # --- real processes ------------------------------------------------------------------------------------------

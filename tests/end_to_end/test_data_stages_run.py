@@ -5,8 +5,10 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from megatron.commands import inspect_checkpoint, pretrain_llama
 from megatron.commands.inspect_checkpoint import InspectConfig
 from megatron.data.loader import Microbatch
+from megatron.training.loop import listeners, trainer
 from tests.data.corpora import slow_blend, slow_order, write
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -106,25 +109,21 @@ def flags(directory: Path, *words: object, **changes: FlagValue | Path) -> list[
 # --- refusals ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A run of two iterations on a blend."""
-
-    directory: Path
-    words: tuple[object, ...]
+Saved = tuple[Path, tuple[object, ...]]
+"""A run of two iterations on a blend: its directory, and the words of the blend."""
 
 
 @pytest.fixture(scope="module")
-def saved(a: WrittenCorpus, b: WrittenCorpus, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    run = SavedRun(tmp_path_factory.mktemp("saved"), (0.7, a.prefix, 0.3, b.prefix))
-    call_training(flags(run.directory, *run.words, exit_interval=2)).succeeded()
-    return run
+def saved(a: WrittenCorpus, b: WrittenCorpus, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    directory, words = tmp_path_factory.mktemp("saved"), (0.7, a.prefix, 0.3, b.prefix)
+    call_training(flags(directory, *words, exit_interval=2)).succeeded()
+    return directory, words
 
 
-def resumed(run: SavedRun, *words: object, **changes: FlagValue | Path) -> Outcome:
+def resumed(saved: Saved, *words: object, **changes: FlagValue | Path) -> Outcome:
     """What becomes of a resume with other words or flags; nothing is saved."""
     alone = {"save": None, "metrics_jsonl": None, "exit_interval": 3}
-    return call_training(flags(run.directory, *(words or run.words), **{**alone, **changes}))
+    return call_training(flags(saved[0], *(words or saved[1]), **{**alone, **changes}))
 
 
 def assert_refused(outcome: Outcome, *differences: str) -> None:
@@ -139,13 +138,13 @@ def assert_refused(outcome: Outcome, *differences: str) -> None:
         assert wanted in difference
 
 
-def test_the_same_data_resume_and_all_ranks_refuse_other_data(saved: SavedRun) -> None:
+def test_the_same_data_resume_and_all_ranks_refuse_other_data(saved: Saved) -> None:
     """``tests/data/test_data_record.py`` has every setting, corpus and tokenizer that may differ."""
     outcome = resumed(saved).succeeded()
     assert "data stage first continues after 16 of its samples" in outcome.stdout
     assert "has no record" not in outcome.stdout
-    assert_refused(resumed(saved, 0.7, saved.words[1]), f"corpus {saved.words[3]}: weight 0.3 in the checkpoint")
-    given = flags(saved.directory, *saved.words, save=None, metrics_jsonl=None, seed=5)
+    assert_refused(resumed(saved, 0.7, saved[1][1]), f"corpus {saved[1][3]}: weight 0.3 in the checkpoint")
+    given = flags(saved[0], *saved[1], save=None, metrics_jsonl=None, seed=5)
     assert_refused(fork_training(given, processes=2), "--seed: 1234 in the checkpoint, 5 now")
 
 
@@ -176,10 +175,8 @@ def test_a_run_extended_into_another_epoch_says_that_the_order_changes(
 
 
 @pytest.mark.parametrize("how", ["finetune", "pretrained_checkpoint"])
-def test_a_new_run_from_the_weights_compares_nothing(
-    saved: SavedRun, b: WrittenCorpus, tmp_path: Path, how: str
-) -> None:
-    base = saved.directory
+def test_a_new_run_from_the_weights_compares_nothing(saved: Saved, b: WrittenCorpus, tmp_path: Path, how: str) -> None:
+    base = saved[0]
     start: Flags = (
         {"load": base, "finetune": True} if how == "finetune" else {"load": tmp_path, "pretrained_checkpoint": base}
     )
@@ -190,18 +187,13 @@ def test_a_new_run_from_the_weights_compares_nothing(
     assert [corpus["path"] for corpus in stage["data"]["corpora"]] == [str(b.prefix)]
 
 
-def test_evaluation_alone_compares_nothing(saved: SavedRun, b: WrittenCorpus) -> None:
+def test_evaluation_alone_compares_nothing(saved: Saved, b: WrittenCorpus) -> None:
     changes: Flags = {"skip_train": True, "eval_iters": 1, "split": "1,1,0", "exit_interval": None}
     resumed(saved, b.prefix, **changes).succeeded()
 
 
 def test_other_data_of_evaluation_are_a_warning(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
-    evaluated: Flags = {
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "split": None,
-        "train_data_path": str(a.prefix),
-    }
+    evaluated: Flags = {"eval_interval": 2, "eval_iters": 1, "split": None, "train_data_path": str(a.prefix)}
     call_training(flags(tmp_path, exit_interval=2, valid_data_path=str(a.prefix), **evaluated)).succeeded()
     outcome = call_training(flags(tmp_path, exit_interval=4, valid_data_path=str(b.prefix), **evaluated)).succeeded()
     warning = "WARNING: the evaluation data differ from the checkpoint of iteration 2"
@@ -245,20 +237,25 @@ def names_and_starts(directory: Path) -> list[tuple[str, int, int]]:
     return [(stage["name"], stage["first_iteration"], stage["first_sample"]) for stage in stages_of(directory)]
 
 
-def recorded_training(directory: Path, words: Sequence[str]) -> int:
-    """Train, and write down the tokens of every microbatch of this rank."""
-    from megatron.training.loop import trainer
-
-    read, lines = trainer.next_microbatch, []
+@contextmanager
+def recorded_tokens(module: ModuleType) -> Iterator[list[Any]]:
+    """The tokens of every microbatch that ``module`` reads."""
+    read, found = trainer.next_microbatch, list[Any]()
 
     def record(source: Iterator[Microbatch], rank: int) -> Microbatch:
         microbatch = read(source, rank)
-        lines.append(microbatch["tokens"].tolist())
+        found.append(microbatch["tokens"].tolist())
         return microbatch
 
-    with mock.patch.object(trainer, "next_microbatch", record):
+    with mock.patch.object(module, "next_microbatch", record):
+        yield found
+
+
+def recorded_training(directory: Path, words: Sequence[str]) -> int:
+    """Train, and write down the tokens of every microbatch of this rank."""
+    with recorded_tokens(trainer) as found:
         exit_code = pretrain_llama.main(words)
-    (directory / f"tokens_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(lines))
+    (directory / f"tokens_{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
     return exit_code
 
 
@@ -340,35 +337,15 @@ def test_a_requeue_in_a_stage_equals_the_uninterrupted_run(a: WrittenCorpus, b: 
     assert sum("validation_loss" in record for record in computed(straight / "metrics.jsonl")) == 6
 
 
-def validation_samples(words: Sequence[str]) -> list[Any]:
-    """Train; the tokens of every sample of evaluation."""
-    from megatron.training.loop import listeners
-
-    read, found = listeners.next_microbatch, []  # type: ignore[attr-defined]
-
-    def record(source: Iterator[Microbatch], rank: int) -> Microbatch:
-        microbatch = read(source, rank)
-        found.extend(microbatch["tokens"].tolist())
-        return microbatch
-
-    with mock.patch.object(listeners, "next_microbatch", record):
-        call_training(words).succeeded()
-    return found
-
-
 def test_evaluation_begins_at_its_first_sample_in_a_stage(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
-    evaluated: Flags = {
-        "split": "5,5,0",
-        "eval_interval": 2,
-        "eval_iters": 1,
-        "new_data_stage": "second",
-    }
+    evaluated: Flags = {"split": "5,5,0", "eval_interval": 2, "eval_iters": 1, "new_data_stage": "second"}
     call_training(flags(tmp_path, a.prefix, exit_interval=5, **{**evaluated, "new_data_stage": None})).succeeded()
-    found = validation_samples(flags(tmp_path, b.prefix, exit_interval=7, **evaluated))
-    found += validation_samples(flags(tmp_path, b.prefix, exit_interval=9, **evaluated))
+    with recorded_tokens(listeners) as found:
+        for stop in (7, 9):
+            call_training(flags(tmp_path, b.prefix, exit_interval=stop, **evaluated)).succeeded()
     # After iterations 6 and 8. The split has the second half of the documents; 5 evaluations are the most it may need.
     half = replace(b, documents=b.documents[35:])
-    assert found == half.samples(2 * STEP, 16, 5 * STEP)
+    assert [sample for microbatch in found for sample in microbatch] == half.samples(2 * STEP, 16, 5 * STEP)
 
 
 def test_a_stage_keeps_the_moments_of_the_optimizer(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:

@@ -1,12 +1,10 @@
 """tools/evaluate.py: every token of a text once, the same in every layout, and the loss that transformers computes."""
 
-import io
 import json
 import math
-from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +13,8 @@ from megatron.commands import evaluate
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.data.tokenizers import SentencePieceTokenizer
 from tests.end_to_end.run_process import (
-    ENVIRONMENT,
     Corpus,
     FlagValue,
-    Outcome,
     call_training,
     flags_of,
     fork_training,
@@ -30,6 +26,7 @@ from tests.end_to_end.run_process import (
 
 Flags = dict[str, FlagValue | Path]
 SEQUENCE = 32
+call = partial(call_training, main=evaluate.main)
 EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
 
 
@@ -57,19 +54,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def call(*flags: str) -> Outcome:
-    """Evaluate in this process."""
-    stdout, stderr = io.StringIO(), io.StringIO()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with mock.patch.dict("os.environ", ENVIRONMENT), redirect_stdout(stdout), redirect_stderr(stderr):
-            exit_code = evaluate.main(flags)
-    finally:
-        torch.set_num_threads(threads)
-    return Outcome(exit_code, stdout.getvalue(), stderr.getvalue(), 0.0)
-
-
 def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue | Path) -> list[str]:
     return words_of({"load": model, "input": text, "json": output, "micro_batch_size": 2, "device": "cpu", **changes})
 
@@ -77,8 +61,7 @@ def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue | Path
 def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue | Path) -> dict[str, Any]:
     """The JSON of an evaluation."""
     flags = flags_for(model, text, output, **changes)
-    outcome = call(*flags) if processes == 1 else fork_training(flags, processes, evaluate.main)
-    outcome.succeeded()
+    (call(flags) if processes == 1 else fork_training(flags, processes, evaluate.main)).succeeded()
     found: dict[str, Any] = json.loads(output.read_text())
     return found
 
@@ -126,21 +109,14 @@ def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus
     assert again["total"] == pytest.approx(found, rel=1e-12)
 
 
+STARTS = pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process")
+DIVIDED: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FULLY_SHARDED: Flags = {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
 LAYOUTS = [
-    pytest.param(
-        "trained", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
-    ),
-    pytest.param("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    pytest.param(
-        "trained",
-        {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"},
-        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
-    ),
-    pytest.param(
-        "with_experts",
-        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-        marks=pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process"),
-    ),
+    ("trained", {**DIVIDED, "pipeline_model_parallel_size": 2}),
+    ("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    pytest.param("trained", FULLY_SHARDED, marks=STARTS),
+    pytest.param("with_experts", {**DIVIDED, "context_parallel_size": 2}, marks=STARTS),
 ]
 
 
@@ -159,7 +135,8 @@ def test_a_corpus_has_the_result_of_its_text(trained: Path, text: Path, corpus: 
     copied = tmp_path / "text.jsonl"
     copied.write_text(text.read_text())
     prefix = tokenize(copied, corpus.tokenizer)
-    outcome = call(*flags_for(trained, text, tmp_path / "out.json"), "--input", str(text), str(prefix)).succeeded()
+    flags = flags_for(trained, text, tmp_path / "out.json")
+    outcome = call([*flags, "--input", str(text), str(prefix)]).succeeded()
     found = json.loads((tmp_path / "out.json").read_text())
     of_text, of_corpus = found["texts"]
     assert {**of_corpus, "input": str(text)} == of_text
@@ -200,7 +177,7 @@ def test_mistakes_are_one_sentence(trained: Path, text: Path, corpus: Corpus, tm
         ("--load", str(trained), "--input", str(text), "--stryde", "3"): "--stryde is not a flag",
     }
     for flags, sentence in cases.items():
-        outcome = call(*flags, "--device", "cpu")
+        outcome = call([*flags, "--device", "cpu"])
         assert outcome.exit_code == 2, flags
         assert sentence in outcome.errors[0], (flags, outcome.errors)
         assert len(outcome.errors) == 1, outcome.errors

@@ -35,28 +35,15 @@ def test_a_run_starts_from_the_weights_of_another_and_goes_on_from_its_own(corpu
     base, run, metrics = tmp_path / "base", tmp_path / "run", tmp_path / "metrics.jsonl"
     call_training(flags_of(corpus, save=base, train_iters=3)).succeeded()
 
-    def flags(train_iters: int) -> list[str]:
-        return flags_of(
-            corpus,
-            pretrained_checkpoint=base,
-            load=run,
-            save=run,
-            train_iters=train_iters,
-            lr_decay_iters=8,
-            metrics_jsonl=metrics,
-        )
-
-    call_training(flags(2)).succeeded()
+    places = {"pretrained_checkpoint": base, "load": run, "save": run, "metrics_jsonl": metrics}
+    call_training(flags_of(corpus, **places, train_iters=2, lr_decay_iters=8)).succeeded()
     first = losses(metrics)
     fine_tuned = tmp_path / "fine_tuned.jsonl"
     finetune = flags_of(corpus, load=base, finetune=True, train_iters=2, lr_decay_iters=8, metrics_jsonl=fine_tuned)
     call_training(finetune).succeeded()
     assert first == losses(fine_tuned)
-    call_training(flags(3)).succeeded()
+    call_training(flags_of(corpus, **places, train_iters=3, lr_decay_iters=8)).succeeded()
     assert [record["iteration"] for record in iterations(metrics)] == [1, 2, 3]
-
-    nowhere = call_training(flags_of(corpus, pretrained_checkpoint=tmp_path / "nowhere"))
-    assert "--pretrained-checkpoint" in nowhere.errors[0] and "has no checkpoint" in nowhere.errors[0]
 
 
 def weights(save: Path) -> dict[str, Tensor]:
@@ -121,8 +108,6 @@ def test_evaluation_has_a_batch_size_of_its_own(corpus: Corpus, tmp_path: Path) 
         found.append(next(record["validation_loss"] for record in records(metrics) if "validation_loss" in record))
     assert found[0] == pytest.approx(found[1], rel=1e-6)
     assert found[2] != pytest.approx(found[0], rel=1e-6)
-    refused = call_training(flags_of(corpus, **single, eval_interval=1, eval_iters=1, eval_global_batch_size=3))
-    assert "--eval-global-batch-size 3 is not divisible" in refused.errors[0]
 
 
 def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_path: Path) -> None:
@@ -135,8 +120,6 @@ def test_a_profile_holds_the_iterations_that_were_asked_for(corpus: Corpus, tmp_
     # The passes of the four microbatches of both iterations.
     for action in ("F0.0", "F3.0", "B0.0", "B3.0"):
         assert names.count(action) == 2, action
-    refused = call_training(flags_of(corpus, record_memory_history=True))
-    assert "--record-memory-history records the allocations of a GPU" in refused.errors[0]
 
     late = call_training(
         flags_of(corpus, train_iters=1, lr_warmup_iters=0, tensorboard_dir=tmp_path / "late", **window)

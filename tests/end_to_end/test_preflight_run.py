@@ -17,6 +17,7 @@ from megatron.operation.preflight.result import Result, Verdict
 from megatron.operation.preflight.table import CHECKS
 from megatron.training.preflight import error_of
 from tests.end_to_end.run_process import (
+    MOCK_RUN,
     REPOSITORY,
     START_TIMEOUT,
     FlagValue,
@@ -26,19 +27,8 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 
-RUN: dict[str, FlagValue] = {
-    "model": "tiny",
-    "mock_data": True,
-    "vocab_size": 512,
-    "seq_length": 16,
-    "micro_batch_size": 1,
-    "global_batch_size": 2,
-    "train_iters": 1,
-    "lr": 1e-3,
-    "num_workers": 0,
-    "log_interval": 1,
-    "device": "cpu",
-}
+SIZES: dict[str, FlagValue] = {"hidden_size": 64, "ffn_hidden_size": 256, "vocab_size": 512}
+RUN: dict[str, FlagValue] = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_iters": 0}
 
 
 def test_a_run_checks_its_node_and_saves_as_many_bytes_as_it_asked_for(tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
-"""A run that stops, by whatever means, and starts again is the run that never stopped; also in another layout.
+"""A run that stops, by whatever means, and starts again is the run that never stopped; also in another layout, and
+under other flags.
 
 The long way round is always real: a tokenized corpus, processes, gloo, checkpoints on disk. The comparison is of every
 number in the metrics file that does not come from a clock, and of every tensor of the last checkpoint.
 """
 
+import gc
 import json
 import math
 import random
@@ -14,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.errors import ExitCode
@@ -25,6 +29,7 @@ from tests.end_to_end.run_process import (
     FlagValue,
     Outcome,
     RunningTraining,
+    assert_close,
     assert_same_tensors,
     bytes_under,
     call_training,
@@ -251,6 +256,103 @@ def test_run_handed_from_layout_to_layout_equals_one_process(
         assert ran == build_schedule("1f1b", 2, 4) and len(timeline.spans) == 2 * 2 * 4
     counts = re.compile(r"num zeros: +(\d+) \| params norm: +([0-9.]+) \|")
     assert counts.findall(said) == counts.findall(whole.stdout)
+
+
+# --- under other flags ---------------------------------------------------------------------------------------
+
+
+def test_a_run_past_its_ramp_goes_on_where_the_small_batches_would_not_divide(corpus: Corpus, tmp_path: Path) -> None:
+    """Sizes that lie in the past need not fit the new micro-batch size; the learning rate of a ramp ends at its
+    minimum."""
+    ramp: Flags = {"rampup_batch_size": (2, 2, 12), "override_opt_param_scheduler": True, "train_iters": 20}
+    ramp |= {"lr_decay_style": "cosine", "min_lr": 1e-4}
+    call_training(flags_of(corpus, save=tmp_path, exit_interval=5, **ramp)).succeeded()
+    metrics = tmp_path / "metrics.jsonl"
+    call_training(flags_of(corpus, load=tmp_path, micro_batch_size=8, metrics_jsonl=metrics, **ramp)).succeeded()
+    assert [record["global_batch_size"] for record in iterations(metrics)] == [8] * 15
+    assert iterations(metrics)[-1]["learning_rate"] < 3e-4
+
+
+def test_a_smaller_batch_after_a_resume_does_not_run_out_of_samples(corpus: Corpus, tmp_path: Path) -> None:
+    call_training(flags_of(corpus, save=tmp_path, exit_interval=4, global_batch_size=16)).succeeded()
+    metrics = tmp_path / "metrics.jsonl"
+    changes = {"global_batch_size": 4, "override_opt_param_scheduler": True}
+    call_training(flags_of(corpus, load=tmp_path, metrics_jsonl=metrics, **changes)).succeeded()
+    assert [record["consumed_samples"] for record in iterations(metrics)] == [68, 72, 76, 80]
+
+
+def test_a_change_of_precision_keeps_the_wider_weights(corpus: Corpus, tmp_path: Path) -> None:
+    """Going on in another precision gives the losses of a run that never left fp32, nearly; fp16 starts a fresh loss
+    scale."""
+    precisions: dict[str, dict[str, FlagValue]] = {
+        "fp32": {},
+        "bf16": {"bf16": True},
+        "fp16": {"fp16": True, "initial_loss_scale": 4096},
+    }
+    straight = tmp_path / "straight.jsonl"
+    call_training(flags_of(corpus, metrics_jsonl=straight)).succeeded()
+    for first, then in (("fp32", "bf16"), ("bf16", "fp32"), ("bf16", "fp16")):
+        save, metrics = tmp_path / f"{first} {then}", tmp_path / f"{first} {then}.jsonl"
+        call_training(flags_of(corpus, save=save, exit_interval=4, **precisions[first])).succeeded()
+        call_training(flags_of(corpus, load=save, metrics_jsonl=metrics, **precisions[then])).succeeded()
+        assert_close(losses(metrics), losses(straight)[4:], 0.02)
+        assert iterations(metrics)[0]["loss_scale"] == precisions[then].get("initial_loss_scale", 1)
+
+
+@pytest.mark.parametrize("how", ["finetune", "no_load_optim"])
+def test_master_weights_start_from_the_widest_that_a_checkpoint_has(corpus: Corpus, tmp_path: Path, how: str) -> None:
+    """Also where the optimizer's state is left out: in bf16 the model alone would have lost bits."""
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    call_training(flags_of(corpus, save=wide, train_iters=2, save_optim=how != "finetune")).succeeded()
+    changes: dict[str, FlagValue] = {"lr": 0.0, "bf16": True, "lr_decay_iters": 8, "override_opt_param_scheduler": True}
+    changes |= {"finetune": True, "train_iters": 1} if how == "finetune" else {"load_optim": False, "train_iters": 3}
+    call_training(flags_of(corpus, load=wide, save=narrow, **changes)).succeeded()
+    before, after = (
+        load_file(checkpoint_of(root, latest_iteration(root)) / "rank_00000.safetensors") for root in (wide, narrow)
+    )
+    weights = {key.removeprefix("model/"): tensor for key, tensor in before.items() if key.startswith("model/")}
+    assert weights
+    for key, tensor in weights.items():
+        assert torch.equal(after[f"optimizer/master/{key}"], tensor), key
+        assert torch.equal(after[f"model/{key}"], tensor.bfloat16()), key
+
+
+def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
+    call_training(flags_of(corpus, manual_gc=True, manual_gc_interval=3, train_iters=3)).succeeded()
+    assert gc.isenabled()
+
+
+def test_a_damaged_checkpoint_is_skipped_for_the_newest_good_one(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run says why, deletes nothing, and is the whole run in the end. ``tests/checkpoint/test_damage.py`` has other
+    damages, and test_bad_input.py the damage of all checkpoints."""
+
+    def flags(run: Path, **changes: FlagValue | Path) -> list[str]:
+        common: dict[str, FlagValue | Path] = {"fp64": True, "train_iters": 6, "lr_decay_iters": 6, "save": run}
+        common |= {"load": run, "save_interval": 2, "metrics_jsonl": run / "metrics.jsonl"}
+        return flags_of(corpus, **common | changes)
+
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    call_training(flags(whole)).succeeded()
+    call_training(flags(run, train_iters=4)).succeeded()
+    shard = checkpoint_of(run, 4) / "rank_00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 4
+    shard.write_bytes(content)
+    words = "rank_00000.safetensors is damaged (the digest of bytes"
+    refused = call_training(flags(run, checkpoint_fallback=False))
+    assert refused.exit_code != 0 and words in refused.stderr
+    before = bytes_under(checkpoint_of(run, 4))
+    caplog.clear()
+    outcome = call_training(flags(run, train_iters=3, save=None, save_interval=None)).succeeded()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "checkpoint of iteration 4" in warning and words in warning
+    assert "continuing after iteration 2" in outcome.stdout
+    assert bytes_under(checkpoint_of(run, 4)) == before
+    call_training(flags(run)).succeeded()
+    assert latest_iteration(run) == 6
+    assert losses(run / "metrics.jsonl") == losses(whole / "metrics.jsonl")
 
 
 # --- graceful stops ------------------------------------------------------------------------------------------

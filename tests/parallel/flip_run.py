@@ -92,7 +92,7 @@ class Run:
         )
         self.trainer = cast(Trainer, stand_in)
         self.progress = stand_in.state.progress
-        known = KnownAnswer(self.topology.control, self.topology.device, (), 0.0)
+        known = KnownAnswer(self.topology.control, [], 0.0)
         self.check = StateCheck(self.topology, interval, None, False, known)
         self.compares = False
         """Whether :attr:`differs` is updated just before each check."""

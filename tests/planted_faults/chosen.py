@@ -234,7 +234,7 @@ STALE = (
         "timers add the spans that were reported before",
         "            spans.clear()\n        return measured",
         "            pass\n        return measured",
-        ("training/test_timers.py",),
+        ("training/test_metrics.py",),
     ),
     Fault(
         "iterations before a restart in the process set the limit of a hang",
@@ -399,7 +399,7 @@ SENTENCES = (
         "the slowest rank is shown as the fastest",
         "ends = {name: (min(times.values()), max(times.values())) for name, times in _by_name(local).items()}",
         "ends = {name: (max(times.values()), min(times.values())) for name, times in _by_name(local).items()}",
-        ("training/test_timers.py",),
+        ("training/test_metrics.py",),
     ),
     Fault(
         "the seconds left of a run are those that have passed",

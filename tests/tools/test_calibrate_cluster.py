@@ -1,6 +1,5 @@
 """A calibration: the fit recovers a machine's constants, and the tool writes a file that the planner reads."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -245,32 +244,21 @@ def prices_on_cores(name: str, cores: int) -> Mapping[str, float]:
     return price_on_cores(step_on_one_machine(name), {**load_fitted(), **without_overlap(), **TRUE}, cores)
 
 
-def test_a_core_for_each_rank_changes_no_price() -> None:
-    own = prices_on_cores("PP2 DP2", 4)
-    assert own["bubble"] > 0
-    expected = seconds(step_on_one_machine("PP2 DP2"), {**load_fitted(), **without_overlap(), **TRUE})
-    assert sum(own.values()) == pytest.approx(expected)
-
-
-def test_ranks_that_share_cores_take_turns() -> None:
+def test_ranks_that_share_cores_take_turns_and_have_the_core_of_a_stage_that_idles() -> None:
     own, shared = prices_on_cores("DP4", 4), prices_on_cores("DP4", 2)
     assert {name: 2 * value for name, value in own.items()} == pytest.approx(shared)
-
-
-def test_others_have_the_core_of_a_stage_that_idles() -> None:
     own, shared = prices_on_cores("PP2 DP2", 4), prices_on_cores("PP2 DP2", 2)
+    # A core for each rank changes no price.
+    expected = seconds(step_on_one_machine("PP2 DP2"), {**load_fitted(), **without_overlap(), **TRUE})
+    assert own["bubble"] > 0 and sum(own.values()) == pytest.approx(expected)
     once = ("data parallelism", "optimizer")
     assert all(shared[name] == pytest.approx(2 * own[name]) for name in once)
     # With two microbatches one stage works alone for most of the time, on a core for each of its two ranks.
     whole, longer = (sum(terms.values()) - sum(terms[name] for name in once) for terms in (own, shared))
     assert whole < longer < 1.5 * whole
-
-
-def test_three_stages_on_two_cores_idle_at_both_ends() -> None:
-    """While less than two of them work, a core idles: the step takes longer than the work on both cores."""
+    # Three stages: while less than two of them work, a core idles, and the step takes longer than its work.
     own, shared = prices_on_cores("PP3 1F1B", 3), prices_on_cores("PP3 1F1B", 2)
-    assert sum(shared.values()) > 1.05 * sum(own.values())
-    assert shared["bubble"] >= 0
+    assert sum(shared.values()) > 1.05 * sum(own.values()) and shared["bubble"] >= 0
 
 
 def test_the_layouts_of_the_benchmark_have_two_to_four_ranks() -> None:
@@ -286,21 +274,10 @@ def test_order_counts_distinct_pairs_only() -> None:
     assert rank_correlation([1.0, 3.0, 2.0], [1.0, 2.0, 4.0]) == pytest.approx(0.5)
 
 
-def calibrate(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
-    """The exit code of the tool."""
-    monkeypatch.setattr(sys, "argv", ["calibrate_cluster", *words])
-    try:
-        return calibrate_cluster.main()
-    except SystemExit as ended:
-        return ended.code
-
-
-def test_the_tool_writes_a_cluster_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tool_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cpu.toml"
     words = ["--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", f"--flags={SMALL}"]
-    assert calibrate(monkeypatch, *words) == 0
+    assert calibrate_cluster.main(words) == 0
     cluster = read_cluster(out)
     assert cluster.generation == "cpu" and cluster.constants["product_cpu"] > 0
     assert out.read_text() in capsys.readouterr().out
@@ -314,15 +291,9 @@ def test_the_tool_writes_a_cluster_file(
         (["--batches"], "--batches"),
     ],
 )
-def test_mistakes_are_named(
-    tmp_path: Path,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert calibrate(monkeypatch, "--out", str(tmp_path / "a.toml"), *words)
-    assert message in "".join(capsys.readouterr())
+def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibrate_cluster.main(["--out", str(tmp_path / "a.toml"), *words]) != 0
+    assert message in capsys.readouterr().err
 
 
 def test_a_ring_costs_what_it_adds_to_a_product_and_no_less_than_alone() -> None:

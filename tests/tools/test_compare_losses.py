@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,11 @@ def scaled(factor: float, first: int = 0) -> Losses:
     return [loss * (factor if place >= first else 1.0) for place, loss in enumerate(FALLING)]
 
 
-def run_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, curves: list[Losses], *flags: str) -> int:
+def run_tool(tmp_path: Path, curves: list[Losses], *flags: str) -> int:
     """The exit code of comparing ``curves`` with FALLING."""
     reference = write(tmp_path / "fp32.jsonl", list(FALLING))
     paths = [str(write(tmp_path / f"run{number}.jsonl", losses)) for number, losses in enumerate(curves)]
-    command = ["compare_losses", "--reference", str(reference), "--metrics", *paths, *flags]
-    monkeypatch.setattr(sys, "argv", command)
-    return compare_losses.main()
+    return compare_losses.main(["--reference", str(reference), "--metrics", *paths, *flags])
 
 
 @pytest.mark.parametrize(
@@ -58,23 +55,16 @@ def run_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, curves: list[Losse
     ],
 )
 def test_a_run_may_not_leave_its_band(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    losses: Losses,
-    band: float,
-    is_inside: bool,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, losses: Losses, band: float, is_inside: bool
 ) -> None:
-    code = run_tool(monkeypatch, tmp_path, [losses], "--bands", str(band), "--window", "4")
+    code = run_tool(tmp_path, [losses], "--bands", str(band), "--window", "4")
     assert code == (0 if is_inside else 1)
     assert ("ERROR: outside its band: run0." in capsys.readouterr().err) == (not is_inside)
 
 
-def test_the_table_says_how_far_a_curve_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_table_says_how_far_a_curve_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     late, skips = scaled(1.01, first=6), [None, *FALLING[1:]]
-    assert run_tool(monkeypatch, tmp_path, [late, skips], "--bands", "2", "inf", "--window", "4") == 0
+    assert run_tool(tmp_path, [late, skips], "--bands", "2", "inf", "--window", "4") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2] == "| fp32 | 7.2500 | 7.0000 | 0 | - | - | - |"
     assert lines[3] == "| run0 | 7.3225 | 7.0000 | 0 | +0.38% | +0.00% to +1.00% | 2 % |"
@@ -93,15 +83,10 @@ def test_the_table_says_how_far_a_curve_is(
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_sentence(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    losses: Losses,
-    flags: list[str],
-    words: str,
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, losses: Losses, flags: list[str], words: str
 ) -> None:
     window = [] if "--window" in flags else ["--window", "4"]
-    assert run_tool(monkeypatch, tmp_path, [losses], *flags, *window) == 1
+    assert run_tool(tmp_path, [losses], *flags, *window) == 1
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith("ERROR: ") and words in sentence
 
@@ -114,9 +99,7 @@ def test_several_curves_are_drawn_smoothed_under_their_names(tmp_path: Path) -> 
     assert plot_metrics.moving_mean([1.0, 2.0, 6.0], 2) == [1.5, 4.0]
 
 
-def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import matplotlib.pyplot as plt
-
+def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "my-run").mkdir()
     path = tmp_path / "my-run" / "metrics.jsonl"
     first: dict[str, Any] = {"run": {"flags": {"data": {"seq_length": 100}}}}
@@ -133,10 +116,8 @@ def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path, monkeyp
     assert history.curve("lm_loss") == [(4000, 4.0), (8000, 3.0), (16000, 2.0)]
     assert history.curve("validation_loss") == [(12000, 3.0), (16000, 2.5)]
     assert history.curve("lm_loss", in_tokens=False)[0] == (10, 4.0)
-    figures: list[Any] = []
-    monkeypatch.setattr(plt, "close", figures.append)
-    plot_metrics.draw(plot_metrics.PlotConfig((str(path),), str(tmp_path / "a.png")))
-    (figure,) = figures
+    figure: Any = plot_metrics.draw_figure(plot_metrics.PlotConfig((str(path),), str(tmp_path / "a.png")))
+    figure.draw_without_rendering()
     assert figure.get_suptitle() == "my-run"
     losses, rates, norms = figure.axes
     assert norms.get_xlabel() == "tokens"
@@ -151,12 +132,11 @@ def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize(("content", "words"), [("", "is empty"), ('{"iteration": 1}\n', "has no losses")])
 def test_a_file_without_losses_is_a_sentence_and_exit_code_2(
-    content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, picture = tmp_path / "metrics.jsonl", tmp_path / "a.png"
     path.write_text(content)
-    monkeypatch.setattr(sys, "argv", ["plot_metrics", "--metrics", str(path), "--output", str(picture)])
-    assert plot_metrics.main() == 2
+    assert plot_metrics.main(["--metrics", str(path), "--output", str(picture)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith(f"ERROR: --metrics {path} {words}: name the file") and not picture.exists()
 

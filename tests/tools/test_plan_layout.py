@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,6 @@ from megatron.commands import plan_layout, pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
-from megatron.planner.search import report as search_report
 
 TINY = ["--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "8"]
 FEW = ["--use-distributed-optimizer", "--no-grad-reduce-in-bf16", "--micro-batch-size", "1"]
@@ -20,9 +21,8 @@ FEW += ["--pipeline-model-parallel-size", "1"]
 """Constraints that leave few layouts."""
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["plan_layout", *map(str, words)])
-    return plan_layout.main()
+def call(*words: str | Path) -> int:
+    return plan_layout.main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +30,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     """The JSON, the page and the text of a search with two rehearsals."""
     directory = tmp_path_factory.mktemp("plan")
     files = "--json", directory / "plan.json", "--html", directory / "plan.html"
-    with pytest.MonkeyPatch.context() as patch:
-        words = ["--cluster", "h100", "--num-gpus", "4", "--rehearse", "2", "--tokens", "1e9", *TINY, *FEW]
-        printed: list[str] = []
-        patch.setattr(search_report, "print_result", _record_text(printed, search_report.print_result))
-        assert call(patch, *words, *files) == ExitCode.COMPLETE
-    return json.loads((directory / "plan.json").read_text()), (directory / "plan.html").read_text(), "".join(printed)
-
-
-def _record_text(printed: list[str], print_it: Any) -> Any:
-    def record(result: Any, console: Any, top: int) -> None:
-        with console.capture() as capture:
-            print_it(result, console, top)
-        printed.append(capture.get())
-
-    return record
+    words = ["--cluster", "h100", "--num-gpus", "4", "--rehearse", "2", "--tokens", "1e9", *TINY, *FEW]
+    with redirect_stdout(StringIO()) as printed:
+        assert call(*words, *files) == ExitCode.COMPLETE
+    return json.loads((directory / "plan.json").read_text()), (directory / "plan.html").read_text(), printed.getvalue()
 
 
 def test_the_json_ranks_layouts(planned: tuple[dict[str, Any], str, str]) -> None:
@@ -77,15 +66,15 @@ def test_the_flags_start_a_dry_run(
     planned: tuple[dict[str, Any], str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = planned[0]["layouts"][0]["flags"]
-    words = [word for name, value in flags.items() for word in _words(name, value)]
+    words = [
+        word
+        for name, value in flags.items()
+        for word in words_of(name.replace("-", "_"), tuple(value) if isinstance(value, list) else value)
+    ]
     arguments = [*TINY, "--bf16", *words, "--lr", "1e-4", "--train-iters", "1", "--mock-data"]
     parse_command_line(arguments)
     assert pretrain_llama.main([*arguments, "--dry-run", "--num-gpus", "4", "--device", "cuda"]) == ExitCode.COMPLETE
     assert "fits" in capsys.readouterr().out
-
-
-def _words(name: str, value: Any) -> list[str]:
-    return words_of(name.replace("-", "_"), tuple(value) if isinstance(value, list) else value)
 
 
 def test_the_text_and_the_page_show_the_best_layout(planned: tuple[dict[str, Any], str, str]) -> None:
@@ -121,10 +110,8 @@ def test_the_scaling_points_add_up(planned: tuple[dict[str, Any], str, str]) -> 
         (["--num-gpus", "4", "--tensor-model-parallel-size", "3"], "No layout on --num-gpus 4 satisfies the flags"),
     ],
 )
-def test_a_mistake_is_one_sentence(
-    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(monkeypatch, *TINY, *words) != 0
+def test_a_mistake_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(*TINY, *words) != 0
     said = capsys.readouterr().err
     assert said.startswith(f"ERROR: {sentence}") and said.count("\n") == 1
 

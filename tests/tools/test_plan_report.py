@@ -53,16 +53,12 @@ def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Pag
             assert seconds(one.rehearsal.seconds) in page.text
 
 
-def test_ties_and_rehearsed_layouts_are_marked(result: SearchResult) -> None:
+def test_layouts_are_marked_and_their_flags_can_be_copied(result: SearchResult) -> None:
     text = plan_page(result)
     assert text.count('<span class="badge good">tie</span>') == len(result.ties) == 3
-    assert text.count('class="chosen rehearsed"') == 1  # the first
-    assert text.count('class="tie rehearsed"') == 1  # the second
-    assert text.count('class="tie"') == 1
-
-
-def test_flags_can_be_copied(result: SearchResult) -> None:
-    assert copied(plan_page(result)) == [shlex.join(command(result.job, one)) for one in result.layouts]
+    for name in ("chosen rehearsed", "tie rehearsed", "tie"):  # the first, the second, and the third
+        assert text.count(f'class="{name}"') == 1
+    assert copied(text) == [shlex.join(command(result.job, one)) for one in result.layouts]
 
 
 def test_the_run_and_its_cost_are_on_the_page(result: SearchResult, page: Page) -> None:
@@ -125,14 +121,14 @@ def test_what_a_step_takes_once_is_at_the_end_of_the_timeline(result: SearchResu
         assert tip in found
 
 
-def test_a_short_schedule_is_drawn_in_full(result: SearchResult) -> None:
-    one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), rehearsal=result.layouts[1].rehearsal)
-    assert one.rehearsal is not None
-    passes = tuple(one.rehearsal.stage_passes[:4])
-    one = replace(one, rehearsal=replace(one.rehearsal, stage_passes=passes))
-    text = Page(plan_page(replace(result, layouts=(one,), num_fitting=1)))
-    # 128 sequences on a replica: 80 microbatches are 160 boxes.
-    assert "Drawn with 80 of the 128 microbatches" in text.text
+def test_of_a_long_schedule_some_microbatches_are_drawn(result: SearchResult) -> None:
+    """128 sequences on a replica: 80 microbatches are 160 boxes."""
+    rehearsal = result.layouts[1].rehearsal
+    assert rehearsal is not None
+    rehearsal = replace(rehearsal, stage_passes=tuple(rehearsal.stage_passes[:4]))
+    one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), rehearsal=rehearsal)
+    page = Page(plan_page(replace(result, layouts=(one,), num_fitting=1)))
+    assert "Drawn with 80 of the 128 microbatches" in page.text
 
 
 def test_products_are_below_the_roof(result: SearchResult, page: Page) -> None:
@@ -192,23 +188,12 @@ def test_a_result_without_rehearsals_price_and_other_numbers_of_gpus(result: Sea
     assert "<th>price</th>" not in plan_page(replace(result, scaling=priceless))
 
 
-def test_every_term_has_a_colour() -> None:
+def test_terms_have_colours_and_numbers_few_digits() -> None:
     assert set(TERMS) == set(plan_charts.TERMS)
     assert len(set(plan_charts.TERMS.values())) == len(TERMS)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0123, "12.3 ms"), (0.5, "0.500 s"), (8.2149, "8.215 s"), (61.26, "61.26 s")]
-)
-def test_times_of_a_step_have_three_digits(value: float, text: str) -> None:
-    assert seconds(value) == text
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.999, "0.999"), (999.6, "1 k"), (12345.0, "12.3 k"), (3.55e6, "3.55 M"), (2e12, "2 T")]
-)
-def test_large_numbers_have_a_prefix(value: float, text: str) -> None:
-    assert short(value) == text
+    assert [seconds(value) for value in (0.0123, 0.5, 8.2149, 61.26)] == ["12.3 ms", "0.500 s", "8.215 s", "61.26 s"]
+    large = {0.999: "0.999", 999.6: "1 k", 12345.0: "12.3 k", 3.55e6: "3.55 M", 2e12: "2 T"}
+    assert {value: short(value) for value in large} == large
 
 
 def hostile(result: SearchResult) -> SearchResult:

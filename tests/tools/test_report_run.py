@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,19 +47,18 @@ def with_failure(attempt: Attempt) -> Attempt:
     return replace(attempt, cause="killed", rank=1, host="node1", hosts=("node1", "node2"), exit_code=-9)
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
-    monkeypatch.setattr(sys, "argv", ["report_run", *map(str, words)])
-    return report_run.main()
+def call(*words: str | Path) -> int:
+    return report_run.main([str(word) for word in words])
 
 
-def write_page(monkeypatch: pytest.MonkeyPatch, run: Path) -> Path:
+def write_page(run: Path) -> Path:
     target = run.parent / "report.html"
-    assert call(monkeypatch, run, "--html", target, "--metrics", run / "metrics.jsonl") == 0
+    assert call(run, "--html", target, "--metrics", run / "metrics.jsonl") == 0
     return target
 
 
-def test_the_page_shows_attempts_faults_saves_and_losses(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = write_page(monkeypatch, run).read_text()
+def test_the_page_shows_attempts_faults_saves_and_losses(run: Path) -> None:
+    text = write_page(run).read_text()
     assert_loads_nothing(text)
     page, recorded = Page(text), read_run(run).attempts
     tips = page.attributes["data-tip"]
@@ -73,7 +71,7 @@ def test_the_page_shows_attempts_faults_saves_and_losses(run: Path, monkeypatch:
     assert 'class="line"' in text and "Save interval" in text and "node1" in text
 
 
-def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path) -> None:
     first = {"run": {"flags": {"data": {"seq_length": 100}, "operation": {"straggler_threshold": 1.2}}}}
     with (run / "metrics.jsonl").open("w") as metrics:
         for iteration in range(1, 101):
@@ -92,7 +90,7 @@ def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path, monke
         metrics.write(json.dumps({"iteration": 50, "validation_loss": 6.75, "time": 1.7e9 + 3000}) + "\n")
     # The file in the run directory is found without --metrics.
     target = run.parent / "page.html"
-    assert call(monkeypatch, run, "--html", target) == 0
+    assert call(run, "--html", target) == 0
     text = target.read_text()
     page = Page(text)
     training = Page(text.partition("<h2>Training</h2>")[2].partition("</section>")[0])
@@ -112,11 +110,9 @@ def test_the_page_shows_the_training_over_tokens_and_its_alarms(run: Path, monke
     assert sum(tip.startswith("attempt ") and tip.endswith(" failed") for tip in tips) == 4
 
 
-def test_all_figures_are_in_the_text_and_in_json(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_figures_are_in_the_text_and_in_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = run.parent / "out" / "run.json"
-    assert call(monkeypatch, run, "--json", target) == 0
+    assert call(run, "--json", target) == 0
     figures, text = json.loads(target.read_text()), capsys.readouterr().out
     assert f"effective time      {100 * figures['effective_time']:.1f} %" in text
     assert sum(figures["seconds"].values()) == pytest.approx(figures["wall_s"]) == pytest.approx(5 * 3600.0)
@@ -130,40 +126,31 @@ def tiles(text: str) -> list[str]:
     return re.findall(r'<div class="label">([^<]*)</div>', text)
 
 
-def test_the_loss_is_the_first_figure(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = write_page(monkeypatch, run).read_text()
+def test_the_loss_is_the_first_figure(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_page(run).read_text()
     assert tiles(text)[:2] == ["loss", "effective time"] and "lost work" in tiles(text)
     assert text.count('class="tile main"') == 1
     assert '<div class="value">3.0050</div><div class="detail">validation 3.1000</div>' in text
     assert "loss                3.0050 (validation 3.1000)" in capsys.readouterr().out
     (run / "metrics.jsonl").write_text('{"iteration": 5, "validation_loss": 2.5}\n')
-    assert (
-        '<div class="value">2.5000</div><div class="detail">validation</div>'
-        in write_page(monkeypatch, run).read_text()
-    )
+    assert '<div class="value">2.5000</div><div class="detail">validation</div>' in write_page(run).read_text()
     # A run whose losses are NaN from the first one has a report, too.
     for content in ("", '{"iteration": 1, "lm_loss": NaN}\n'):
         (run / "metrics.jsonl").write_text(content)
-        assert call(monkeypatch, run, "--html", run / "page.html") == 0
+        assert call(run, "--html", run / "page.html") == 0
         text = (run / "page.html").read_text()
         assert tiles(text)[0] == "effective time" and text.count('class="tile main"') == 1
-    assert call(monkeypatch, run, "--metrics", run / "metrics.jsonl") == 2
+    assert call(run, "--metrics", run / "metrics.jsonl") == 2
 
 
 @pytest.mark.parametrize(("minutes", "is_advised"), [(59, False), (61, True)])
 def test_save_intervals_are_advised_from_an_hour_on(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    minutes: int,
-    is_advised: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], minutes: int, is_advised: bool
 ) -> None:
     job = SimulatedJob(Costs(1e9, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
     for attempt in simulate(job, 60.0 * minutes, seed=2, start=1.7e9):
         append_attempt(tmp_path / "run", attempt)
-    assert call(monkeypatch, tmp_path / "run", "--html", tmp_path / "page.html") == 0
+    assert call(tmp_path / "run", "--html", tmp_path / "page.html") == 0
     assert ("Save interval" in (tmp_path / "page.html").read_text()) is is_advised
     assert ("save, young" in capsys.readouterr().out) is is_advised
     assert "lost work" not in tiles((tmp_path / "page.html").read_text())  # nothing failed
@@ -171,15 +158,10 @@ def test_save_intervals_are_advised_from_an_hour_on(
 
 @pytest.mark.parametrize(
     ("place", "experiment", "name"),
-    [
-        ("llama", None, "llama"),
-        ("llama/checkpoints", None, "llama"),
-        ("llama/checkpoints", "third try", "third try"),
-    ],
+    [("llama", None, "llama"), ("llama/checkpoints", None, "llama"), ("llama/checkpoints", "third try", "third try")],
 )
 def test_a_run_is_called_by_its_name(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     place: str,
     experiment: str | None,
@@ -189,9 +171,9 @@ def test_a_run_is_called_by_its_name(
     append_attempt(directory, Attempt(attempt=1, start=5.0, end=6.0, outcome="complete"))
     record = {"iteration": 1, "lm_loss": 2.0, "run": {"flags": {"logging": {"wandb_exp_name": experiment}}}}
     (directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert call(monkeypatch, directory) == 0
+    assert call(directory) == 0
     assert capsys.readouterr().out.splitlines()[0] == name
-    assert call(monkeypatch, directory, "--name", "mine") == 0
+    assert call(directory, "--name", "mine") == 0
     assert capsys.readouterr().out.splitlines()[0] == "mine"
 
 
@@ -202,22 +184,20 @@ def test_the_curve_of_losses_is_interrupted_where_an_attempt_starts() -> None:
     assert broken == [False, False, True, False, False]
 
 
-def test_the_report_of_a_run_under_way_changes_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_run_under_way_changes_nothing(run: Path) -> None:
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    write_page(monkeypatch, run)
+    write_page(run)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert (run / CURRENT).exists()
 
 
-def test_a_run_of_one_short_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_one_short_attempt(tmp_path: Path) -> None:
     append_attempt(tmp_path, Attempt(attempt=1, start=5.0, end=5.0, outcome="failed", exit_code=2))
-    assert call(monkeypatch, tmp_path, "--html", tmp_path / "page.html", "--json", tmp_path / "run.json") == 0
+    assert call(tmp_path, "--html", tmp_path / "page.html", "--json", tmp_path / "run.json") == 0
     assert "Attempts" in (tmp_path / "page.html").read_text()
 
 
-def test_mistakes_are_named(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty.jsonl").write_text("{}\n")
     cases = [
         ((tmp_path,), f"{tmp_path} has no record of an attempt"),
@@ -226,7 +206,7 @@ def test_mistakes_are_named(
         ((run, "--html", run / "metrics.jsonl" / "page"), f"--html {run}/metrics.jsonl/page cannot be written"),
     ]
     for words, sentence in cases:
-        assert call(monkeypatch, *words) == ExitCode.ACTION_REQUIRED
+        assert call(*words) == ExitCode.ACTION_REQUIRED
         error = capsys.readouterr().err
         assert error.startswith(f"ERROR: {sentence}") and error.count("\n") == 1
 
@@ -234,11 +214,11 @@ def test_mistakes_are_named(
 @pytest.mark.processes
 @needs_browser
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_page_works_in_a_browser(width: int, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_works_in_a_browser(width: int, run: Path) -> None:
     """Its script runs without an error: it sorts tables, shows a tip, and switches between light and dark."""
     rows = "[...document.querySelectorAll('table.sortable')].at(-1).tBodies[0].rows.length"
     bars = "document.querySelectorAll('svg rect.step').length"
-    found = load(write_page(monkeypatch, run).read_text(), width, f"return [{rows}, {bars}]")
+    found = load(write_page(run).read_text(), width, f"return [{rows}, {bars}]")
     assert found["title"] == "run-7" and found["tip"] == "validation loss 3.1000"
     recorded = read_run(run).attempts
     assert found["more"] == [len(recorded), sum(one.second("step") > 0 for one in recorded)]

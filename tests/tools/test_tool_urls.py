@@ -1,13 +1,18 @@
 """A URL where a tool reads or writes a file: read as a URL, or refused before anything is written."""
 
-import ast
 import importlib
 import os
+import runpy
 import signal
 import sys
+from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
+from unittest import mock
 
 import pytest
+import tyro
 
 from tests.end_to_end.run_process import REPOSITORY
 
@@ -18,84 +23,49 @@ SCRIPTS = dict(sorted(COMMANDS.items())) | {
     path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))
 }
 
-PLANNED = ["--num-gpus", "8", "--seq-length", "8", "--global-batch-size", "8"]
-REFUSED = [
-    ("average_checkpoints", "--save", ["--load", "a", "--iterations", "1", "2"]),
-    ("benchmark_checkpoint", "--directory", []),
-    ("benchmark_checkpoint", "--json", []),
-    ("benchmark_cpu", "--json", []),
-    ("benchmark_data", "--input", []),
-    ("benchmark_data", "--json", []),
-    ("benchmark_data", "--sentencepiece-model", []),
-    ("benchmark_data", "--tiktoken-model", []),
-    ("benchmark_data", "--huggingface-model", []),
-    ("benchmark_collectives", "--json", []),
-    ("benchmark_schedules", "--json", []),
-    ("benchmark_generate", "--json", []),
-    ("benchmark_planner_cpu", "--json", []),
-    ("benchmark_step", "--json", []),
-    ("calibrate_cluster", "--base", ["--out", "a.toml"]),
-    ("calibrate_cluster", "--out", []),
-    ("check_node", "--json", []),
-    ("check_node", "--save", []),
-    ("compare_losses", "--metrics", ["--reference", "a.jsonl", "--bands", "1"]),
-    ("compare_losses", "--reference", ["--metrics", "a.jsonl", "--bands", "1"]),
-    ("convert_checkpoint from-hf", "--hf", ["--save", "a"]),
-    ("convert_checkpoint from-hf", "--save", ["--hf", "a"]),
-    ("convert_checkpoint from-megatron", "--load", ["--save", "a"]),
-    ("convert_checkpoint from-megatron", "--save", ["--load", "a"]),
-    ("convert_checkpoint from-megatron", "--tokenizer-model", ["--load", "a", "--save", "b"]),
-    ("convert_checkpoint to-hf", "--hf", ["--load", "a"]),
-    ("convert_checkpoint upcycle", "--save", ["--load", "a", "--num-experts", "8"]),
-    ("evaluate_tasks", "--include-path", ["--load", "a", "--tasks", "b"]),
-    ("evaluate_tasks", "--json", ["--load", "a", "--tasks", "b"]),
-    ("evaluate_tasks", "--load-hf", ["--tasks", "b"]),
-    ("evaluate_tasks", "--tokenizer-model", ["--load", "a", "--tasks", "b"]),
-    ("first_contact", "--archive", ["--out", "a"]),
-    ("first_contact", "--out", []),
-    ("first_contact_report", "--out", []),
-    ("first_contact_report", "--page", ["--out", "a"]),
-    ("flag_reference", "--docs", []),
-    ("generate_text", "--load-hf", ["--prompt", "b"]),
-    ("generate_text", "--output", ["--load", "a", "--prompts", "b"]),
-    ("generate_text", "--prompts", ["--load", "a"]),
-    ("generate_text", "--tokenizer-model", ["--load", "a", "--prompt", "b"]),
-    ("gpu_day", "--archive", ["--out", "a"]),
-    ("gpu_day", "--out", []),
-    ("inspect_dataset", "--plot", ["a"]),
-    ("merge_datasets", "--output-prefix", ["--input", "a"]),
-    ("mup_transfer", "--json", []),
-    ("mup_transfer", "--plot", []),
-    ("parallelism_pictures", "--output", []),
-    ("peers", "--cache-dir", []),
-    ("peers", "--json", []),
-    ("pipeline_schedule", "--json", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("pipeline_schedule", "--measured", []),
-    ("pipeline_schedule", "--png", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("pipeline_schedule", "--svg", ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2"]),
-    ("plan_layout", "--cluster", PLANNED),
-    ("plan_layout", "--html", PLANNED),
-    ("plan_layout", "--json", PLANNED),
-    ("plan_layout", "--measured", PLANNED),
-    ("plot_metrics", "--metrics", ["--output", "a.png"]),
-    ("plot_metrics", "--output", ["--metrics", "a.jsonl"]),
-    ("predict_runs", "--csv", ["--json", "a"]),
-    ("predict_runs", "--json", ["--csv", "a"]),
-    ("preprocess_data", "--output-prefix", ["--input", "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", "9"]),
-    ("rank_groups", "--svg", ["--num-gpus", "8"]),
-    ("report_run", "RUN", []),
-    ("report_run", "--html", ["a"]),
-    ("report_run", "--json", ["a"]),
-    ("report_run", "--metrics", ["a"]),
-    ("scaling", "--json", []),
-    ("scaling", "--picture", []),
-    ("train_tokenizer", "--model-prefix", ["--input", "a", "--vocab-size", "300"]),
-]
-SHARED_FLAGS = ("megatron.config.", "benchmarks.gpu_lines.")
-"""Where the flags are that several scripts share."""
+SUBCOMMANDS = {
+    "FromHuggingFace": "from-hf",
+    "FromMegatron": "from-megatron",
+    "ToHuggingFace": "to-hf",
+    "Upcycle": "upcycle",
+}
+"""Of convert_checkpoint, by their classes."""
+NEEDED = {
+    "average_checkpoints": "--load a --iterations 1 2",
+    "calibrate_cluster": "--out a.toml",
+    "compare_losses": "--reference a.jsonl --metrics a.jsonl --bands 1",
+    "convert_checkpoint from-hf": "--hf a --save a",
+    "convert_checkpoint from-megatron": "--load a --save b",
+    "convert_checkpoint to-hf": "--load a --hf b",
+    "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
+    "evaluate_tasks": "--load a --tasks b",
+    "evaluate_tasks --load-hf": "--tasks b",
+    "first_contact": "--out a",
+    "first_contact_report": "--out a",
+    "generate_text --load-hf": "--prompt b",
+    "generate_text --output": "--load a --prompts b",
+    "generate_text --prompts": "--load a",
+    "generate_text --tokenizer-model": "--load a --prompt b",
+    "gpu_day": "--out a",
+    "inspect_dataset": "a",
+    "merge_datasets": "--input a",
+    "pipeline_schedule": "--schedule 1f1b --stages 2 --microbatches 2",
+    "pipeline_schedule --measured": "",
+    "plan_layout": "--num-gpus 8 --seq-length 8 --global-batch-size 8",
+    "plot_metrics": "--metrics a.jsonl --output a.png",
+    "predict_runs": "--csv a --json b",
+    "preprocess_data": "--input a --tokenizer-type NullTokenizer --vocab-size 9",
+    "rank_groups": "--num-gpus 8",
+    "report_run": "a",
+    "report_run run": "",
+    "train_tokenizer": "--input a --vocab-size 300",
+}
+"""What a tool, or one of its flags, needs beside the flag."""
 TAKES_A_URL = {
     "average_checkpoints": {"load"},
-    "convert_checkpoint": {"load"},
+    "convert_checkpoint to-hf": {"load"},
+    "convert_checkpoint upcycle": {"load"},
+    "evaluate": {"input", "json"},  # --json is refused only when the checkpoint has been read
     "evaluate_tasks": {"load"},
     "generate_text": {"load"},
     "inspect_checkpoint": {"load"},
@@ -125,89 +95,61 @@ NAMES_NO_PLACE = {
 }
 
 
-@pytest.mark.parametrize(("tool", "flag", "others"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def takes_text(kind: Any) -> bool:
+    return kind in (str, Path) or any(takes_text(part) for part in get_args(kind) if not isinstance(part, str))
+
+
+def dataclasses_of(kind: Any) -> Iterator[Any]:
+    """The class of a command line, or those of its subcommands."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        yield kind
+    for part in get_args(kind):
+        yield from dataclasses_of(part)
+
+
+def command_lines(script: str) -> list[Any]:
+    """The classes that tyro makes a command line of when a script starts."""
+    seen: list[Any] = []
+
+    def note(kind: Any, **_: Any) -> None:
+        seen.extend(dataclasses_of(kind))
+        sys.exit()
+
+    entry = REPOSITORY / "tools" / f"{script}.py" if script in COMMANDS else SCRIPTS[script]
+    parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "local_ranks"))
+    if parses and "__main__" in entry.read_text():
+        with mock.patch.object(tyro, "cli", note), pytest.raises(SystemExit):
+            runpy.run_path(str(entry), run_name="__main__")
+    return seen
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_flag_that_does_not_take_a_url_says_so(
-    tool: str,
-    flag: str,
-    others: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, *subcommand = tool.split()
-    suffix = flag.replace("--", ".") if flag in ("--svg", "--png") else ""
-    named = [flag] if flag.startswith("--") else []  # a word without a flag
+    """Every flag of a text or a path that is not in the tables above."""
     monkeypatch.chdir(tmp_path)
     # A tool that handles SIGTERM is called in this process.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(sys, "argv", [script, *subcommand, *others, *named, URL + suffix])
-    try:
-        status = importlib.import_module(
-            ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
-        ).main()
-    except SystemExit as end:
-        status = end.code
-    # What sys.exit() is given is printed by the interpreter.
-    sentence = status if isinstance(status, str) else capsys.readouterr().err.strip()
-    assert status and sentence.startswith(f"ERROR: {flag} s3:/")
-    assert "is a URL, but the flag needs a local path: " in sentence and "\n" not in sentence
+    monkeypatch.setattr(sys, "argv", [script])
+    for kind in command_lines(script):
+        subcommand = [SUBCOMMANDS[kind.__name__]] if kind.__name__ in SUBCOMMANDS else []
+        tool = " ".join([script, *subcommand])
+        places = {name for name, hint in get_type_hints(kind).items() if takes_text(hint) and not name.startswith("_")}
+        assert TAKES_A_URL.get(tool, set()) <= places
+        for name in sorted(places - NAMES_NO_PLACE - TAKES_A_URL.get(tool, set())):
+            flag = name if (script, name) == ("report_run", "run") else f"--{name.replace('_', '-')}"
+            needed = NEEDED.get(f"{script} {flag}", NEEDED.get(tool, "")).split()
+            suffix = f".{name}" if name in ("svg", "png") else ""
+            named = [flag] if flag.startswith("--") else []  # a word without a flag
+            monkeypatch.setattr(sys, "argv", [script, *subcommand, *needed, *named, URL + suffix])
+            try:
+                module = ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
+                status = importlib.import_module(module).main()
+            except SystemExit as end:
+                status = end.code
+            # What sys.exit() is given is printed by the interpreter.
+            sentence = status if isinstance(status, str) else capsys.readouterr().err.strip()
+            assert status and sentence.startswith(f"ERROR: {flag.upper() if not named else flag} s3:/"), sentence
+            assert "is a URL, but the flag needs a local path: " in sentence and "\n" not in sentence
     assert os.listdir(tmp_path) == []
-
-
-def places(script: Path) -> set[str]:
-    """The flags of a script that take a text or a path: the fields of classes that tyro makes a command line of."""
-    tree = ast.parse(script.read_text())
-    parsed = {name for call in ast.walk(tree) if _is_command_line(call) for name in _names(call)}
-    while True:
-        named = {name for one in tree.body if _defines(one, parsed) for name in _names(one)}
-        if named <= parsed:
-            break
-        parsed |= named
-    return {
-        field.target.id
-        for one in [*tree.body, *_classes_of_bases(tree, parsed)]
-        if isinstance(one, ast.ClassDef) and one.name in parsed
-        for field in one.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if {"str", "Path"} & _names(field.annotation)
-    }
-
-
-def _classes_of_bases(tree: ast.Module, parsed: set[str]) -> list[ast.stmt]:
-    """The definitions elsewhere that classes of the script take over; their names join ``parsed``."""
-    bases = {
-        base.id
-        for one in tree.body
-        if isinstance(one, ast.ClassDef)
-        for base in one.bases
-        if isinstance(base, ast.Name)
-    }
-    found: list[ast.stmt] = []
-    for one in tree.body:
-        if isinstance(one, ast.ImportFrom) and one.module and one.module.startswith(SHARED_FLAGS):
-            taken_over = {alias.name for alias in one.names} & bases
-            source = REPOSITORY.joinpath(*one.module.split(".")).with_suffix(".py")
-            found += ast.parse(source.read_text()).body if taken_over else []
-            parsed |= taken_over
-    return found
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-
-
-def _is_command_line(node: ast.AST) -> bool:
-    # ``parse`` of benchmarks/local_ranks.py parses the class, too.
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("tyro.cli", "parse")
-
-
-def _defines(node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(one, ast.Name) and one.id in names for one in node.targets)
-
-
-@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
-def test_every_place_that_a_tool_takes_is_known(script: Path) -> None:
-    refused = {
-        flag.removeprefix("--").replace("-", "_").lower() for tool, flag, _ in REFUSED if tool.split()[0] == script.stem
-    }
-    assert places(script) - NAMES_NO_PLACE == refused | TAKES_A_URL.get(script.stem, set())

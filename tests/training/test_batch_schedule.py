@@ -21,40 +21,37 @@ def _walk(schedule: BatchSchedule, iterations: int) -> list[int]:
     return consumed
 
 
-def test_a_constant_batch_defaults_to_one_microbatch_per_model_copy() -> None:
-    schedule = _build(micro_batch_size=4)
-    assert schedule.global_batch_size(0) == schedule.global_batch_size(10**12) == 8
-    assert schedule.num_microbatches(0) == 1
-    assert _build(micro_batch_size=4, global_batch_size=32).num_microbatches(0) == 4
+RAMP: dict[str, Any] = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 30)}
 
 
-def test_a_ramp_grows_in_equal_steps_of_samples() -> None:
-    """From 2 to 8 by 2 over 30 samples: three increments, one every 10 samples."""
-    schedule = _build(global_batch_size=8, rampup_batch_size=(2, 2, 30))
-    sizes = [schedule.global_batch_size(consumed) for consumed in (0, 9, 10, 19, 20, 29, 30, 31, 1000)]
-    assert sizes == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+@pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        # One microbatch for each copy of the model.
+        ({"micro_batch_size": 4}, {0: 8, 10**12: 8}),
+        # From 2 to 8 by 2 over 30 samples: three increments, one every 10 samples.
+        (RAMP, {0: 2, 9: 2, 10: 4, 19: 4, 20: 6, 29: 6, 30: 8, 31: 8, 1000: 8}),
+        # Steps that fall between samples wait for the whole sample: 3.33, 6.67 and 10.
+        ({**RAMP, "rampup_batch_size": (2, 2, 10)}, {3: 2, 4: 4, 6: 4, 7: 6, 9: 6, 10: 8}),
+        # A ramp without length or growth is a constant batch.
+        ({**RAMP, "rampup_batch_size": (8, 2, 100)}, {0: 8}),
+        ({**RAMP, "rampup_batch_size": (2, 2, 0)}, {0: 8}),
+        # Steps count tokens.
+        (
+            {"step_batch_size_schedule": "0:2 1K:4, 0.01M:8", "seq_length": 100},
+            {0: 2, 9: 2, 10: 4, 99: 4, 100: 8},
+        ),
+    ],
+)
+def test_the_batch_has_the_size_of_the_samples_consumed(flags: dict[str, Any], sizes: dict[int, int]) -> None:
+    schedule = _build(**flags)
+    assert {consumed: schedule.global_batch_size(consumed) for consumed in sizes} == sizes
 
 
-def test_a_ramp_whose_steps_fall_between_samples_waits_for_the_whole_sample() -> None:
-    """Three increments over 10 samples: 3.33, 6.67 and 10."""
-    schedule = _build(global_batch_size=8, rampup_batch_size=(2, 2, 10))
-    assert [schedule.global_batch_size(consumed) for consumed in (3, 4, 6, 7, 9, 10)] == [2, 4, 4, 6, 6, 8]
-
-
-@pytest.mark.parametrize("ramp", [(8, 2, 100), (2, 2, 0)])
-def test_a_ramp_without_length_or_growth_is_a_constant_batch(ramp: tuple[int, int, int]) -> None:
-    assert _build(global_batch_size=8, rampup_batch_size=ramp).global_batch_size(0) == 8
-
-
-def test_a_step_schedule_counts_tokens() -> None:
-    schedule = _build(step_batch_size_schedule="0:2 1K:4, 0.01M:8", seq_length=100)
-    sizes = [schedule.global_batch_size(samples) for samples in (0, 9, 10, 99, 100)]
-    assert sizes == [2, 2, 4, 4, 8]
-    assert parse_step_schedule("0:768 250B:1536 1T:3K", 8192) == (
-        (0, 768),
-        (30517578, 1536),
-        (122070312, 3000),
-    )
+def test_microbatches_and_large_numbers_of_tokens() -> None:
+    assert [_build(micro_batch_size=4, global_batch_size=size).num_microbatches(0) for size in (8, 32)] == [1, 4]
+    found = parse_step_schedule("0:768 250B:1536 1T:3K", 8192)
+    assert found == ((0, 768), (30517578, 1536), (122070312, 3000))
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -69,18 +66,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_samples_and_iterations_agree_with_a_walk_from_batch_to_batch(name: str) -> None:
+    """Also in a run that resumes, which counts on from where it is."""
     schedule = _build(**SCHEDULES[name])
     consumed = _walk(schedule, 60)
     assert [schedule.total_samples(iterations) for iterations in range(61)] == consumed
     for train_samples in range(consumed[-1]):
         expected = sum(after <= train_samples for after in consumed[1:])
         assert schedule.iterations_for_samples(train_samples) == expected
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_resumed_run_counts_on_from_where_it_is(name: str) -> None:
-    schedule = _build(**SCHEDULES[name])
-    consumed = _walk(schedule, 60)
     for done in (0, 1, 7, 30):
         assert schedule.total_samples(60 - done, consumed[done]) == consumed[60]
         assert schedule.iterations_for_samples(consumed[60], consumed[done]) == 60 - done
@@ -115,7 +107,7 @@ def test_an_iteration_counts_its_samples_at_the_size_that_it_has() -> None:
 
 
 def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:
-    flags = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 30), "data_parallel_size": 4}
+    flags = {**RAMP, "data_parallel_size": 4}
     with pytest.raises(ConfigError, match="global batch size of 2"):
         _build(**flags)
     assert _build(**flags, consumed_samples=30).num_microbatches(30) == 2

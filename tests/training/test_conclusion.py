@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 from megatron.checkpoint.schema import DataStage
 from megatron.config.command_line import parse_command_line
@@ -62,23 +62,6 @@ def test_the_summary_of_a_run_with_earlier_processes(tmp_path: Path) -> None:
         f"last checkpoint: {tmp_path}/iter_0000008",
         f"report: python tools/report_run.py {tmp_path} --metrics {metrics} --html report.html",
     ]
-
-
-def test_a_run_without_evaluations_and_files_has_one_line() -> None:
-    lines: list[str] = []
-    trainer: Any = SimpleNamespace(
-        context=SimpleNamespace(topology=SimpleNamespace(rank=0), log_rank0=lines.append),
-        state=SimpleNamespace(progress=SimpleNamespace(iteration=3, consumed_samples=6), data_stages=[]),
-        stop=SimpleNamespace(train_iters=3),
-        writers=[ValidationHistory(None)],
-        started=0.0,
-    )
-    Conclusion(parse_command_line(["--seq-length", "16"]), None).on_end(trainer, "")
-    (line,) = lines
-    assert line.startswith("trained: iteration 3 of 3, 96 tokens, ")
-    trainer.context.topology.rank = 1
-    Conclusion(parse_command_line(["--seq-length", "16"]), None).on_end(trainer, "")
-    assert len(lines) == 1
 
 
 def test_tokens_count_each_stage_with_its_length() -> None:

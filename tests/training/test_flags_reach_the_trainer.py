@@ -20,6 +20,7 @@ from torch import nn
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.control import ControlGroup
+from megatron.core.kernels.choice import Choice
 from megatron.core.models.kernels import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.offload import Offloaded
@@ -27,7 +28,7 @@ from megatron.core.recompute import Recomputed
 from megatron.operation.heartbeat import Heartbeat
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
-from megatron.training.build.description import describe_run
+from megatron.training.build.description import describe_kernels, describe_run
 from megatron.training.build.plan import plan_run
 from megatron.training.build.run import build_state
 from megatron.training.build.vocabulary import load_vocabulary
@@ -125,29 +126,27 @@ def facts_of_state(state: RunState) -> Facts:
 
 # --- the table -----------------------------------------------------------------------------------------------
 
-PLAIN = "tensor 1 x pipeline 1 x data 4 (no_shard), fp32"
-BF16 = {"layout": PLAIN.replace("fp32", "bf16"), "weight": torch.bfloat16, "state master": torch.float32}
-FP16 = {**BF16, "layout": PLAIN.replace("fp32", "fp16"), "weight": torch.float16}
+
+def layout(ranks: str = "tensor 1 x pipeline 1 x data 4", strategy: str = "no_shard", dtype: str = "fp32") -> Facts:
+    return {"layout": f"{ranks} ({strategy}), {dtype}"}
+
+
+BF16 = {**layout(dtype="bf16"), "weight": torch.bfloat16, "state master": torch.float32}
+FP16 = {**BF16, **layout(dtype="fp16"), "weight": torch.float16}
 STAGES = "--pipeline-model-parallel-size 2"
-IN_STAGES = {"layout": "tensor 1 x pipeline 2 x data 2 (no_shard), fp32", "layers": [2]}
+IN_STAGES = {**layout("tensor 1 x pipeline 2 x data 2"), "layers": [2]}
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 32"
 WITH_EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 32}
 RING, ULYSSES, GATHER = "RingAttention", "UlyssesAttention", "AllGatherAttention"
 
-Row = tuple[str, Facts, str]
-"""Flags, the facts that differ from the plain run's, and what the log says of them."""
-
-ROWS: list[Row] = [
+ROWS: list[tuple[Any, ...]] = [
+    # Flags, the facts that differ from the plain run's, and what the log says of them, if anything.
     # Tensor, pipeline and context parallelism.
-    (
-        "--tensor-model-parallel-size 2",
-        {"layout": "tensor 2 x pipeline 1 x data 2 (no_shard), fp32", "padded_vocab_size": 256},
-        "",
-    ),
+    ("--tensor-model-parallel-size 2", {**layout("tensor 2 x pipeline 1 x data 2"), "padded_vocab_size": 256}),
     (
         "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
         {
-            "layout": "tensor 2, sequence parallel x pipeline 1 x data 2 (no_shard), fp32",
+            **layout("tensor 2, sequence parallel x pipeline 1 x data 2"),
             "padded_vocab_size": 256,
             "sequence parallel": True,
             "overlaps collectives": True,
@@ -174,68 +173,54 @@ ROWS: list[Row] = [
     ("--pipeline-schedule zb-h1", {}, "--pipeline-schedule has no effect with --pipeline-model-parallel-size 1"),
     (
         "--context-parallel-size 2",
-        {"layout": "tensor 1 x context 2 (p2p) x pipeline 1 x data 2 (no_shard), fp32", "exchanges": [RING] * 4},
-        "",
+        {**layout("tensor 1 x context 2 (p2p) x pipeline 1 x data 2"), "exchanges": [RING] * 4},
     ),
     (
         "--context-parallel-size 2 --cp-comm-type p2p a2a allgather a2a",
         {
-            "layout": "tensor 1 x context 2 (p2p, a2a, allgather) x pipeline 1 x data 2 (no_shard), fp32",
+            **layout("tensor 1 x context 2 (p2p, a2a, allgather) x pipeline 1 x data 2"),
             "exchanges": [RING, ULYSSES, GATHER, ULYSSES],
         },
-        "",
     ),
     (
         "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
         {
-            "layout": "tensor 1 x context 4 (a2a+p2p) x pipeline 1 x data 1 (no_shard), fp32",
+            **layout("tensor 1 x context 4 (a2a+p2p) x pipeline 1 x data 1"),
             "exchanges": [ULYSSES] * 4,
             "levels": [2, 2],
         },
-        "",
     ),
-    ("--reset-attention-mask", {"documents": ["masks_attention"]}, ""),
-    ("--dataloader-inter-document-masking", {"documents": ["masks_attention"]}, ""),
-    ("--reset-position-ids", {"documents": ["resets_positions"]}, ""),
+    ("--reset-attention-mask", {"documents": ["masks_attention"]}),
+    ("--dataloader-inter-document-masking", {"documents": ["masks_attention"]}),
+    ("--reset-position-ids", {"documents": ["resets_positions"]}),
     # Data parallelism.
-    ("--use-distributed-optimizer", {"layout": PLAIN.replace("no_shard", "optim"), "shards": 4}, ""),
-    (
-        "--data-parallel-sharding-strategy optim_grads",
-        {"layout": PLAIN.replace("no_shard", "optim_grads"), "shards": 4},
-        "",
-    ),
+    ("--use-distributed-optimizer", {**layout(strategy="optim"), "shards": 4}),
+    ("--data-parallel-sharding-strategy optim_grads", {**layout(strategy="optim_grads"), "shards": 4}),
     (
         "--use-torch-fsdp2 --num-distributed-optimizer-instances 2",
-        {
-            "layout": PLAIN.replace("no_shard", "optim_grads_params"),
-            "strategy": "FullyShardedDataParallel",
-            "shards": 2,
-        },
-        "",
+        {**layout(strategy="optim_grads_params"), "strategy": "FullyShardedDataParallel", "shards": 2},
     ),
     # Number formats.
-    ("--bf16", BF16, ""),
+    ("--bf16", BF16),
     (
         "--fp64",
         {
-            "layout": PLAIN.replace("fp32", "fp64"),
+            **layout(dtype="fp64"),
             **dict.fromkeys(("weight", "gradient", "master", "state exp_avg", "state exp_avg_sq"), torch.float64),
         },
-        "",
     ),
     (
         "--bf16 --use-distributed-optimizer --grad-reduce-in-bf16 --use-precision-aware-optimizer "
         "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
         {
             **BF16,
-            "layout": "tensor 1 x pipeline 1 x data 4 (optim), bf16",
+            **layout(strategy="optim", dtype="bf16"),
             "shards": 4,
             **dict.fromkeys(("gradient", "state exp_avg", "state exp_avg_sq"), torch.bfloat16),
         },
-        "",
     ),
-    ("--fp16 --initial-loss-scale 1024", {**FP16, "loss scale": ("DynamicLossScaler", 1024.0)}, ""),
-    ("--fp16 --loss-scale 256", {**FP16, "loss scale": ("LossScaler", 256.0)}, ""),
+    ("--fp16 --initial-loss-scale 1024", {**FP16, "loss scale": ("DynamicLossScaler", 1024.0)}),
+    ("--fp16 --loss-scale 256", {**FP16, "loss scale": ("LossScaler", 256.0)}),
     (
         "--bf16 --fp8-format hybrid --fp8-amax-history-len 4 --fp8-amax-compute-algo max",
         {**BF16, "fp8 layers": [0, 1, 2, 3]},
@@ -251,7 +236,7 @@ ROWS: list[Row] = [
         "--bf16 --fp8-format hybrid --use-distributed-optimizer --fp8-param-gather",
         {
             **BF16,
-            "layout": "tensor 1 x pipeline 1 x data 4 (optim), bf16",
+            **layout(strategy="optim", dtype="bf16"),
             "shards": 4,
             "fp8 layers": [0, 1, 2, 3],
             "gathers fp8": True,
@@ -259,19 +244,14 @@ ROWS: list[Row] = [
         "fp8: hybrid with delayed scaling (amax history of 1, most_recent, margin 0)",
     ),
     # The optimizer.
-    ("--optimizer muon", {"state momentum_buffer": torch.float32}, ""),
-    (
-        "--optimizer sgd",
-        {"state exp_avg": None, "state exp_avg_sq": None, "state momentum_buffer": torch.float32},
-        "",
-    ),
-    ("--ema-decay 0.9", {"state ema": torch.float32}, ""),
-    ("--freeze-parameters embedding.*", {"frozen": ["chunks.0.embedding.weight"]}, ""),
-    ("--lr-decay-style cosine --min-lr 1e-3", {"learning rates": [0.005, 0.00775, 0.001]}, ""),
+    ("--optimizer muon", {"state momentum_buffer": torch.float32}),
+    ("--optimizer sgd", {"state exp_avg": None, "state exp_avg_sq": None, "state momentum_buffer": torch.float32}),
+    ("--ema-decay 0.9", {"state ema": torch.float32}),
+    ("--freeze-parameters embedding.*", {"frozen": ["chunks.0.embedding.weight"]}),
+    ("--lr-decay-style cosine --min-lr 1e-3", {"learning rates": [0.005, 0.00775, 0.001]}),
     (
         "--weight-decay-incr-style linear --start-weight-decay 0.0 --end-weight-decay 0.1",
         {"weight decay": [0.0, 0.05, 0.1]},
-        "",
     ),
     # Activations and the loss.
     (
@@ -296,7 +276,7 @@ ROWS: list[Row] = [
         "offloaded to the host",
     ),
     ("--loss-chunk-size 16", {"loss chunk": 16}, "activations: logits and loss of 16 tokens at a time"),
-    ("--z-loss-multiplier 1e-4", {"z-loss": 1e-4}, ""),
+    ("--z-loss-multiplier 1e-4", {"z-loss": 1e-4}),
     # Experts, and layers of several kinds.
     (
         f"{EXPERTS} --expert-model-parallel-size 2",
@@ -326,20 +306,52 @@ ROWS: list[Row] = [
         "WARNING: --moe-router-force-load-balancing: for benchmarks only",
     ),
     (
-        "--no-rope-freq 4 --attention-chunk-size 8 --qk-l2-norm",
-        {"no_rope_freq": "4", "attention_chunk_size": 8, "qk_l2_norm": True},
+        "--no-rope-freq 4 --attention-chunk-size 8 --qk-l2-norm --attention-temperature-tuning "
+        "--attention-temperature-floor 16",
+        {
+            "no_rope_freq": "4",
+            "attention_chunk_size": 8,
+            "qk_l2_norm": True,
+            "attention_temperature_tuning": True,
+            "attention_temperature_floor": 16,
+        },
         "attention: 3 of 4 layers with rotary position embedding, in chunks of 8, with normed queries and keys; 1 "
-        "without",
+        "without, with a temperature from position 15 on",
+    ),
+    (
+        "--use-mup --mup-base-hidden-size 16 --mup-base-head-dim 2",
+        {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 2.0, "mup_output_mult": 0.25},
+        "4 times the width of the base model (16), logits x 0.25, attention scores x 0.5",
     ),
 ]
 
 
-@pytest.mark.parametrize(("flags", "facts", "words"), ROWS, ids=[flags for flags, _, _ in ROWS])
-def test_flags_change_what_they_name_and_nothing_else(flags: str, facts: Facts, words: str) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_flags_change_what_they_name_and_nothing_else(row: tuple[Any, ...]) -> None:
+    flags, facts, *words = row
     (plain, _), (found, said) = built(""), built(flags)
     names = {**plain, **found}
     assert {name: found.get(name) for name in names if found.get(name) != plain.get(name)} == facts
-    assert not words or any(words in line for line in said), said
+    assert all(any(one in line for line in said) for one in words), said
+
+
+def test_attention_that_is_whole_and_alike_in_all_layers_is_not_described() -> None:
+    assert not [line for line in built("")[1] if line.startswith("attention:")]
+
+
+def test_a_terminal_shows_the_kernels_that_were_forced_or_stand_in() -> None:
+    plain = [Choice(name, "eager", "fits") for name in ("rope", "swiglu")]
+    forced = Choice("attention", "reference", "asked for by --attention-backend", is_forced=True)
+    stand_in = Choice("adam", "torch", "plain (not apex: it is not installed)", is_stand_in=True)
+    choices = [*plain, forced, stand_in]
+    assert describe_kernels(plain, True, False) == "kernels: eager for 2 operations"
+    on_gpu = describe_kernels(choices, True, False).splitlines()
+    assert on_gpu[0] == "kernels: eager for 2 operations"
+    assert [line.split()[0] for line in on_gpu[1:]] == ["attention", "adam"]
+    on_cpu = describe_kernels(choices, True, True).splitlines()
+    assert on_cpu[0] == "kernels: eager for 2, torch for 1 operations" and len(on_cpu) == 2
+    assert "asked for by --attention-backend" in on_cpu[1]
+    assert len(describe_kernels(choices, False, True).splitlines()) == 5
 
 
 # --- memory --------------------------------------------------------------------------------------------------

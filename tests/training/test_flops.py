@@ -1,36 +1,21 @@
 """Model FLOPs and the peaks they are measured against."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron.architectures.transformer_config import TransformerConfig
-from megatron.training.flops import (
-    DENSE_PEAK_TFLOPS,
-    device_peak_tflops,
-    measured_peak_tflops,
-    mfu,
-    resolve_peak,
-)
-
-LLAMA3: dict[str, dict[str, Any]] = {
-    "8b": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32},
-    "70b": {"num_layers": 80, "hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64},
-    "405b": {"num_layers": 126, "hidden_size": 16384, "ffn_hidden_size": 53248, "num_attention_heads": 128},
-}
+from megatron.config.model import preset
+from megatron.training.flops import DENSE_PEAK_TFLOPS, device_peak_tflops, measured_peak_tflops, mfu, resolve_peak
 
 
 def _llama3(size: str, seq_length: int = 8192, **changes: Any) -> float:
-    vocabulary = {"vocab_size": 128256, "padded_vocab_size": 128256, "max_position_embeddings": 8192}
-    common = {"kv_channels": 128, "num_query_groups": 8, **vocabulary}
-    return TransformerConfig(**(LLAMA3[size] | common | changes)).flops_per_token(seq_length)
+    model = preset("llama3.1-405b" if size == "405b" else f"llama3-{size}")
+    return replace(model.resolve(128256, 1, 8192), **changes).flops_per_token(seq_length)
 
 
-@pytest.mark.parametrize(
-    ("size", "gflop", "digits"),
-    [("8b", 51.47, 2), ("70b", 449.2, 1), ("405b", 2523.96, 2)],
-)
+@pytest.mark.parametrize(("size", "gflop", "digits"), [("8b", 51.47, 2), ("70b", 449.2, 1), ("405b", 2523.96, 2)])
 def test_llama3_at_8192_tokens(size: str, gflop: float, digits: int) -> None:
     assert round(_llama3(size) / 1e9, digits) == gflop
 

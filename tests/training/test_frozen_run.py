@@ -16,26 +16,10 @@ from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.names import EMA, MASTER, MODEL
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import pretrain_llama
+from tests.end_to_end.run_process import MOCK_RUN
 
-FLAGS: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "num_workers": 0,
-    "mock_data": True,
-    "vocab_size": 100,
-    "tokenizer_type": "NullTokenizer",
-    "train_iters": 4,
-    "lr": 1e-2,
-    "weight_decay": 0.1,
-    "device": "cpu",
-    "bf16": True,
-}
+FLAGS: dict[str, Any] = {name: value for name, value in MOCK_RUN.items() if value is not None}
+FLAGS |= {"global_batch_size": 4, "train_iters": 4, "lr_warmup_iters": 0, "weight_decay": 0.1, "bf16": True}
 FROZEN = ("embedding.*", "layers.0.*")
 
 

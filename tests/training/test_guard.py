@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
@@ -27,27 +26,13 @@ from megatron.training.train_module import TrainModule
 CPU = torch.device("cpu")
 
 
-def control() -> ControlGroup:
-    return ControlGroup((0,), 0)
-
-
-def known_answer(interval_s: float = 100.0) -> KnownAnswer:
-    return KnownAnswer(control(), CPU, (torch.float32,), interval_s)
-
-
-def test_replays_need_kernels_that_repeat_their_bits() -> None:
-    assert why("cpu", False) is None
-    assert why("cuda", True) is None
-    refused = why("cuda", False)
-    assert refused is not None and "--deterministic-mode" in refused
-
-
-def test_replays_need_scales_that_they_do_not_change() -> None:
+def test_replays_need_kernels_that_repeat_their_bits_and_scales_that_they_do_not_change() -> None:
     delayed, current = SimpleNamespace(is_delayed=True), SimpleNamespace(is_delayed=False)
-    refused = why("cuda", True, "transformer_engine", delayed)
-    assert refused is not None and "--fp8-recipe" in refused
-    assert why("cuda", True, "transformer_engine", current) is None
+    for allowed in (why("cpu", False), why("cuda", True), why("cuda", True, "transformer_engine", current)):
+        assert allowed is None
     assert why("cuda", True, "local", delayed) is None, "our own FP8 keeps the scales of a step"
+    assert "--deterministic-mode" in str(why("cuda", False))
+    assert "--fp8-recipe" in str(why("cuda", True, "transformer_engine", delayed))
 
 
 def why(
@@ -59,21 +44,27 @@ def why(
     return why_not_replayed(cast(RunContext, context), cast(TrainModule, SimpleNamespace(fp8=fp8)))
 
 
+class Product(KnownProduct):
+    """A product whose numbers of wrong elements are given."""
+
+    def __init__(self, *errors: int) -> None:
+        super().__init__(CPU, torch.float32)
+        self.errors = list(errors)
+
+    def count_errors(self) -> int:
+        return self.errors.pop(0)
+
+
 def test_the_known_product_is_tested_at_its_interval_and_ends_the_run_with_the_flags_of_a_step() -> None:
-    clock, results = [0.0], [0, 0, 0, 3]
-    trainer = cast(Trainer, None)
-    with (
-        mock.patch("time.monotonic", lambda: clock[0]),
-        mock.patch.object(KnownProduct, "count_errors", side_effect=results) as count,
-    ):
-        known = known_answer()
-        assert count.call_count == 1, "at the start"
-        for clock[0], expected in ((99.0, 1), (100.0, 2), (150.0, 2), (201.0, 3)):
-            known.on_iteration_start(trainer)
-            assert count.call_count == expected
-        assert not known.has_failed
-        clock[0] = 400.0
+    product, now, trainer = Product(0, 0, 0, 3), 0.0, cast(Trainer, None)
+    known = KnownAnswer(ControlGroup((0,), 0), [product], 100.0, clock=lambda: now)
+    assert len(product.errors) == 3, "tested at the start"
+    for later, left in ((99.0, 3), (100.0, 2), (150.0, 2), (201.0, 1)):
+        now = later
         known.on_iteration_start(trainer)
+        assert len(product.errors) == left and not known.has_failed
+    now = 400.0
+    known.on_iteration_start(trainer)
     stop = StopConditions(10, TrainingConfig(), SignalWatch(), single_process().world, CPU, started=0.0, alarm=known)
     flags = stop.local_flags(5)
     assert flags[-1]
@@ -81,9 +72,11 @@ def test_the_known_product_is_tested_at_its_interval_and_ends_the_run_with_the_f
         stop.reason(5, [float(flag) for flag in flags])
 
 
-def test_no_product_is_computed_without_an_interval() -> None:
-    with mock.patch.object(KnownProduct, "count_errors", side_effect=AssertionError):
-        known_answer(0.0).on_iteration_start(cast(Trainer, None))
+def test_a_wrong_product_at_the_start_ends_the_run_and_none_is_computed_without_an_interval() -> None:
+    product = Product(1)
+    KnownAnswer(ControlGroup((0,), 0), [product], 0.0).on_iteration_start(cast(Trainer, None))
+    with pytest.raises(SilentCorruptionError, match="1 elements of a known product in float32 are wrong on rank 0"):
+        KnownAnswer(ControlGroup((0,), 0), [product], 100.0)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +92,9 @@ def test_the_state_is_checked_at_the_interval_and_at_saves(
     interval: int, saves: int | None, is_saving: bool, due: Sequence[int]
 ) -> None:
     schedule = None if saves is None else IntervalSchedule(((saves, 0),))
-    check = StateCheck(single_process(), interval, schedule, is_saving, known_answer(0.0))
-    checked: list[int] = []
-
-    def note(self: StateCheck, trainer: Any, when: str, *_: Any) -> None:
-        checked.append(int(when.removeprefix("before the update of iteration ")))
-
-    with (
-        mock.patch.object(StateCheck, "_check", note),
-        mock.patch.object(StateCheck, "_digests", lambda *_, **__: None),
-    ):
-        for iteration in range(10):
-            progress = SimpleNamespace(iteration=iteration)
-            check.before_update(cast(Trainer, SimpleNamespace(state=SimpleNamespace(progress=progress))))
-    assert checked == due
+    known = KnownAnswer(ControlGroup((0,), 0), [], 0.0)
+    check = StateCheck(single_process(), interval, schedule, is_saving, known)
+    assert [iteration for iteration in range(1, 11) if check.is_due(iteration)] == due
 
 
 def test_replicas_of_experts_are_compared_without_sharding() -> None:
@@ -132,32 +114,43 @@ def report(host: str, **changes: Any) -> RankReport:
     return RankReport(**{"host": host, "digests": {}, "changed": (), "not_finite": (), "failure": None, **changes})
 
 
-def test_a_message_names_tensor_rank_and_host() -> None:
-    digests = [{AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}} for rank in (5, 5, 6)]
-    reports = [report(f"n{rank}", digests=found) for rank, found in enumerate(digests)]
-    expected = (
-        r"found before the update of iteration 7: the exp_avg of layers.0.w on rank 2 \(host n2\) differs from ranks 0 "
-        r"and 1\. "
-    )
-    with pytest.raises(SilentCorruptionError, match=expected) as raised:
-        raise_findings("before the update of iteration 7", reports, [(AXES, (0, 1, 2))])
-    assert raised.value.ranks == (2,) and raised.value.culprit == 2
+def differing(*values: int, **changes: Any) -> list[RankReport]:
+    """Replicas of a weight on hosts n0, n1, …; ``changed`` names the rank that has noticed a change."""
+    changed = changes.get("changed")
+    return [
+        report(f"n{rank}", digests={AXES: {WEIGHT: (value, 0)}}, changed=(WEIGHT,) if rank == changed else ())
+        for rank, value in enumerate(values)
+    ]
 
 
-def test_without_a_majority_both_ranks_are_named() -> None:
-    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}) for rank in range(2)]
-    expected = r"layers.0.w differs between ranks 0 and 1 \(host a\), any of which may be wrong"
-    with pytest.raises(SilentCorruptionError, match=expected) as raised:
-        raise_findings("now", reports, [(AXES, (0, 1))])
-    assert raised.value.ranks == (0, 1) and raised.value.culprit is None
+@pytest.mark.parametrize(
+    ("reports", "words", "ranks"),
+    [
+        (
+            differing(5, 5, 6),
+            r"found now: the weight of layers.0.w on rank 2 \(host n2\) differs from ranks 0 and 1\. ",
+            (2,),
+        ),
+        # Without a majority both are named.
+        (
+            differing(0, 1),
+            r"layers.0.w differs between ranks 0 and 1 \(hosts n0, n1\), any of which may be wrong",
+            (0, 1),
+        ),
+        # One of them knows that it had other bits after the update, and is named alone.
+        (differing(0, 1, changed=1), r"found now: [^;]* changed since the last update on rank 1 \(host n1\)\. ", (1,)),
+    ],
+)
+def test_a_message_names_tensor_rank_and_host(reports: list[RankReport], words: str, ranks: tuple[int, ...]) -> None:
+    with pytest.raises(SilentCorruptionError, match=words) as raised:
+        raise_findings("now", reports, [(AXES, tuple(range(len(reports))))])
+    assert raised.value.ranks == ranks and raised.value.culprit == (ranks[0] if len(ranks) == 1 else None)
 
 
-def test_a_rank_whose_tensor_changed_is_named_alone() -> None:
-    """Two replicas differ, and one of them knows that it had other bits after the update."""
-    reports = [report("a", digests={AXES: {WEIGHT: (rank, 0)}}, changed=(WEIGHT,) * rank) for rank in range(2)]
-    with pytest.raises(SilentCorruptionError) as raised:
-        raise_findings("now", reports, [(AXES, (0, 1))])
-    assert raised.value.culprit == 1 and "differs" not in str(raised.value)
+def test_of_several_tensors_the_one_that_differs_is_named() -> None:
+    reports = [report("a", digests={AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}}) for rank in (5, 5, 6)]
+    with pytest.raises(SilentCorruptionError, match=r"found now: the exp_avg of layers.0.w on rank 2"):
+        raise_findings("now", reports, [(AXES, (0, 1, 2))])
 
 
 def test_a_change_between_updates_and_a_number_that_is_not_finite() -> None:

@@ -1,12 +1,15 @@
-"""A record says the same thing to everybody who listens."""
+"""A record has the same values for every writer; timers measure what is on, cost nothing when off, and are combined
+over ranks as asked."""
 
 import math
+import time
 from typing import Any
 
 import pytest
 
 from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
 from megatron.metrics.record import EvaluationRecord
+from megatron.metrics.timers import Timers, combine, format_timer_report
 from tests.training.reported_run import iteration_record
 
 
@@ -42,15 +45,12 @@ def test_plots_carry_megatrons_keys_and_units() -> None:
     assert {key: scalars[key] for key in expected} == expected
 
 
-def test_plots_of_the_balance_of_experts_carry_megatrons_keys() -> None:
+def test_plots_of_the_balance_of_experts_carry_megatrons_keys_and_what_was_not_measured_is_left_out() -> None:
     balance: dict[str, Any] = {"load_balancing_loss": 1.25, "z_loss": 4.5, "moe/z_loss_layer_3": 4.25}
-    scalars = iteration_scalars(iteration_record(**balance, expert_load_max=1.75))
+    nothing: dict[str, Any] = {"lm_loss": None, "grad_norm": None, "mfu": None, "num_zeros": None}
+    scalars = iteration_scalars(iteration_record(**balance, expert_load_max=1.75, **nothing))
     assert {key: scalars[key] for key in balance} == balance
     assert scalars["expert-load-max"] == 1.75
-
-
-def test_what_was_not_measured_is_not_plotted() -> None:
-    scalars = iteration_scalars(iteration_record(lm_loss=None, grad_norm=None, mfu=None, num_zeros=None))
     assert not {"lm loss", "grad-norm", "mfu", "num-zeros", "params-norm"} & set(scalars)
 
 
@@ -59,11 +59,7 @@ def test_each_split_has_its_own_curves_over_iterations_and_samples(split: Any) -
     scalars = evaluation_scalars(evaluation_record(split=split, loss=2.0))
     assert scalars == {f"lm loss {split}": 2.0, f"lm loss {split} ppl": math.exp(2.0)}
     assert set(scalars) <= METRICS_WITH_SAMPLE_AXIS
-
-
-def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
-    record = evaluation_record(split="validation", loss=1e6)
-    assert record.perplexity == math.exp(20)
+    assert evaluation_record(split=split, loss=1e6).perplexity == math.exp(20), "no overflow"
 
 
 @pytest.mark.parametrize(
@@ -79,3 +75,83 @@ def test_perplexity_of_a_broken_model_does_not_overflow() -> None:
 def test_an_interval_thins_out(interval: int, resumed_at: int, offered: list[int], passed: list[int]) -> None:
     gate = IntervalGate(interval, resumed_at)
     assert [iteration for iteration in offered if gate.passes(iteration)] == passed
+
+
+# --- timers ---------------------------------------------------------------------------------------------------
+
+
+def test_spans_are_measured_in_milliseconds_and_add_up_until_they_are_read() -> None:
+    timers = Timers(level=1)
+    for _ in range(2):
+        with timers("forward-backward"):
+            time.sleep(0.02)
+    assert 20 <= timers.elapsed(iterations=2)["forward-backward"] < 200
+    assert timers.elapsed() == {}
+    with timers("interval"):
+        time.sleep(0.01)
+        assert timers.elapsed() == {}, "a span counts when it ends"
+    assert timers.elapsed()["interval"] >= 10
+
+
+@pytest.mark.parametrize(("level", "measured"), [(0, set()), (1, {"outer"}), (2, {"outer", "inner"})])
+def test_the_level_decides_what_is_measured(level: int, measured: set[str]) -> None:
+    timers = Timers(level)
+    with timers("outer", level=1), timers("inner", level=2):
+        pass
+    assert set(timers.elapsed()) == measured
+
+
+def test_the_accelerator_is_waited_for_at_both_ends_and_never_by_a_timer_that_is_off() -> None:
+    waits: list[None] = []
+    with Timers(level=1, synchronize=lambda: waits.append(None))("step"):
+        assert len(waits) == 1
+    assert len(waits) == 2
+    timers = Timers(level=0, synchronize=lambda: waits.append(None))
+    start = time.process_time()
+    for _ in range(10_000):
+        with timers("step", level=2):
+            pass
+    assert len(waits) == 2
+    assert (time.process_time() - start) / 10_000 < 20e-6
+
+
+def test_an_error_inside_a_span_passes_and_leaves_the_timer_usable() -> None:
+    timers = Timers(level=1)
+    with pytest.raises(ValueError, match="boom"), timers("step"):
+        raise ValueError("boom")
+    with pytest.raises(RuntimeError, match="'step' is already running"), timers("step"), timers("step"):
+        pass
+    assert timers.elapsed() == {}
+    with timers("step"):
+        pass
+    assert set(timers.elapsed()) == {"step"}
+
+
+RANKS = [{"forward": 10.0, "embedding": 1.0}, {"forward": 30.0}, {"forward": 20.0}]
+
+
+@pytest.mark.parametrize(
+    ("option", "forward"), [("max", (30.0, 30.0)), ("minmax", (10.0, 30.0)), ("all", (10.0, 30.0))]
+)
+def test_ranks_are_combined_over_those_that_ran_the_phase(option: str, forward: tuple[float, float]) -> None:
+    assert combine(RANKS, option) == {"forward": forward, "embedding": (1.0, 1.0)}  # type: ignore[arg-type]
+
+
+def test_reports_read_as_megatrons() -> None:
+    dots = "." * 40
+    assert format_timer_report(RANKS, "max").splitlines() == [
+        "max time across ranks (ms):",
+        f"    forward {dots}: 30.00",
+        f"    embedding {dots[2:]}: 1.00",
+    ]
+    assert f"    forward {dots}: (10.00, 30.00)" in format_timer_report(RANKS, "minmax")
+    assert format_timer_report(RANKS, "all").splitlines() == [
+        "times across ranks (ms):",
+        "  forward:",
+        "     rank  0: 10.00",
+        "     rank  1: 30.00",
+        "     rank  2: 20.00",
+        "  embedding:",
+        "     rank  0: 1.00",
+    ]
+    assert format_timer_report([{}, {}], "minmax") == ""

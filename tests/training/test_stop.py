@@ -86,19 +86,16 @@ def test_two_interrupts_are_noted_and_the_third_acts_as_usual(usual: list[int]) 
         assert usual == [signal.SIGTERM, signal.SIGINT]
 
 
-def test_a_batch_system_may_repeat_its_signal(usual: list[int]) -> None:
+def test_a_batch_system_may_repeat_its_signal_and_the_third_ctrl_c_interrupts(usual: list[int]) -> None:
     """SLURM's daemon, srun and the launcher each send SIGTERM to a rank, and the save must still end."""
     with watch_signals(TrainingConfig()) as watch:
         for _ in range(4):
             signal.raise_signal(signal.SIGTERM)
         assert watch.received == "SIGTERM" and not usual
-
-
-def test_the_third_ctrl_c_interrupts(usual: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with watch_signals(TrainingConfig()) as watch:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
         assert watch.received == "SIGINT"
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -136,13 +133,37 @@ def test_afterwards_every_handler_is_back(usual: list[int], signals: int) -> Non
 # Reasons
 
 
-def test_a_run_goes_on_without_a_reason() -> None:
-    assert all(stop().agree(iteration) is None for iteration in (0, 1, 99))
+QUIET, MINUTES = OtherRank(0, 0, 0, 0, 0), "--exit-duration-in-mins"
+REASONS: list[tuple[dict[str, Any], dict[str, Any], int, str | None]] = [
+    *(({}, {}, iteration, None) for iteration in (0, 1, 99)),
+    *(({}, {}, iteration, "the run is complete") for iteration in (100, 101)),
+    ({}, {"seconds_ago": 1e9}, 5, None),
+    ({"exit_duration_in_mins": 1.5}, {"seconds_ago": 80}, 5, None),
+    ({"exit_duration_in_mins": 1.5}, {"seconds_ago": 100}, 5, f"{MINUTES} 1.5"),
+    ({}, {"received": "SIGTERM"}, 5, "signal SIGTERM"),
+    # What this rank knows counts when the other is quiet.
+    ({}, {"received": "SIGINT", "world": QUIET}, 5, "signal SIGINT"),
+    ({"exit_duration_in_mins": 1}, {"seconds_ago": 61, "world": QUIET}, 5, f"{MINUTES} 1"),
+    # What another rank knows counts here, too.
+    ({"exit_duration_in_mins": 60}, {"world": QUIET}, 5, None),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 0, 0, 0, 0)}, 5, "signal on another rank"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 0, 0, 0)}, 5, f"{MINUTES} 60"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 1, 0, 1, 0)}, 5, "signal on another rank"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 0, 1, 0)}, 5, NO_DATA),
+    # Of several reasons, one.
+    *(
+        ({"exit_interval": 10, "exit_duration_in_mins": 1.0}, {"received": "SIGTERM", "seconds_ago": 100}, *last)
+        for last in ((100, "the run is complete"), (90, "--exit-interval 10"), (91, "signal SIGTERM"))
+    ),
+]
+"""Flags, what happened, the iteration, and the reason for which the run ends."""
 
 
-@pytest.mark.parametrize("iteration", [100, 101])
-def test_a_run_ends_when_it_is_complete(iteration: int) -> None:
-    assert stop().agree(iteration) == "the run is complete"
+@pytest.mark.parametrize(("flags", "facts", "iteration", "reason"), REASONS)
+def test_a_run_ends_for_a_reason(
+    flags: dict[str, Any], facts: dict[str, Any], iteration: int, reason: str | None
+) -> None:
+    assert stop(TrainingConfig(**flags), **facts).agree(iteration) == reason
 
 
 def test_a_run_pauses_at_every_multiple_of_the_exit_interval() -> None:
@@ -157,36 +178,6 @@ def test_a_run_resumed_at_a_pause_goes_on() -> None:
     resumed = stop(TrainingConfig(exit_interval=30))
     resumed.first_iteration = 30
     assert [number for number in range(30, 100) if resumed.agree(number)] == [60, 90]
-
-
-def test_a_signal_ends_the_run_by_name() -> None:
-    assert stop(received="SIGTERM").agree(5) == "signal SIGTERM"
-
-
-@pytest.mark.parametrize(("seconds_ago", "is_over"), [(0, False), (80, False), (100, True)])
-def test_a_run_ends_when_its_time_is_up(seconds_ago: float, is_over: bool) -> None:
-    reason = stop(TrainingConfig(exit_duration_in_mins=1.5), seconds_ago=seconds_ago).agree(5)
-    assert reason == ("--exit-duration-in-mins 1.5" if is_over else None)
-
-
-def test_no_time_limit_is_no_limit() -> None:
-    assert stop(seconds_ago=1e9).agree(5) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        ((0, 0, 0), None),
-        ((1, 0, 0), "signal on another rank"),
-        ((0, 1, 0), "--exit-duration-in-mins 60"),
-        ((1, 1, 1), "signal on another rank"),
-        ((0, 1, 1), NO_DATA),
-    ],
-)
-def test_what_another_rank_knows_counts_here_too(flags: tuple[int, int, int], reason: str | None) -> None:
-    has_signal, time_is_up, lacks_data = flags
-    here = stop(TrainingConfig(exit_duration_in_mins=60), world=OtherRank(has_signal, time_is_up, 0, lacks_data, 0))
-    assert here.agree(5) == reason
 
 
 def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
@@ -216,25 +207,8 @@ def test_a_rank_without_data_stops_with_the_others_unless_a_signal_came_meanwhil
     assert here.agree(100, lambda: pytest.fail("has waited")) == "the run is complete"
 
 
-def test_what_this_rank_knows_counts_when_the_other_is_quiet() -> None:
-    quiet = OtherRank(0, 0, 0, 0, 0)
-    assert stop(received="SIGINT", world=quiet).agree(5) == "signal SIGINT"
-    late = stop(TrainingConfig(exit_duration_in_mins=1), seconds_ago=61, world=quiet)
-    assert late.agree(5) == "--exit-duration-in-mins 1"
-
-
 def test_a_reason_that_every_rank_knows_needs_no_flags() -> None:
     """The loader is not asked for data that no iteration will read."""
     paused = stop(TrainingConfig(exit_interval=30), received="SIGTERM")
     assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 5
     assert paused.reason(30, [0.0] * 4) == "--exit-interval 30"
-
-
-def test_completion_comes_before_every_other_reason() -> None:
-    everything: dict[str, Any] = {"exit_interval": 10, "exit_duration_in_mins": 1.0}
-    ending = stop(TrainingConfig(**everything), received="SIGTERM", seconds_ago=100)
-    assert [ending.agree(iteration) for iteration in (100, 90, 91)] == [
-        "the run is complete",
-        "--exit-interval 10",
-        "signal SIGTERM",
-    ]

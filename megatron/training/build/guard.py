@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
+from megatron.operation.known_product import KnownProduct
 from megatron.training.context import RunContext
 from megatron.training.guard.known_answer import KnownAnswer
 from megatron.training.guard.replay import Replay, ReplayCheck
@@ -29,8 +30,8 @@ def build_guard(context: RunContext, module: TrainModule) -> Guard:
     wrong results, and :class:`ConfigError` for a replay that cannot be compared."""
     operation, checkpoint = context.config.operation, context.config.checkpoint
     topology, formats = context.topology, module.data_parallel.formats
-    dtypes = (formats.weight, formats.master)
-    known_answer = KnownAnswer(context.control, topology.device, dtypes, operation.known_answer_interval_s)
+    products = [KnownProduct(topology.device, dtype) for dtype in dict.fromkeys((formats.weight, formats.master))]
+    known_answer = KnownAnswer(context.control, products, operation.known_answer_interval_s)
     is_saving = checkpoint.save is not None
     state_check = StateCheck(
         topology, operation.check_replicas_interval, checkpoint.save_schedule, is_saving, known_answer

@@ -2,8 +2,7 @@
 
 import socket
 import time
-
-import torch
+from collections.abc import Callable, Sequence
 
 from megatron.core.control import ControlGroup
 from megatron.core.run_on_ranks import run_on_all_ranks
@@ -13,7 +12,7 @@ from megatron.training.loop.trainer import Listener, Trainer
 
 
 class KnownAnswer(Listener):
-    """Computes the product in each of ``dtypes`` now and every ``interval_s`` seconds, on each rank alone.
+    """Computes the ``products`` now and every ``interval_s`` seconds (0: never), on each rank alone.
 
     Creation is a collective, and raises :class:`SilentCorruptionError` on all ranks if the product of one is wrong.
     Later failures reach all ranks with the flags of the next step
@@ -21,12 +20,16 @@ class KnownAnswer(Listener):
     """
 
     def __init__(
-        self, control: ControlGroup, device: torch.device, dtypes: tuple[torch.dtype, ...], interval_s: float
+        self,
+        control: ControlGroup,
+        products: Sequence[KnownProduct],
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._control, self._interval_s = control, interval_s
-        self._products = [KnownProduct(device, dtype) for dtype in dict.fromkeys(dtypes)] if interval_s else []
+        self._control, self._interval_s, self._clock = control, interval_s, clock
+        self._products = products if interval_s else ()
         self._failure: str | None = None
-        self._tested = time.monotonic()
+        self._tested = clock()
         if self._products:
             run_on_all_ranks(control, self._test_or_raise)
 
@@ -40,12 +43,12 @@ class KnownAnswer(Listener):
         return self._failure
 
     def on_iteration_start(self, trainer: Trainer) -> None:
-        if self._products and time.monotonic() - self._tested >= self._interval_s:
+        if self._products and self._clock() - self._tested >= self._interval_s:
             self.test()
 
     def test(self) -> None:
         """Compute the products; sets :attr:`failure`."""
-        self._tested = time.monotonic()
+        self._tested = self._clock()
         for product in self._products:
             wrong = product.count_errors()
             if wrong:

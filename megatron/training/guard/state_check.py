@@ -61,7 +61,7 @@ class StateCheck(Listener):
 
     def before_update(self, trainer: Trainer) -> None:
         following = trainer.state.progress.iteration + 1
-        if self._is_due(following):
+        if self.is_due(following):
             digests = self._digests(trainer, with_gradients=True)
             self._check(trainer, f"before the update of iteration {following}", digests)
 
@@ -75,7 +75,7 @@ class StateCheck(Listener):
         if self._saves_at(iteration):
             self._check_save(trainer)
         self._resting = None
-        if self._is_due(iteration + 1):
+        if self.is_due(iteration + 1):
             self._resting = iteration, self._digests(trainer, with_gradients=False)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
@@ -84,7 +84,8 @@ class StateCheck(Listener):
         elif not self.is_saving:
             self.known_answer.raise_on_all_ranks()
 
-    def _is_due(self, iteration: int) -> bool:
+    def is_due(self, iteration: int) -> bool:
+        """Whether the state is checked before the update of ``iteration``."""
         return bool(self.interval) and (iteration % self.interval == 0 or self._saves_at(iteration))
 
     def _saves_at(self, iteration: int) -> bool:

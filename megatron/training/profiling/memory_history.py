@@ -1,7 +1,8 @@
 """Allocations of a GPU with their call stacks (``--record-memory-history``), for pytorch.org/memory_viz."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron import torch_compat
@@ -14,7 +15,18 @@ _MAX_ENTRIES = 100_000  # as in Megatron-LM; older allocations and frees are dro
 _logger = logging.getLogger(__name__)
 
 
-def start_memory_history(config: LoggingConfig, topology: Topology) -> "MemoryHistory | None":
+@dataclass(frozen=True)
+class AllocatorCalls:
+    """What torch's allocator is asked to do."""
+
+    record: Callable[[int], None] = torch_compat.record_memory_history
+    dump: Callable[[str], None] = torch_compat.dump_memory_history
+    stop: Callable[[], None] = torch_compat.stop_memory_history
+
+
+def start_memory_history(
+    config: LoggingConfig, topology: Topology, calls: AllocatorCalls = AllocatorCalls()
+) -> "MemoryHistory | None":
     """Begin to record on the last rank, as Megatron-LM does; before the model is allocated, so that the snapshot has
     the stacks of the weights. None on other ranks and without the flag. Raises :class:`ConfigError` on a CPU."""
     if not config.record_memory_history:
@@ -31,8 +43,8 @@ def start_memory_history(config: LoggingConfig, topology: Topology) -> "MemoryHi
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RankError(f"--memory-snapshot-path {path} cannot be written ({error.strerror}).") from error
-    torch_compat.record_memory_history(_MAX_ENTRIES)
-    return MemoryHistory(path, config.log_interval)
+    calls.record(_MAX_ENTRIES)
+    return MemoryHistory(path, config.log_interval, calls)
 
 
 @dataclass
@@ -42,6 +54,7 @@ class MemoryHistory(Listener):
 
     path: Path
     interval: int
+    calls: AllocatorCalls = field(default_factory=AllocatorCalls)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if trainer.state.progress.iteration % self.interval == 0:
@@ -49,10 +62,10 @@ class MemoryHistory(Listener):
 
     def close(self) -> None:
         self._write()
-        torch_compat.stop_memory_history()
+        self.calls.stop()
 
     def _write(self) -> None:
         try:
-            torch_compat.dump_memory_history(str(self.path))
+            self.calls.dump(str(self.path))
         except OSError as error:
             _logger.warning("--record-memory-history could not write %s (%s)", self.path, error)

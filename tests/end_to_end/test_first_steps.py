@@ -1,8 +1,7 @@
-"""The first command of a newcomer, examples/quickstart.sh: interrupted, run again, and run once more.
+"""The first command of a newcomer, examples/quickstart.sh, and the commands of docs/tutorial.md.
 
-It runs in a copy of the repository with a corpus cut to a fortieth and few iterations. What it would do without
-any of that (the virtual environment, 12 MB of corpus, a loss well under ln(vocabulary)) takes minutes, and is
-not repeated here.
+They run in copies of the repository with a small corpus and few iterations. What they would do without any of that (the
+virtual environment, 12 MB of corpus, a loss well under ln(vocabulary)) takes minutes, and is not repeated here.
 """
 
 import json
@@ -12,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -28,6 +28,7 @@ from tests.end_to_end.run_process import (
     records,
     run_tool,
     wait_until,
+    write_documents,
 )
 
 pytestmark = pytest.mark.slow(reason="the whole quickstart, several times")
@@ -39,12 +40,15 @@ VOCABULARY = 512
 TIMEOUT = 120.0
 
 
+Process: TypeAlias = "subprocess.Popen[bytes]"
+
+
 @dataclass
 class Quickstart:
     """The script in its copy of the repository."""
 
     clone: Path
-    started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
+    started: list[Process] = field(default_factory=list)
 
     @property
     def run_directory(self) -> Path:
@@ -56,23 +60,15 @@ class Quickstart:
         """Output of the last start."""
         return self.clone / "quickstart.log"
 
-    def start(self) -> "subprocess.Popen[bytes]":
-        """Start the quickstart."""
-        settings = {
-            "RUN": str(self.run_directory),
-            "ITERATIONS": str(ITERATIONS),
-            "VOCABULARY": str(VOCABULARY),
-            "MASTER_PORT": str(free_port()),
-        }
-        return self.start_script(["examples/quickstart.sh"], settings)
-
-    def start_script(self, command: list[str], settings: dict[str, str]) -> "subprocess.Popen[bytes]":
-        """Start a script in a session of its own, as on a terminal of its own."""
+    def start(self, command: Sequence[str] = ("examples/quickstart.sh",), **settings: object) -> Process:
+        """Start the quickstart, or another script, in a session of its own, as on a terminal of its own."""
+        settings = {"RUN": self.run_directory, "ITERATIONS": ITERATIONS, **settings}
+        settings |= {"VOCABULARY": VOCABULARY, "MASTER_PORT": free_port()}
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 ["bash", *command],
                 cwd=self.clone,
-                env=environment() | settings,
+                env=environment() | {name: str(value) for name, value in settings.items()},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -81,10 +77,13 @@ class Quickstart:
         self.started.append(process)
         return process
 
-    def finish(self, process: "subprocess.Popen[bytes]") -> str:
-        """Wait for the end; the output."""
+    def run(self, *command: str, **settings: object) -> str:
+        """Run a script, which must succeed, to its end; the output."""
+        process = self.start(command, **settings) if command else self.start()
         process.wait(TIMEOUT)
-        return self.log.read_text()
+        output = self.log.read_text()
+        assert process.returncode == 0, output
+        return output
 
     def kill(self) -> None:
         """End what a failed test has left running; it would slow all tests behind it."""
@@ -102,12 +101,17 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def copy_programs(clone: Path) -> None:
+    for name in ("examples", "megatron", "tools"):
+        shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "pretrain_llama.py", clone)
+
+
 @pytest.fixture(scope="module")
 def quickstart(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
     """A copy of the repository whose virtual environment is that of the tests, with a small corpus in place."""
     clone = tmp_path_factory.mktemp("clone")
-    for name in ("examples", "megatron", "tools"):
-        shutil.copytree(REPOSITORY / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_programs(clone)
     for path in (*REPOSITORY.glob("p*.*"), *REPOSITORY.glob("requirements*.txt")):
         shutil.copy(path, clone)
     programs = clone / ".venv" / "bin"
@@ -138,7 +142,8 @@ def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_t
     first = f"\n{LOGGED}/{ITERATIONS}  loss"
     wait_until(lambda: first in quickstart.log.read_text() or process.poll() is not None, TIMEOUT)
     os.killpg(process.pid, signal.SIGINT)
-    output = quickstart.finish(process)
+    process.wait(TIMEOUT)
+    output = quickstart.log.read_text()
     assert "stopped: signal SIGINT" in output, output
     assert "== Tokenizer" in output
     assert "== Data" in output
@@ -147,18 +152,14 @@ def test_interrupted_quickstart_goes_on_where_it_was_and_then_has_nothing_left_t
     assert LOGGED <= done < ITERATIONS
     assert not (quickstart.run_directory / "loss.png").exists()
 
-    process = quickstart.start()
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    output = quickstart.run()
     assert f"continuing after iteration {done}" in output
     assert "== Tokenizer" not in output
     assert "== Data" not in output
     assert_finished(quickstart, output)
 
     before = bytes_under(quickstart.run_directory)
-    process = quickstart.start()
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    output = quickstart.run()
     assert "== Training" not in output
     assert_finished(quickstart, output)
     after = bytes_under(quickstart.run_directory)
@@ -183,30 +184,85 @@ def test_what_it_proposes_next_works(quickstart: Quickstart) -> None:
     commands = re.findall(r"^  \w+:  (python .*)$", quickstart.log.read_text(), re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
-        process = quickstart.start_script(["-c", f"source .venv/bin/activate; {command}"], {})
-        output = quickstart.finish(process)
-        assert process.returncode == 0, output
+        output = quickstart.run("-c", f"source .venv/bin/activate; {command}")
     assert output.startswith("class Queue:")
     assert (quickstart.run_directory / "report.html").stat().st_size > 10_000
 
 
 def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quickstart) -> None:
     """Two of them, for two iterations of one layer."""
-    settings = {
-        "RUN": str(quickstart.clone / "precisions"),
-        "DATA": str(quickstart.run_directory),
-        "VOCABULARY": str(VOCABULARY),
-        "ITERATIONS": "2",
-        "PRECISIONS": "fp32 fp8-tensorwise",
-        "MASTER_PORT": str(free_port()),
-    }
-    process = quickstart.start_script(
-        ["examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1"], settings
-    )
-    output = quickstart.finish(process)
-    assert process.returncode == 0, output
+    settings = {"RUN": quickstart.clone / "precisions", "DATA": quickstart.run_directory, "ITERATIONS": 2}
+    script = ("examples/compare_precisions.sh", "--num-layers", "1", "--eval-iters", "1")
+    output = quickstart.run(*script, PRECISIONS="fp32 fp8-tensorwise", **settings)
     assert re.search(r"^\| fp32 \| [0-9.]+ \| [0-9.]+ \| 0 \| - \| - \| - \|$", output, re.MULTILINE), output
     assert re.search(r"^\| fp8-tensorwise \| .*% to [+-][0-9.]+% \| 1 % \|$", output, re.MULTILINE), output
     assert (quickstart.clone / "precisions" / "precisions.png").read_bytes().startswith(b"\x89PNG\r\n")
     found = {name: losses(quickstart.clone / "precisions" / f"{name}.jsonl") for name in ("fp32", "fp8-tensorwise")}
     assert len(found["fp32"]) == 2 and found["fp32"] != found["fp8-tensorwise"]
+
+
+# --- the tutorial ---------------------------------------------------------------------------------------------
+
+pytestmark = pytest.mark.slow(reason="every command of the tutorial, in processes of its own")
+
+PAGE = (REPOSITORY / "docs/tutorial.md").read_text(encoding="utf-8")
+NOT_RUN = ("pip install", "hf upload")
+"""What needs the network."""
+SHORTER = {
+    "--train-iters 300": "--train-iters 6",
+    "--lr-warmup-iters 25": "--lr-warmup-iters 1",
+    "--eval-interval 100 --eval-iters 8": "--eval-interval 3 --eval-iters 1",
+    "--save-interval 100": "--save-interval 6",
+    "--log-interval 10": "--log-interval 1",
+    "--vocab-size 2048": "--vocab-size 512",
+}
+TUTORIAL_TIMEOUT = 300.0
+
+
+def blocks() -> dict[str, str]:
+    """The commands of every section by its heading; of several blocks together."""
+    found: dict[str, str] = {}
+    for section in PAGE.split("\n## ")[1:]:
+        parts = re.findall(r"^```bash\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+        code = "".join(part for part in parts if not any(words in part for words in NOT_RUN))
+        if code:
+            found[section.partition("\n")[0]] = code
+    return found
+
+
+def shortened(code: str) -> str:
+    """The commands with few iterations."""
+    for long, short in SHORTER.items():
+        assert long in PAGE
+        code = code.replace(long, short)
+    return code
+
+
+def test_the_commands_lead_from_text_to_a_model_for_transformers(tmp_path: Path) -> None:
+    copy_programs(tmp_path)
+    outputs: dict[str, str] = {}
+    for heading, code in blocks().items():
+        if heading == "Text":  # a small corpus instead of the whole library
+            (tmp_path / "runs/tutorial").mkdir(parents=True)
+            write_documents(tmp_path / "runs/tutorial/corpus.jsonl", documents=60)
+            continue
+        done = subprocess.run(
+            ["bash", "-e", "-c", shortened(code)],
+            cwd=tmp_path,
+            env=environment() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"},
+            input="class Reader:\n\n",
+            capture_output=True,
+            text=True,
+            timeout=TUTORIAL_TIMEOUT,
+        )
+        assert done.returncode == 0, f"{heading}: {done.stdout}{done.stderr}"
+        outputs[heading] = done.stdout
+    run = tmp_path / "runs/tutorial"
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(outputs["Loss"].splitlines()) >= 2, "validation losses"
+    texts = [json.loads(line) for line in outputs["Text from the model"].splitlines() if line.startswith("{")]
+    assert [text["prompt"] for text in texts] == ["    def close(self):", '    """Return the', "raise ValueError("]
+    (before,) = re.findall(r"unseen.txt: (.*)", outputs["Evaluation"])
+    (after,) = re.findall(r"unseen.txt: (.*)", outputs["To Hugging Face"])
+    assert before == after
+    assert "> class Reader:\n" in outputs["A chat in transformers"]

@@ -1,4 +1,5 @@
-"""The pattern of MoE layers, the counts of parameters and FLOPs, and both after a checkpoint."""
+"""The pattern of MoE layers, the counts of parameters and FLOPs, and muP: values that follow from others; all after a
+checkpoint, too."""
 
 import json
 from dataclasses import asdict, replace
@@ -9,8 +10,11 @@ from megatron.architectures.layer_pattern import PatternError, describe_layers, 
 from megatron.architectures.registry import PRESET_VOCABULARIES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig, preset
-from megatron.errors import ConfigError
+from megatron.errors import CheckpointError, ConfigError
+from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 from megatron.training.checkpoints.saved_run import state_of_weights
 
 
@@ -87,82 +91,37 @@ def test_an_architecture_survives_a_checkpoint(model: ModelConfig) -> None:
     assert ModelConfig.of(loaded).resolve(100, 1, 8192) == architecture
 
 
-def test_a_checkpoint_from_before_experts_is_dense() -> None:
-    architecture = preset("tiny").resolve(100, 1, 64)
-    saved = json.loads(json.dumps(state_of_weights(1, architecture, {}).to_json()))
-    saved["architecture"] = {
-        name: value for name, value in saved["architecture"].items() if "moe" not in name and "expert" not in name
-    }
-    assert upgrade(saved, FORMAT_VERSION).architecture == architecture
-    assert architecture.moe_layers() == (False,) * 4
-
-
 def test_experts_are_as_wide_as_the_mlp_by_default() -> None:
     architecture = replace(preset("tiny"), num_experts=4).resolve(100, 1, 64)
     assert architecture.moe_ffn_hidden_size == architecture.ffn_hidden_size == 384
 
 
-PUBLISHED: dict[str, tuple[int, float, tuple[float, ...]]] = {
-    "mixtral-8x7b": (46_702_792_704, 12.88, (79.713, 82.934, 102.261)),
-    "mixtral-8x22b": (140_630_071_296, 39.16, (242.212, 250.668, 301.402)),
-    "qwen3-30b-a3b": (30_532_122_624, 3.35, (23.082, 27.914)),
-    "qwen3-235b-a22b": (235_093_634_560, 22.19, (148.331, 167.255)),
+PUBLISHED: dict[str, tuple[float, tuple[float, ...]]] = {
+    "mixtral-8x7b": (12.88, (79.713, 82.934, 102.261)),
+    "mixtral-8x22b": (39.16, (242.212, 250.668, 301.402)),
+    "qwen3-30b-a3b": (3.35, (23.082, 27.914)),
+    "qwen3-235b-a22b": (22.19, (148.331, 167.255)),
+    "llama4-scout": (17.17, (102.867, 108.907, 117.967)),
+    "llama4-maverick": (17.18, (102.938, 108.978, 118.038)),
 }
-"""Parameters, billions of active ones, and GFLOP of a token at 4096, 8192 and 32768 tokens."""
+"""Billions of active parameters, and GFLOP of a token at 4096, 8192 and 32768 tokens."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_and_flops_of_published_models(name: str) -> None:
-    total, active, gflops = PUBLISHED[name]
+def test_active_parameters_and_flops_of_published_models(name: str) -> None:
+    """test_command_line.py has the number of all parameters."""
+    active, gflops = PUBLISHED[name]
     architecture = preset(name).resolve(PRESET_VOCABULARIES[name], 1, 4096)
-    assert architecture.num_parameters() == total
     assert round(architecture.num_active_parameters() / 1e9, 2) == active
     for length, gflop in zip((4096, 8192, 32768), gflops):
         assert round(architecture.flops_per_token(length) / 1e9, 3) == gflop
 
 
-LLAMA_4 = TransformerConfig(
-    num_layers=48,
-    hidden_size=5120,
-    ffn_hidden_size=16384,
-    num_attention_heads=40,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=202048,
-    padded_vocab_size=202048,
-    max_position_embeddings=262144,
-    no_rope_freq="4",
-    attention_chunk_size=8192,
-    moe_router_topk=1,
-    moe_router_score_function="sigmoid",
-    moe_ffn_hidden_size=8192,
-    moe_shared_expert_intermediate_size=8192,
-    moe_apply_probs_on_input=True,
-)
-SCOUT = replace(LLAMA_4, num_experts=16)
-MAVERICK = replace(LLAMA_4, num_experts=128, moe_layer_freq="[0,1]*24")
-
-
-@pytest.mark.parametrize(
-    ("model", "total", "active", "gflops"),
-    [
-        (SCOUT, 107_769_861_120, 17.17, (102.867, 108.907, 117.967)),
-        (MAVERICK, 400_711_848_960, 17.18, (102.938, 108.978, 118.038)),
-    ],
-    ids=["scout", "maverick"],
-)
-def test_parameters_and_flops_of_llama_4(
-    model: TransformerConfig, total: int, active: float, gflops: tuple[float, ...]
-) -> None:
-    assert model.num_parameters() == total
-    assert round(model.num_active_parameters() / 1e9, 2) == active
-    assert tuple(round(model.flops_per_token(length) / 1e9, 3) for length in (4096, 8192, 32768)) == gflops
-
-
 @pytest.mark.parametrize("length", [5, 8, 16, 20])
 def test_attention_is_counted_inside_chunks(length: int) -> None:
     """Compared with a count of the squares of the chunks, in layers of both kinds."""
-    model = replace(SCOUT, num_layers=4, attention_chunk_size=8)
+    scout = preset("llama4-scout").resolve(PRESET_VOCABULARIES["llama4-scout"], 1, 4096)
+    model = replace(scout, num_layers=4, attention_chunk_size=8)
     chunks = [len(range(length)[start : start + 8]) for start in range(0, length, 8)]
     inside = sum(size**2 for size in chunks) / length
     rope, nope = (model.flops_of_layers([layer], length, has_output_layer=False) for layer in (2, 3))
@@ -198,3 +157,53 @@ def test_tiny_moe_computes_as_much_as_tiny() -> None:
     tiny, moe = (preset(name).resolve(1000, 1, 64) for name in ("tiny", "tiny-moe"))
     assert moe.flops_per_token(64) - tiny.flops_per_token(64) == 6 * 4 * 8 * 128, "the routers"
     assert moe.num_active_parameters() - tiny.num_active_parameters() == 4 * 8 * 128
+
+
+# --- muP ------------------------------------------------------------------------------------------------------
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 64 --use-mup --mup-base-hidden-size 16"
+)
+
+
+def model_of(flags: str = "") -> ModelConfig:
+    config = parse_command_line(f"{MODEL} {flags}".split())
+    check_run(config, 1)
+    return config.model
+
+
+def test_the_multiplier_of_the_logits_follows_from_the_widths() -> None:
+    resolved = model_of().resolve(64, 1, 16)
+    assert (resolved.width_mult, resolved.output_multiplier, resolved.embedding_multiplier) == (4.0, 0.25, 1.0)
+    assert model_of("--mup-output-mult 2").resolve(64, 1, 16).output_multiplier == 2.0
+
+
+def test_the_base_is_the_model_itself_by_default() -> None:
+    config = replace(model_of(), mup_base_hidden_size=None)
+    assert config.resolve(64, 1, 16).width_mult == config.resolve(64, 1, 16).output_multiplier == 1.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--mup-base-hidden-size 32", "--mup-base-hidden-size is 32 here and 16 there"),
+        ("--mup-embedding-mult 2", "--mup-embedding-mult is 2.0 here and 1.0 there"),
+        ("--mup-output-mult 2", "--mup-output-mult is 2.0 here and 0.25 there"),
+        ("--mup-base-head-dim 8", "--mup-base-head-dim is 8.0 here and None there"),
+        ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power is 0.5 here and 1.0 there"),
+    ],
+)
+def test_a_checkpoint_with_another_setting_is_refused(flags: str, words: str) -> None:
+    saved = vars(model_of().resolve(64, 1, 16))
+    check_architecture(saved, saved, "X")
+    check_architecture(given_architecture(model_of()), saved, "X")
+    with pytest.raises(CheckpointError) as refusal:
+        check_architecture(vars(model_of(flags).resolve(64, 1, 16)), saved, "X")
+    assert words in str(refusal.value)
+
+
+def test_a_checkpoint_without_mup_is_refused() -> None:
+    plain = parse_command_line(MODEL.replace("--use-mup --mup-base-hidden-size 16", "").split()).model
+    with pytest.raises(CheckpointError, match="--use-mup is True here and False there"):
+        check_architecture(vars(model_of().resolve(64, 1, 16)), vars(plain.resolve(64, 1, 16)), "X")

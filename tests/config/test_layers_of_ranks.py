@@ -1,4 +1,5 @@
-"""Every layer is on exactly one virtual stage, in order, and each way of splitting gives the numbers that it promises.
+"""Every layer is on exactly one virtual stage, in order, and each way of splitting gives the numbers that it promises;
+which layers of a chunk are recomputed, in which units, and whose activations go to the host.
 
 Refusals are in test_checks.py, whose table must have one for every line that refuses.
 """
@@ -9,7 +10,11 @@ from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megatron.config.activations import ActivationConfig, LayerUnit, RecomputeMethod
+from megatron.config.command_line import parse_command_line
 from megatron.config.pipeline import PipelineConfig
 from megatron.errors import ConfigError
 from megatron.schedules.registry import ScheduleName
@@ -65,25 +70,6 @@ def test_an_even_split_exists_exactly_where_the_units_divide() -> None:
         assert not any(stage.is_empty for stage in stages)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "expected"),
-    [(16, 1, [7, *[8] * 14, 7]), (8, 8, [1, *[2] * 62, 1]), (1, 1, [126])],
-    ids=["16 stages", "8 ranks of 8 chunks", "one process"],
-)
-def test_llama_405b(ranks: int, chunks: int, expected: list[int]) -> None:
-    """126 layers, so that embedding and head make 128 (The Llama 3 Herd of Models, section 3.3.2)."""
-    assert counts(split_evenly(126, ranks, chunks, True, True)) == expected
-
-
-def test_an_end_of_the_model_may_be_a_stage_of_its_own() -> None:
-    stages = split_evenly(1, 3, account_for_embedding=True, account_for_loss=True)
-    assert stages == (
-        VirtualStage(range(0), has_embedding=True),
-        VirtualStage(range(1)),
-        VirtualStage(range(1, 1), has_output_layer=True),
-    )
-
-
 def test_adding_the_flags_that_a_refusal_proposes_helps() -> None:
     followed = 0
     for layers, ranks, chunks, with_embedding, with_loss in even_cases():
@@ -133,10 +119,6 @@ def test_a_split_around_the_ends_exists_exactly_where_the_rest_divides() -> None
         for rank, count in enumerate(by_rank):
             of_rank = [n for n in range(len(stages)) if pipeline_rank(n, ranks, "loop") == rank]
             assert counts([stages[n] for n in of_rank]) == [count // chunks] * chunks
-
-
-def test_a_lighter_first_and_last_rank_in_two_chunks() -> None:
-    assert counts(split_around_ends(18, 4, 2, first=4, last=2)) == [2, 3, 3, 1, 2, 3, 3, 1]
 
 
 # Layout strings
@@ -270,3 +252,73 @@ def test_a_nearly_even_split_has_every_layer_once_and_differs_by_at_most_one(num
         lengths = [len(stage.layers) for stage in stages]
         assert len(lengths) == num_stages and max(lengths) - min(lengths) <= 1
         assert lengths == sorted(lengths, reverse=True)
+
+
+# --- activations ----------------------------------------------------------------------------------------------
+
+
+def full(method: RecomputeMethod, layers: int, host: int = 0) -> ActivationConfig:
+    return ActivationConfig(
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=layers,
+        cpu_offloading_num_layers=host,
+    )
+
+
+def spelled(units: tuple[LayerUnit, ...]) -> str:
+    """Layers in brackets where they are recomputed, H behind what is on the host: ``[0,1]H 2``."""
+    words = []
+    for unit in units:
+        layers = ",".join(map(str, unit.layers))
+        words.append((f"[{layers}]" if unit.is_recomputed else layers) + ("H" if unit.is_offloaded else ""))
+    return " ".join(words)
+
+
+@pytest.mark.parametrize(
+    ("activations", "num_layers", "expected"),
+    [
+        (ActivationConfig(), 3, "0 1 2"),
+        (ActivationConfig(), 0, ""),
+        (ActivationConfig(recompute_activations=True), 2, "0 1"),
+        (ActivationConfig(cpu_offloading_num_layers=2), 3, "0H 1H 2"),
+        (full("uniform", 1), 3, "[0] [1] [2]"),
+        (full("uniform", 2), 4, "[0,1] [2,3]"),
+        (full("uniform", 3), 5, "[0,1,2] [3,4]"),
+        (full("uniform", 4), 2, "[0,1]"),
+        (full("uniform", 2), 0, ""),
+        (full("uniform", 2, host=1), 4, "[0,1]H [2,3]"),
+        (full("uniform", 2, host=3), 4, "[0,1]H [2,3]H"),
+        (full("block", 1), 3, "[0] 1 2"),
+        (full("block", 3), 3, "[0] [1] [2]"),
+        (full("block", 3), 2, "[0] [1]"),
+        (full("block", 1, host=2), 3, "[0]H 1H 2"),
+    ],
+)
+def test_units_of_a_chunk(activations: ActivationConfig, num_layers: int, expected: str) -> None:
+    assert spelled(activations.units(num_layers)) == expected
+
+
+@given(
+    method=st.sampled_from(["uniform", "block"]),
+    size=st.integers(1, 9),
+    host=st.integers(0, 9),
+    num_layers=st.integers(0, 20),
+)
+def test_every_layer_is_in_one_unit(method: RecomputeMethod, size: int, host: int, num_layers: int) -> None:
+    units = full(method, size, host).units(num_layers)
+    assert [layer for unit in units for layer in unit.layers] == list(range(num_layers))
+    recomputed = sum(len(unit.layers) for unit in units if unit.is_recomputed)
+    assert recomputed == (num_layers if method == "uniform" else min(size, num_layers))
+    assert sum(unit.is_offloaded for unit in units) == len([unit for unit in units if unit.layers.start < host])
+
+
+def test_selective_means_core_attention_unless_told_otherwise() -> None:
+    def modules(arguments: str) -> frozenset[str]:
+        return parse_command_line(arguments.split()).activations.modules
+
+    assert modules("") == frozenset()
+    assert modules("--recompute-activations") == {"core_attn"}
+    assert modules("--recompute-granularity selective") == {"core_attn"}
+    assert modules("--recompute-activations --recompute-modules layernorm mlp") == {"layernorm", "mlp"}
+    assert modules("--recompute-granularity full --recompute-method block --recompute-num-layers 1") == frozenset()

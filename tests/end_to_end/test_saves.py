@@ -1,0 +1,379 @@
+"""What a run keeps in its save directory, which it has to itself; saves in the background, copies, failed saves."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint import lock as lock_module
+from megatron.checkpoint import storage
+from megatron.checkpoint.directory import new_saving_directory
+from megatron.checkpoint.lock import LEASE, LOCK, acquire
+from megatron.checkpoint.safetensors_file import write_safetensors
+from megatron.checkpoint.tokenizer_files import COPY
+from megatron.commands import pretrain_llama
+from megatron.operation import accounting, failure, run_files
+from megatron.training.checkpoints import saver as saver_module
+from megatron.training.checkpoints.saver import Saver
+from megatron.training.checkpoints.state import RunState
+from tests.checkpoint.file_faults import raise_error
+from tests.end_to_end.run_process import (
+    Corpus,
+    FlagValue,
+    RunningTraining,
+    assert_same_tensors,
+    call_training,
+    checkpoint_of,
+    computed,
+    flags_of,
+    fork_training,
+    iterations,
+    kept,
+    wait_until,
+)
+
+
+def test_saves_are_dense_early_and_old_ones_go_but_milestones(corpus: Corpus, tmp_path: Path) -> None:
+    flags = flags_of(
+        corpus,
+        train_iters=13,
+        lr_decay_iters=13,
+        save=tmp_path,
+        save_interval="1@0,3@4",
+        save_retain_last=2,
+        save_retain_interval=3,
+    )
+    outcome = call_training(flags).succeeded()
+    saved = [line.split("iter_")[1] for line in outcome.stdout.splitlines() if "> saved checkpoint" in line]
+    assert [int(number) for number in saved] == [1, 2, 3, 4, 6, 9, 12, 13]
+    assert kept(tmp_path) == [3, 6, 9, 12, 13]
+
+
+def test_after_a_return_to_an_older_checkpoint_the_abandoned_ones_cost_no_new_one(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    def flags(**changes: FlagValue | Path) -> list[str]:
+        return flags_of(corpus, lr_decay_iters=8, save=tmp_path, save_interval=2, **changes)
+
+    call_training(flags(train_iters=8)).succeeded()
+    outcome = call_training(flags(train_iters=5, load=tmp_path, ckpt_step=2, save_retain_last=1)).succeeded()
+    assert "continuing after iteration 2" in outcome.stdout
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
+    assert kept(tmp_path) == [5, 6, 8]
+    outcome = call_training(flags(train_iters=5, load=tmp_path)).succeeded()
+    assert "continuing after iteration 5" in outcome.stdout
+
+
+def test_a_second_run_is_refused_and_harms_nothing(corpus: Corpus, tmp_path: Path) -> None:
+    lock = acquire(tmp_path)
+    outcome = call_training(flags_of(corpus, save=tmp_path))
+    assert outcome.exit_code != 0
+    (sentence,) = outcome.errors
+    assert f"in use by process {os.getpid()}" in sentence and "use another --save" in sentence
+    assert os.listdir(tmp_path) == [LOCK]
+    lock.release()
+
+
+def lock_of_a_dead_host(root: Path) -> None:
+    """The lock of a run on a host that nobody can look at, which is not renewed any more."""
+    root.mkdir(exist_ok=True)
+    lock = acquire(root)
+    fields = json.loads((root / LOCK).read_text()) | {"host": "elsewhere", "pid": 7, "process": "another boot/1"}
+    lock.release()
+    (root / LOCK).write_text(json.dumps(fields))
+
+
+def test_a_restart_waits_for_the_lease_of_a_dead_host(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock_module, "LEASE", 0.6)
+    monkeypatch.setattr(lock_module, "RENEWAL", 0.1)
+    lock_of_a_dead_host(tmp_path)
+    outcome = call_training(flags_of(corpus, save=tmp_path, train_iters=2)).succeeded()
+    (line,) = [line for line in outcome.stdout.splitlines() if "is locked by" in line]
+    assert f"{tmp_path} is locked by process 7 on elsewhere" in line and "waiting at most 1 s" in line
+    assert kept(tmp_path) == [2]
+
+
+@pytest.mark.slow(reason="two ranks that wait")
+def test_a_signal_ends_the_wait_for_a_lock_on_all_ranks(corpus: Corpus, tmp_path: Path) -> None:
+    lock_of_a_dead_host(tmp_path / "run")
+    before = (tmp_path / "run" / LOCK).read_bytes()
+    outcome = fork_training(flags_of(corpus, save=tmp_path / "run"), 2, main_with_signal).succeeded()
+    assert "> stopped: signal SIGTERM before training began" in outcome.stdout
+    assert "iteration" not in outcome.stdout
+    assert outcome.seconds < LEASE
+    assert (tmp_path / "run" / LOCK).read_bytes() == before
+
+
+def main_with_signal(flags: Sequence[str]) -> int:
+    """The entry point; rank 1 gets a signal when rank 0 says that it waits."""
+    if os.environ["RANK"] == "1":
+        when = (Path("0.out"), "is locked by", signal.SIGTERM)
+        threading.Thread(target=send_when, args=when, daemon=True).start()
+    return pretrain_llama.main(flags)
+
+
+def send_when(log: Path, words: str, number: signal.Signals) -> None:
+    """Send a signal to this process as soon as a log holds ``words``."""
+    wait_until(lambda: log.exists() and words in log.read_text(), LEASE)
+    os.kill(os.getpid(), number)
+
+
+def test_a_run_that_was_killed_leaves_a_lock_that_the_next_takes_over(corpus: Corpus, tmp_path: Path) -> None:
+    save, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+
+    def flags(**changes: FlagValue | Path) -> list[str]:
+        common: dict[str, FlagValue | Path] = {"lr_decay_iters": 10, "save": save, "save_interval": 1}
+        return flags_of(corpus, **common | {"save_retain_last": 2, "metrics_jsonl": metrics} | changes)
+
+    run = RunningTraining(flags(train_iters=1000))
+    run.wait_for_records(metrics, 5)
+    run.kill()
+    assert LOCK in os.listdir(save)
+    last = len(iterations(metrics))
+    call_training(flags(train_iters=last + 2, load=save)).succeeded()
+    assert kept(save) == [last + 1, last + 2]
+
+
+# --- nothing is abandoned by mistake -------------------------------------------------------------------------------
+
+
+def refusal(flags: list[str]) -> str:
+    outcome = call_training(flags)
+    assert outcome.exit_code != 0
+    assert "Traceback" not in outcome.stderr
+    return outcome.stderr
+
+
+def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, tmp_path: Path) -> None:
+    flags: dict[str, FlagValue | Path] = {
+        "train_iters": 4,
+        "lr_decay_iters": 4,
+        "save": tmp_path / "run",
+        "save_interval": 2,
+    }
+    call_training(flags_of(corpus, **flags)).succeeded()
+    message = refusal(flags_of(corpus, **flags))
+    for words in (f"--save {tmp_path / 'run'} has checkpoints up to iteration 4", "--load", "another directory"):
+        assert words in message
+    # Nor by weights from elsewhere.
+    assert "would start at iteration 0" in refusal(flags_of(corpus, **flags, load=tmp_path / "run", finetune=True))
+    assert kept(tmp_path / "run") == [2, 4]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+
+
+# --- saves in the background, and copies ----------------------------------------------------------------------
+
+
+def copied(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+    """A run of four iterations that saves after each."""
+    settings: dict[str, FlagValue | Path] = {
+        "bf16": True,
+        "global_batch_size": 4,
+        "train_iters": 4,
+        "lr_decay_iters": 4,
+        "save": run / "first",
+        "load": run / "first",
+        "save_interval": 1,
+        "metrics_jsonl": run / "metrics.jsonl",
+    }
+    return flags_of(corpus, **{**settings, **changes})
+
+
+def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirror_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    layout: dict[str, FlagValue | Path] = {
+        "tensor_model_parallel_size": 1,
+        "use_distributed_optimizer": True,
+        "save_retain_last": 2,
+    }
+    direct, behind = tmp_path / "direct", tmp_path / "behind"
+    fork_training(copied(corpus, direct, **layout), 2).succeeded()
+    outcome = fork_training(
+        copied(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
+    ).succeeded()
+    assert computed(behind / "metrics.jsonl") == computed(direct / "metrics.jsonl")
+    assert outcome.stdout.count("> saved checkpoint") == 4
+    assert kept(behind / "first") == kept(direct / "first") == [3, 4]
+    # A copy may be left out while the one before is under way, but not the last.
+    assert kept(behind / "second")[-1] == 4 and len(kept(behind / "second")) <= 2
+    for copy in ("first", "second"):
+        assert_same_tensors(checkpoint_of(behind / copy, 4), checkpoint_of(direct / "first", 4), ("model/", "opt", "r"))
+    shutil.rmtree(behind / "first")
+    outcome = fork_training(
+        copied(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
+    ).succeeded()
+    assert f"loaded checkpoint {behind / 'second'}" in outcome.stdout and "after iteration 4" in outcome.stdout
+    assert kept(behind / "first") == [5]
+
+
+def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
+    corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    both: dict[str, FlagValue | Path] = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
+    call_training(copied(corpus, tmp_path, **both)).succeeded()
+    for copy in second, third:
+        assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(first, 4), ("model/", "opt", "r"))
+    shard = checkpoint_of(first, 4) / "rank_00000.safetensors"
+    os.truncate(shard, 1000)
+    refused = call_training(copied(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
+    assert refused.exit_code != 0 and "has 1,000 bytes" in refused.stderr
+    # A run that loads from elsewhere does not look at the copies of what it saves.
+    elsewhere = call_training(copied(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
+    assert "nowhere has no checkpoint" in elsewhere.stderr
+    outcome = call_training(copied(corpus, tmp_path, train_iters=5, **both)).succeeded()
+    assert "continuing after iteration 4" in outcome.stdout and "has 1,000 bytes" in caplog.text
+    assert shard.stat().st_size == 1000
+    shutil.rmtree(first)
+    shutil.rmtree(second)
+    outcome = call_training(copied(corpus, tmp_path, train_iters=6, **both)).succeeded()
+    assert f"loaded checkpoint {third}" in outcome.stdout and "after iteration 5" in outcome.stdout
+    assert [kept(root)[-1] for root in (first, second, third)] == [6, 6, 6]
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, iterations: range, *modules: str) -> None:
+    """In the new directory of a checkpoint of these iterations there is a folder where its file shall be."""
+
+    def spoiled(root: Path, iteration: int) -> Path:
+        directory = new_saving_directory(root, iteration)
+        if iteration in iterations:
+            (directory / "rank_00000.safetensors").mkdir()
+        return directory
+
+    for module in modules:
+        monkeypatch.setattr(f"megatron.checkpoint.{module}.new_saving_directory", spoiled)
+
+
+def test_a_copy_that_cannot_be_made_is_a_warning(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "second").mkdir()
+
+    spoil(monkeypatch, range(1, 5), "background")
+    call_training(copied(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
+    assert kept(tmp_path / "first") == [1, 2, 3, 4]
+    assert kept(tmp_path / "second") == []
+    assert f"iteration 4 is not mirrored to {tmp_path / 'second'}: rank 0: Cannot copy" in caplog.text
+
+
+def test_writers_and_copiers_that_die_between_saves_cost_nothing(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save, killed = Saver.save, set[int]()
+
+    def kill_idle(self: Saver, state: RunState) -> None:
+        assert self._background is not None
+        self.settle()
+        for process in (self._background._process, *(mirror._process for mirror in self._mirrors)):
+            if process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                killed.add(process.pid)
+        save(self, state)
+
+    monkeypatch.setattr(Saver, "save", kill_idle)
+    call_training(copied(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
+    assert len(killed) == 6
+    assert kept(tmp_path / "first") == kept(tmp_path / "second") == [1, 2, 3, 4]
+    assert "not saved" not in caplog.text and "not mirrored" not in caplog.text
+
+
+# --- saves that fail: the run goes on, and ends when too many have failed in a row ----------------------------
+
+
+def saving_each(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list[str]:
+    """A run of six iterations that saves after each."""
+    common: dict[str, FlagValue | Path] = {"train_iters": 6, "lr_decay_iters": 6, "save": save, "save_interval": 1}
+    return flags_of(corpus, **common | {"global_batch_size": 4} | changes)
+
+
+def names(root: Path) -> list[str]:
+    """What lies in a directory of checkpoints, but the tokenizer, the records of attempts and of their failures."""
+    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
+    records |= {run_files.EARLIER, COPY}
+    return sorted(set(os.listdir(root)) - records)
+
+
+def named(*numbers: int) -> list[str]:
+    """What shall lie there."""
+    return [*(f"iter_{number:07d}" for number in numbers), "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize(("failures", "allowed"), [(1, 1), (2, 1)])
+def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
+    corpus: Corpus,
+    tmp_path: Path,
+    failures: int,
+    allowed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # The last attempt before the end is not made in the background.
+    spoil(monkeypatch, range(2, 2 + failures), "background", "storage")
+    changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
+    outcome = call_training(saving_each(corpus, tmp_path, async_save=True, bf16=True, **changes))
+    assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
+    assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
+    if failures <= allowed:
+        outcome.succeeded()
+        assert names(tmp_path) == named(1, 3, 4, 5)
+    else:
+        assert outcome.exit_code != 0
+        (sentence,) = outcome.errors
+        assert f"The last {failures} saves failed, more than --max-failed-saves {allowed} allows: " in sentence
+        assert "Cannot write" in sentence and "The newest checkpoint is of iteration 1." in sentence
+        assert names(tmp_path) == named(1)
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_the_last_save_is_tried_three_times(
+    corpus: Corpus, tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saver_module, "LAST_SAVE_PAUSE", 0.0)
+    write, count = write_safetensors, iter(range(1, 100))
+
+    def at_first_not(*arguments: object) -> object:
+        # The first save is that of iteration 4.
+        is_failure = 1 < next(count) <= 1 + failures
+        return raise_error(errno.EDQUOT) if is_failure else write(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(storage, "write_safetensors", at_first_not)
+    outcome = call_training(saving_each(corpus, tmp_path, save_interval=4))
+    assert caplog.text.count("Iteration 6 is not saved") == 2
+    if failures == 2:
+        outcome.succeeded()
+        assert names(tmp_path) == named(4, 6)
+    else:
+        assert outcome.exit_code != 0
+        (sentence,) = outcome.errors
+        assert "Iteration 6, the last of this run, is not saved, after 3 attempts: " in sentence
+        assert "Disk quota exceeded): free some space" in sentence
+        assert "The newest checkpoint is of iteration 4." in sentence
+        assert names(tmp_path) == named(4)
+
+
+def test_a_run_whose_directory_was_taken_over_ends_at_once(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Saver.save
+
+    def taken_over(self: Saver, state: RunState) -> None:
+        if state.progress.iteration == 2:
+            lock = tmp_path / ".run.lock"
+            lock.write_text(lock.read_text().replace(self._locks[0].token, "another"))
+        save(self, state)
+
+    monkeypatch.setattr(Saver, "save", taken_over)
+    outcome = call_training(saving_each(corpus, tmp_path))
+    assert outcome.exit_code != 0
+    assert "was taken over by process" in outcome.errors[0]
+    assert [name for name in names(tmp_path) if name.startswith("iter")] == ["iter_0000001"]
