@@ -46,7 +46,7 @@ PRECISION_AWARE = "--use-precision-aware-optimizer --bf16"
 
 FLAGS_THAT_NEED = {
     "--pipeline-model-parallel-size 2 --num-layers 7": [
-        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
     ],
     "--save run": ["--async-save", "--save-interval", "--save-retain-interval"],
     "--load run": ["--ckpt-step", "--exit-on-missing-checkpoint", "--finetune", "--use-checkpoint-args"],
@@ -94,7 +94,7 @@ FLAGS_THAT_NEED = {
     "--start-weight-decay 0.1 --weight-decay-incr-style linear": ["--end-weight-decay"],
     "--end-weight-decay 0.2 --weight-decay-incr-style linear": ["--start-weight-decay"],
     "--start-weight-decay 0.1 --end-weight-decay 0.2": [
-        *("--weight-decay-incr-style linear", "--weight-decay-incr-style cosine"),
+        *("--weight-decay-incr-style linear", "--weight-decay-incr-style cosine")
     ],
     "--use-distributed-optimizer": ["--overlap-param-gather"],
     "--data-parallel-sharding-strategy optim_grads_params": ["--use-megatron-fsdp"],
@@ -106,7 +106,7 @@ FLAGS_THAT_NEED = {
     f"{FULL} --recompute-num-layers 1": ["--recompute-method"],
     f"{FULL} --recompute-method uniform": ["--recompute-num-layers"],
     f"{FULL} --recompute-method uniform --recompute-num-layers 1 --tensor-model-parallel-size 2": [
-        "--distribute-saved-activations",
+        "--distribute-saved-activations"
     ],
     "--tokenizer-model file": ["--tokenizer-type"],
     "--tokenizer-type TikTokenizer": ["--tokenizer-model"],
@@ -118,15 +118,8 @@ FLAGS_THAT_NEED = {
 away."""
 NEEDS = {flag: needed for needed, flags in FLAGS_THAT_NEED.items() for flag in flags}
 
-ALONE = {
-    "--data-parallel-sharding-strategy",
-    "--ddp-num-buckets",
-    "--fp16",
-    "--qk-l2-norm",
-    "--use-checkpoint-opt-param-scheduler",
-    "--use-mup",
-    "--use-torch-fsdp2",
-}
+ALONE = {"--data-parallel-sharding-strategy", "--ddp-num-buckets", "--use-torch-fsdp2", "--use-mup", "--fp16"}
+ALONE |= {"--qk-l2-norm", "--use-checkpoint-opt-param-scheduler"}
 """Flags that need nothing, but contradict another flag of the table."""
 
 EXAMPLES = {
@@ -289,9 +282,7 @@ def assert_taken(config: RunConfig, given: Iterable[Given]) -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=len)
-def test_flags_that_need_no_other_are_accepted_with_the_values_of_their_rows(
-    line: list[Given],
-) -> None:
+def test_flags_that_need_no_other_are_accepted_with_the_values_of_their_rows(line: list[Given]) -> None:
     assert_taken(accept(line), line)
 
 

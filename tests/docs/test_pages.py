@@ -41,9 +41,7 @@ _OTHERS = """--help --unit --slow --whole-matrix --count --capture-range --pid -
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
-NAMED_AS_REFUSED = {
-    "tensor_parallel.md": {"--tp-comm-overlap-cfg"},
-}
+NAMED_AS_REFUSED = {"tensor_parallel.md": {"--tp-comm-overlap-cfg"}}
 """Flags that a page names in order to say that they are not there."""
 
 FOREIGN_PROGRAMS = {"torchrun", "srun", "sbatch", "scontrol", "squeue", "pip", "python", "wandb", "nvidia-smi", "git"}

@@ -45,7 +45,8 @@ def test_experts_train_on_two_processes(tmp_path: Path) -> None:
 def test_llama_4_trains_writes_text_and_exports(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_documents(tmp_path / "data/corpus.jsonl", documents=60)
-    metrics, settings = tmp_path / "run/metrics.jsonl", {"RUN": tmp_path / "run", "DATA": tmp_path / "data"}
+    metrics = tmp_path / "run/metrics.jsonl"
+    settings: dict[str, object] = {"RUN": tmp_path / "run", "DATA": tmp_path / "data"}
     settings |= {"VOCABULARY": 384, "ITERATIONS": 6, "MASTER_PORT": free_port()}
     first = run("llama4_cpu.sh", "--log-interval", "1", **settings)
     found = losses(metrics)
@@ -63,7 +64,7 @@ def test_llama_4_trains_writes_text_and_exports(tmp_path: Path) -> None:
 
 def test_decays_continue_the_stable_run_and_all_are_compared(tmp_path: Path) -> None:
     """A stable run, two decays, two averages, and a table of their losses."""
-    settings = {"RUN": tmp_path, "STABLE": 24, "DECAY": 6, "EVERY": 3}
+    settings: dict[str, object] = {"RUN": tmp_path, "STABLE": 24, "DECAY": 6, "EVERY": 3}
     first = run("wsd_cpu.sh", **settings)
     assert (latest_iteration(tmp_path / "decay_12"), latest_iteration(tmp_path / "decay_24")) == (18, 30)
     stable, decay = (iterations(tmp_path / f"{name}.jsonl")[-1] for name in ("stable", "decay_24"))
