@@ -101,8 +101,11 @@ class AttemptRecorder:
         hosts: Sequence[str],
         warn: Callable[[str], None],
         has_lock: bool = True,
+        now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """``now_ns`` reads the monotonic clock."""
         self._directory, self._beginning, self._warn, self._has_lock = directory, beginning, warn, has_lock
+        self._now_ns = now_ns
         self._has_warned = False
         self._written = -WRITE_SECONDS
         if has_lock:
@@ -122,7 +125,7 @@ class AttemptRecorder:
 
     def update(self, snapshot: Snapshot | None) -> None:
         """Write the record if it is due: every 30 s, and after a save."""
-        now = time.monotonic_ns()
+        now = self._now_ns()
         has_saved = snapshot is not None and snapshot.saves > self.attempt.saves
         if not self._has_lock or (not has_saved and now / 1e9 - self._written < WRITE_SECONDS):
             return
@@ -140,7 +143,7 @@ class AttemptRecorder:
     ) -> None:
         """Append the record to attempts.jsonl. The attempt ended now, or at ``ended_ns`` of the monotonic clock."""
         failure = failure or FailureFacts()
-        self._measure(snapshot, time.monotonic_ns() if ended_ns is None else ended_ns, failure.is_hang)
+        self._measure(snapshot, self._now_ns() if ended_ns is None else ended_ns, failure.is_hang)
         facts = replace(self.attempt, cause=failure.cause, rank=failure.rank, host=failure.host)
         self.attempt = ended(facts, outcome, exit_code)
         self._try(lambda: append_attempt(self._directory, self.attempt))

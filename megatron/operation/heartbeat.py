@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -116,7 +116,9 @@ class Snapshot:
 class Heartbeat:
     """A rank's own slot. Only its main thread writes, or autograd's thread while the main thread waits for it."""
 
-    def __init__(self, memory: "memoryview | None" = None) -> None:
+    def __init__(self, memory: "memoryview | None" = None, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """``now_ns`` reads the monotonic clock."""
+        self._now_ns = now_ns
         self._memory = memoryview(bytearray(_SLOT_BYTES)) if memory is None else memory
         self.is_private = memory is None
         """Whether no launcher reads this slot."""
@@ -134,7 +136,7 @@ class Heartbeat:
         self._step_ns_at: dict[int, int] = {}
         """:attr:`step_ns` at the state of each iteration to which training can return."""
         self._words[:_SETTINGS] = memoryview(bytearray(_WORD * _SETTINGS)).cast("q")
-        now = time.monotonic_ns()
+        now = self._now_ns()
         self._entered = now
         self._words[_ENTERED] = self._words[_ATTACHED] = now
         self._words[_COMMITTED] = self._words[_FIRST] = self._words[_DONE] = _NONE
@@ -142,7 +144,9 @@ class Heartbeat:
         self._words[_PID] = os.getpid()
 
     @classmethod
-    def attach(cls, environment: Mapping[str, str], local_rank: int) -> "Heartbeat":
+    def attach(
+        cls, environment: Mapping[str, str], local_rank: int, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> "Heartbeat":
         """The slot that the launcher provides for this rank, else private memory; with a warning if it cannot be
         opened, as in a container of its own."""
         path = environment.get(HEARTBEATS)
@@ -158,7 +162,7 @@ class Heartbeat:
                 flush=True,
             )
             return cls()
-        return cls(_slot(descriptor, local_rank))
+        return cls(_slot(descriptor, local_rank), now_ns)
 
     def move_to(self, path: str, local_rank: int) -> None:
         """Write from now on to the slot of ``local_rank`` in the memory ``path``, which is no launcher's
@@ -169,7 +173,7 @@ class Heartbeat:
 
     def enter(self, section: Section) -> Section:
         """Enter ``section``; returns the one that was left."""
-        words, left, now = self._words, self._section, time.monotonic_ns()
+        words, left, now = self._words, self._section, self._now_ns()
         words[_SUMS + left] += now - self._entered
         words[_SECTION] = section
         words[_ENTERED] = now
@@ -202,7 +206,7 @@ class Heartbeat:
     @property
     def step_ns(self) -> int:
         """Time in :data:`STEP_SECTIONS` until now, without what rollbacks have dropped."""
-        open_span = time.monotonic_ns() - self._entered if self._section in STEP_SECTIONS else 0
+        open_span = self._now_ns() - self._entered if self._section in STEP_SECTIONS else 0
         finished = sum(self._words[_SUMS + section] for section in STEP_SECTIONS)
         return finished + open_span - self._words[_DROPPED]
 
@@ -227,7 +231,7 @@ class Heartbeat:
     def busy_ns(self) -> dict[Section, int]:
         """Time in each section until now in which the rank did not wait for others."""
         snapshot = self.snapshot()
-        times = snapshot.section_ns_until(time.monotonic_ns())
+        times = snapshot.section_ns_until(self._now_ns())
         return {section: spent - snapshot.waited_ns[section] for section, spent in times.items()}
 
     def committed(self, iteration: int, step_ns: int) -> None:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ def join(
     world_size: int,
     store: Any,
     words: Sequence[str],
+    start: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
 ) -> None:
     """Let a process of this node read ``heartbeat``; local rank 0 starts it. ``store`` is that of the ranks, and
     ``words`` is their command. A rank that cannot join says so, and trains."""
@@ -52,7 +53,7 @@ def join(
         # The ranks may be scripts of a clone that is not installed, started from another directory.
         paths = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
         # In a session of its own: a launcher that signals the group of a rank must not end it.
-        process = subprocess.Popen(
+        process = start(
             [sys.executable, "-m", "megatron.operation.side_watch", *map(str, numbers), *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             stdout=subprocess.PIPE,

@@ -9,7 +9,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -33,7 +33,7 @@ from megatron.operation.failure import (
     read_failure,
     write_failure,
 )
-from megatron.operation.heartbeat import HeartbeatMemory, Snapshot
+from megatron.operation.heartbeat import HeartbeatMemory
 from megatron.operation.nodes import Nodes
 from megatron.operation.process_states import (
     BACKGROUND_WRITER,
@@ -88,6 +88,8 @@ class _Attempt:
     restarts: int
     key: str
     """Of the command, for :mod:`megatron.operation.stays`."""
+    stays_at: float
+    """When :attr:`stays` were written last; before that, when the attempt began."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     started: float = field(default_factory=time.time)
     """Seconds since the epoch."""
@@ -110,7 +112,6 @@ class _Attempt:
     """Whether a rank of any node waited for storage at the last sign of life."""
     stays: Mapping[str, float] = field(default_factory=dict)
     """As written last."""
-    stays_at: float = field(default_factory=time.monotonic)
 
     @property
     def topic(self) -> str:
@@ -121,8 +122,18 @@ class _Attempt:
 class RankWatch:
     """Watches the ranks of a node, whose script has the arguments ``words``."""
 
-    def __init__(self, heartbeats: HeartbeatMemory, words: Sequence[str]) -> None:
+    def __init__(
+        self,
+        heartbeats: HeartbeatMemory,
+        words: Sequence[str],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        nodes_seconds: float = NODES_SECONDS,
+    ) -> None:
+        """``now_ns`` reads the monotonic clock; ``nodes_seconds`` is the time for the other launchers to say what they
+        know of their ranks."""
         self._heartbeats = heartbeats
+        self._now_ns = now_ns
+        self._nodes_seconds = nodes_seconds
         self._words = words
         self._has_heartbeats = any(os.path.basename(word) in SCRIPTS for word in words)
         self._host = socket.gethostname()
@@ -147,18 +158,21 @@ class RankWatch:
         start = _number_after("--hang-limit-start-s", self._words)
         limits = limits if start is None else Limits(start=start)
         key = command_key(self._words, world_size)
-        watchdog = Watchdog(len(ranks), time.monotonic_ns(), limits, longest_stays(self._run_dir, key))
-        self._attempt = _Attempt(dict(enumerate(ranks)), pids, watchdog, nodes, node, restarts, key)
+        watchdog = Watchdog(len(ranks), self._now_ns(), limits, longest_stays(self._run_dir, key))
+        self._attempt = _Attempt(dict(enumerate(ranks)), pids, watchdog, nodes, node, restarts, key, self._now())
         self._out_of_memory.rose()  # since now
         self.failure = None
         if nodes is not None:
             nodes.publish("host", restarts, node, {"host": self._host, "ranks": list(ranks)})
 
+    def _now(self) -> float:
+        return self._now_ns() * 1e-9
+
     # --- ranks that hang -------------------------------------------------------------------------------------
 
     def find_hang(self, ended: Collection[int]) -> Failure | None:
         """The failure, if a rank hangs; call it often. ``ended`` are the local ranks that no longer run."""
-        attempt, now = self._attempt, time.monotonic()
+        attempt, now = self._attempt, self._now()
         if attempt is None or now < attempt.sample_at:
             return None
         self._read_settings(attempt)
@@ -169,7 +183,7 @@ class RankWatch:
             self._write_stays(attempt)
         if not self._reports_only:
             return self._hang_among(attempt, overruns, ended, now)
-        if not overruns and not attempt.watchdog.stuck(time.monotonic_ns()):
+        if not overruns and not attempt.watchdog.stuck(self._now_ns()):
             self._end_hang(attempt, now)
         if attempt.reported_at is None:
             attempt.reported_at = None if self._hang_among(attempt, overruns, ended, now) is None else now
@@ -208,10 +222,10 @@ class RankWatch:
     ) -> Failure | None:
         """The first launcher whose rank exceeds its limit decides; the others publish what they know."""
         if overruns and attempt.exceeded_at is None:
-            attempt.exceeded_at = time.monotonic()
+            attempt.exceeded_at = self._now()
         if attempt.has_published:
             # The ranks are ended when the first launcher requests a restart. Unless it does not:
-            is_late = attempt.exceeded_at is not None and time.monotonic() - attempt.exceeded_at > _DECISION_SECONDS
+            is_late = attempt.exceeded_at is not None and self._now() - attempt.exceeded_at > _DECISION_SECONDS
             return self._decide(overruns[0], self._evidence(attempt, ended)) if overruns and is_late else None
         if overruns and nodes.is_first(attempt.topic, attempt.restarts):
             return self._decide(overruns[0], self._evidence_of_all(attempt, ended, nodes))
@@ -285,7 +299,7 @@ class RankWatch:
 
     def _sample(self, attempt: _Attempt, ended: Collection[int]) -> list[Overrun]:
         snapshots = [self._heartbeats.read(local_rank) for local_rank in sorted(attempt.ranks)]
-        now_ns, watchdog = time.monotonic_ns(), attempt.watchdog
+        now_ns, watchdog = self._now_ns(), attempt.watchdog
         processes = {rank: _processes(attempt.pids[rank]) for rank in watchdog.stuck(now_ns) if rank not in ended}
         overruns = watchdog.sample(now_ns, snapshots, processes, attempt.others_wait)
         return [
@@ -296,7 +310,7 @@ class RankWatch:
 
     def _write_stays(self, attempt: _Attempt) -> None:
         """The launcher of rank 0 writes what its ranks teach the next attempt."""
-        directory, stays = self._directory(), attempt.watchdog.stays(time.monotonic_ns())
+        directory, stays = self._directory(), attempt.watchdog.stays(self._now_ns())
         if directory is None or 0 not in attempt.ranks.values() or not stays:
             return
         if any(seconds > 1.1 * attempt.stays.get(label, -1.0) for label, seconds in stays.items()):
@@ -311,7 +325,7 @@ class RankWatch:
 
     def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         own = self._publish_evidence(attempt, ended, nodes)
-        found = nodes.collect(attempt.topic, attempt.restarts, NODES_SECONDS)
+        found = nodes.collect(attempt.topic, attempt.restarts, self._nodes_seconds)
         others = [Evidence.from_json(one) for node, content in found.items() if node != attempt.node for one in content]
         # A launcher that already ends its ranks says no more.
         ending = {node for node, text in nodes.beats(attempt.restarts).items() if text == _OVER}
@@ -323,15 +337,16 @@ class RankWatch:
     def _evidence(self, attempt: _Attempt, ended: Collection[int]) -> list[Evidence]:
         """What is known of the ranks of this node that still run."""
         pids = {rank: pid for rank, pid in attempt.pids.items() if rank not in ended}
-        before, began = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}, _now()
+        before = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}
+        began = time.monotonic()
         files = {}
         for rank in pids:
             path = self._heartbeats.settings(rank).get("stacks")
             if path is not None and (before[rank][0] or "Z") not in STOPPED + ENDED:
                 files[rank] = path
         texts = request_stacks(files, pids)
-        time.sleep(max(0.0, _LOCK_SECONDS - (_now() - began)))
-        seconds = _now() - began
+        time.sleep(max(0.0, _LOCK_SECONDS - (time.monotonic() - began)))
+        seconds = time.monotonic() - began
         evidence = []
         for rank, pid in pids.items():
             state, (state_before, switches) = process_state(pid), before[rank]
@@ -346,7 +361,7 @@ class RankWatch:
                     local_rank=rank,
                     host=self._host,
                     pid=pid,
-                    seconds=_seconds_since_entered(snapshot),
+                    seconds=0.0 if snapshot is None else (self._now_ns() - snapshot.entered_ns) * 1e-9,
                     collectives=None if snapshot is None else snapshot.collectives,
                     state=state,
                     children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
@@ -381,7 +396,7 @@ class RankWatch:
         if not ends or not nodes.is_first("report", attempt.restarts):
             return
         are_consequences = all(end.is_consequence for end in ends)
-        found = nodes.collect("ends", attempt.restarts, NODES_SECONDS if are_consequences else 0.0)
+        found = nodes.collect("ends", attempt.restarts, self._nodes_seconds if are_consequences else 0.0)
         if are_consequences and attempt.node not in found and endpoint is not None:
             self.record_lost_rendezvous(endpoint)  # the store does not even have what this launcher has published
             return
@@ -515,10 +530,6 @@ def _evidence_of_lost(rank: int, host: str) -> Evidence:
     return Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, is_lost=True)
 
 
-def _seconds_since_entered(snapshot: Snapshot | None) -> float:
-    return 0.0 if snapshot is None else (time.monotonic_ns() - snapshot.entered_ns) * 1e-9
-
-
 def _processes(pid: int) -> Processes:
     """What the kernel says of a rank that makes no progress."""
     state = process_state(pid) or "Z"
@@ -531,10 +542,6 @@ def _processes(pid: int) -> Processes:
         waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
         transferred=sum(map(transferred_bytes, [pid, *writers])),
     )
-
-
-def _now() -> float:
-    return time.monotonic()
 
 
 def _word_after(flag: str, words: Sequence[str]) -> str | None:

@@ -37,6 +37,7 @@ class FaultInjection(Listener):
 
     injector: FaultInjector
     config: CheckpointConfig
+    sleep: Callable[[float], object] = time.sleep
     _due: list[Fault] = field(default_factory=list, init=False)
     """The faults of this iteration."""
     _saves: SaveFaults | None = field(default=None, init=False)
@@ -60,9 +61,9 @@ class FaultInjection(Listener):
         with trainer.context.heartbeat.section(Section.FORWARD_BACKWARD):
             for fault in self._due:
                 if fault.kind == "slow" and fault.number is not None:
-                    time.sleep(seconds * (fault.number - 1.0))
+                    self.sleep(seconds * (fault.number - 1.0))
                 elif fault.kind == "delay" and fault.number is not None:
-                    time.sleep(fault.number)
+                    self.sleep(fault.number)
             self._inject(trainer, is_after_backward)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:

@@ -1,4 +1,4 @@
-"""What README, docs and examples name is there: pages, sections, files and flags."""
+"""What README, docs and examples name is there: pages, sections, files, flags and tests."""
 
 import ast
 import re
@@ -42,23 +42,11 @@ _OTHERS = """--help --unit --slow --whole-matrix --count --capture-range --pid -
 FOREIGN = frozenset(f"{_TORCHRUN} {_SLURM} {_OTHERS}".split())
 """Flags that are not ours to check."""
 
-NAMED_AS_REFUSED = {
-    "tensor_parallel.md": {"--tp-comm-overlap-cfg"},
-}
+NAMED_AS_REFUSED = {"tensor_parallel.md": {"--tp-comm-overlap-cfg"}}
 """Flags that a page names in order to say that they are not there."""
 
-FOREIGN_PROGRAMS = {
-    "torchrun",
-    "srun",
-    "sbatch",
-    "pip",
-    "scontrol",
-    "squeue",
-    "wandb",
-    "nvidia-smi",
-    "python",
-    "git",
-} | {"docker", "kubectl"}
+FOREIGN_PROGRAMS = {"torchrun", "srun", "sbatch", "scontrol", "squeue", "pip", "python", "wandb", "nvidia-smi", "git"}
+FOREIGN_PROGRAMS |= {"docker", "kubectl"}
 
 
 def sections(page: Path) -> set[str]:
@@ -198,38 +186,13 @@ def test_commands_are_read_to_their_end() -> None:
     assert commands(code) == [theirs, *ours]
 
 
-BEGIN_WITH_A_COMMAND = [
-    "arithmetic",
-    "checkpoints",
-    "coming_from_megatron",
-    "context_parallel",
-    "data",
-    "data_parallel",
-    "evaluation",
-    "generation",
-    "installing",
-    "kernels",
-    "kubernetes",
-    "llama4",
-    "moe",
-    "mup",
-    "optimizer",
-    "pipeline",
-    "planner",
-    "precision",
-    "preprocessing",
-    "recipes",
-    "slurm",
-    "tensor_parallel",
-    "training",
-    "tutorial",
-]
+BEGIN_WITH_WORDS = {"README.md", "architecture.md", "flags.md", "python.md", "sample_order.md"}
 
 
-@pytest.mark.parametrize("name", BEGIN_WITH_A_COMMAND)
-def test_a_page_begins_with_a_command(name: str) -> None:
-    lines = (REPOSITORY / f"docs/{name}.md").read_text(encoding="utf-8").splitlines()
-    assert "```bash" in lines[:27]
+@every_page
+def test_a_page_begins_with_a_command(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert "```bash" in lines[:27] or page.name in BEGIN_WITH_WORDS
 
 
 @cache
@@ -272,14 +235,10 @@ def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternat
     fsdp, tied = "--data-parallel-sharding-strategy optim_grads_params", "--no-untie-embeddings-and-output-weights"
 
     def check(strategy: str, schedule: str, embeddings: str) -> None:
-        run = (
-            "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
-        )
+        run = "--model tiny --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
         chunks = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
-        flags = (
-            f"{run} {strategy} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {embeddings} {chunks}"
-        )
-        check_run(parse_command_line(flags.split()), 4)
+        layout = f"{strategy} --pipeline-model-parallel-size 2 --pipeline-schedule {schedule} {chunks}"
+        check_run(parse_command_line(f"{run} {layout} {embeddings}".split()), 4)
 
     for schedule in ("zb-v", "dualpipe-v"):
         assert f"`{schedule}`" in section or f"--pipeline-schedule {schedule}`" in section
@@ -294,3 +253,36 @@ def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternat
         check(fsdp, schedule, tied)
     tying = {name for name, sizes in PRESETS.items() if not sizes.get("untie_embeddings_and_output_weights", True)}
     assert tying == {"llama3.2-1b", "llama3.2-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"}
+
+
+# --- the table of fault cases --------------------------------------------------------------------------------------
+
+FAULTS = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8").partition("## Fault cases")[2]
+CASES = [*(f"P{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 18)), *(f"D{n}" for n in range(1, 5))]
+CASES += [*(f"N{n}" for n in range(1, 4)), *(f"I{n}" for n in range(1, 4))]
+ROWS = {
+    line.split("|")[1].strip(): line.split("|") for line in FAULTS.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)
+}
+
+
+@cache
+def functions(path: str) -> set[str]:
+    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_case_has_a_row() -> None:
+    assert list(ROWS) == CASES
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tests_of_a_row_exist(case: str) -> None:
+    """``tests/x.py::name``, or ``::name`` in the file before it."""
+    _, _, _, _, claim, shown, _ = ROWS[case]
+    path = ""
+    for word in re.findall(r"`((?:tests/|::|megatron/)[^`]*)`", shown):
+        file, _, name = word.partition("::")
+        path = file or path
+        assert (REPOSITORY / path).is_file(), path
+        assert not name or name in functions(path), word
+    assert shown.strip() or "ot measured" in claim, "a claim without a test"

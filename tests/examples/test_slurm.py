@@ -99,33 +99,6 @@ def test_a_preempted_job_is_queued_again_with_the_code_of_its_run(tmp_path: Path
     assert record(tmp_path) == REQUEUE and not failures(tmp_path).exists()
 
 
-TRAINING = """
-source {repository}/examples/launch.sh
-FLAGS=(
-    --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --seq-length 32
-    --micro-batch-size 2 --global-batch-size 8 --train-iters 1000000 --lr 1e-3 --split 90,10,0 --log-interval 20
-    --peak-tflops 1 --device cpu --num-workers 1 --async-save --save-interval 1000000
-)
-launch "$@"
-"""
-
-
-@pytest.mark.slow(reason="trains")
-def test_a_preempted_run_saves(tmp_path: Path) -> None:
-    """All processes get SIGTERM from SLURM's daemon, and the ranks once more from the launcher."""
-    (tmp_path / "recipe.sh").write_text(TRAINING.format(repository=REPOSITORY))
-    output = tmp_path / "run"
-    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    knobs = {"OUTPUT": str(output), "GPUS_PER_NODE": "2", "VOCAB_SIZE": "1000", "OMP_NUM_THREADS": "1", "PATH": path}
-    job = submit(tmp_path, recipe=str(tmp_path / "recipe.sh"), **knobs)
-    wait_until(lambda: (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size > 0, 120)
-    preempt(tmp_path)
-    text, _ = job.communicate(timeout=120)
-    assert job.returncode == 75, text
-    assert int((output / "checkpoints" / "latest_checkpointed_iteration.txt").read_text()) > 0
-    assert record(tmp_path) == REQUEUE and read(output / "checkpoints" / FILE) is None
-
-
 @pytest.mark.parametrize(
     ("status", "is_queued"), [("0", False), ("2", False), ("93", False), ("75", True), ("1", True), ("137", True)]
 )

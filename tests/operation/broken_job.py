@@ -27,7 +27,7 @@ from megatron.operation.heartbeat import Section, Snapshot
 from megatron.operation.process_states import child_processes
 from tests.end_to_end.run_process import REPOSITORY, FlagValue
 from tests.operation.campaign_checks import CAUSES
-from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes
+from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes, started_at
 
 # --- hangs ---------------------------------------------------------------------------------------------------
 
@@ -125,9 +125,7 @@ class BreakableJob(Job):
         """Wait until all ranks of an attempt have trained for a while."""
         self.wait_for(lambda: self._iterations() > 0)
         first = time.monotonic()
-        self.wait_for(
-            lambda: self._iterations() >= _QUIET_ITERATIONS and time.monotonic() - first > _QUIET_SECONDS,
-        )
+        self.wait_for(lambda: self._iterations() >= _QUIET_ITERATIONS and time.monotonic() - first > _QUIET_SECONDS)
 
     def _iterations(self) -> int:
         """Iterations logged since the last report."""
@@ -272,9 +270,12 @@ model and the data; loading; the first iteration, and whatever is in no other ph
 
 def phases(beat: Snapshot, killed: float, now: float) -> list[float]:
     """The seconds of the phases of a restart, by the heartbeat of a rank."""
-    ticks = float(Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[19])
     # Ticks count from the boot, as this clock does.
-    started = ticks / os.sysconf("SC_CLK_TCK") - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+    started = (
+        float(started_at(beat.pid)) / os.sysconf("SC_CLK_TCK")
+        - time.clock_gettime(time.CLOCK_BOOTTIME)
+        + time.monotonic()
+    )
     # A warm process was started long before.
     known = [max(0.0, started - killed), beat.attached_ns / 1e9 - max(started, killed)]
     known += [beat.section_ns[section] / 1e9 for section in (Section.START, Section.LOAD)]

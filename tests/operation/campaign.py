@@ -33,16 +33,9 @@ from megatron.errors import ExitCode
 from megatron.operation import accounting, attempts
 from megatron.operation.faults import FILE as INJECTED
 from megatron.operation.faults import injected
-from tests.end_to_end.run_process import (
-    ENVIRONMENT,
-    TINY_RUN,
-    FlagValue,
-    descendants,
-    fork_training,
-    words_of,
-)
+from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks
-from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all
+from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all, started_at
 
 RANKS, ITERATIONS, SAVE_INTERVAL = 2, 24, 4
 LAST_FAULT = ITERATIONS - SAVE_INTERVAL
@@ -393,14 +386,6 @@ def layout_flags(layout: str) -> Flags:
 
 def _has_logged(launcher: Launcher, iteration: int) -> bool:
     return iteration == 0 or f"] iteration {iteration:8d}/" in launcher.text()
-
-
-def started_at(pid: int) -> str:
-    """When a process was started, in ticks since the boot; empty if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return ""
 
 
 def check(job: DisturbedJob, reference: Path) -> list[str]:

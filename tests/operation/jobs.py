@@ -209,12 +209,23 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
+def stat_of(pid: int) -> list[str]:
+    """What the kernel says of a process: its state, its parent, and so on (proc(5), from the third field on); empty for
+    a process that has gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def started_at(pid: int) -> str:
+    """When a process was started, in ticks since the boot; empty if it has gone."""
+    return "".join(stat_of(pid)[19:20])
+
+
 def is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie, which its parent has not asked about, does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return (stat_of(pid) or ["X"])[0] not in "ZX"
 
 
 def cmdline(pid: int) -> bytes:
@@ -264,11 +275,7 @@ class _Started:
 
 
 def _run_launcher(
-    words: Sequence[str],
-    variables: Mapping[str, str],
-    log: Path,
-    forks: bool,
-    prepare: Callable[[], object] | None,
+    words: Sequence[str], variables: Mapping[str, str], log: Path, forks: bool, prepare: Callable[[], object] | None
 ) -> None:
     os.setsid()
     with log.open("wb") as file:

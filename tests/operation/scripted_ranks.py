@@ -19,11 +19,6 @@ def wait_for_file(name):
     while not os.path.exists(f"{{DIRECTORY}}/{{name}}"):
         time.sleep(0.01)
 
-def wait_for(number):
-    signal.signal(number, lambda *_: sys.exit(75))
-    touch(f"waits.{{RANK}}")
-    time.sleep(600)
-
 def hang():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     touch(f"waits.{{RANK}}")

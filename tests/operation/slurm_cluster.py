@@ -8,7 +8,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,31 +95,19 @@ class Cluster:
         log = self.directory / f"{words[0]}.{host.name}.out"
         self._daemons.append(host.start(*words, log=log, environment=self.environment))
 
-    def run(self, *words: str, environment: Mapping[str, str] | None = None) -> str:
+    def run(self, *words: str) -> str:
         """A command of a user, for example ``scontrol``; empty if it fails."""
-        done = subprocess.run(
-            self.controller.words(words),
-            capture_output=True,
-            text=True,
-            env={**self.environment, **(environment or {})},
-            timeout=60,
-            check=False,
-        )
-        return done.stdout
+        return self._run(words).stdout
 
     def submit(self, *words: str, **knobs: str) -> int:
         """Submit a job with ``sbatch``; its number."""
-        done = subprocess.run(
-            self.controller.words(["sbatch", "--parsable", *words]),
-            capture_output=True,
-            text=True,
-            env={**self.environment, **knobs},
-            cwd=REPOSITORY,
-            timeout=60,
-            check=False,
-        )
+        done = self._run(["sbatch", "--parsable", *words], **knobs)
         assert done.returncode == 0, done.stderr
         return int(done.stdout.strip())
+
+    def _run(self, words: Sequence[str], **variables: str) -> "subprocess.CompletedProcess[str]":
+        environment, command = {**self.environment, **variables}, self.controller.words(words)
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=60)
 
     def state(self, job: int) -> dict[str, str]:
         """What ``scontrol show job`` says."""

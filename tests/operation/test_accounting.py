@@ -3,7 +3,9 @@
 import json
 import random
 import socket
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,42 +45,32 @@ from megatron.operation.attempt_recorder import (
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Section
 from megatron.operation.run_settings import RunSettings
 
-CLASS_OF = {
-    Section.START: "start",
-    Section.LOAD: "load",
-    Section.DATA: "data",
-    Section.STEP: "step",
-    Section.FORWARD_BACKWARD: "step",
-    Section.GRADS_REDUCE: "step",
-    Section.OPTIMIZER: "step",
-    Section.EVALUATION: "evaluation",
-    Section.SAVE: "save",
-    Section.END: "idle",
-}
+CLASS_OF = {section: section.label for section in (Section.START, Section.LOAD, Section.DATA, Section.STEP)}
+CLASS_OF |= {Section.EVALUATION: "evaluation", Section.SAVE: "save", Section.END: "idle"}
+CLASS_OF |= dict.fromkeys((Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER), "step")
 
 
 @dataclass
 class Clock:
     """Simulated time; the wall clock is 1,000,000 s ahead of the monotonic one."""
 
-    now_ns: int = 0
+    ns: int = 0
 
-    def monotonic_ns(self) -> int:
-        return self.now_ns
+    def now_ns(self) -> int:
+        return self.ns
 
     def time(self) -> float:
-        return 1e6 + self.now_ns / 1e9
+        return 1e6 + self.ns / 1e9
 
-    def monotonic(self) -> float:
-        return self.now_ns / 1e9
+    def pass_by(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
 
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(now_ns=self.now_ns)
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in (heartbeat, attempt_recorder):
-        monkeypatch.setattr(module, "time", clock)
-    return clock
+    def recorder(self, directory: Path, warn: Callable[[str], None] = pytest.fail) -> AttemptRecorder:
+        """Of an attempt that begins now."""
+        return AttemptRecorder(directory, Beginning(self.time(), self.ns), 4, ["a"], warn, now_ns=self.now_ns)
 
 
 class Killed(Exception):
@@ -92,100 +84,118 @@ class SimulatedAttempt:
     clock: Clock
     draws: random.Random
     dies_ns: int
+    beat: Heartbeat
+    newest: int
+    """Iteration of the newest checkpoint."""
     truth: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     since_commit: float = 0.0
     """Seconds of training after the state of the newest checkpoint was copied."""
 
-    def spend(self, beat: Heartbeat, section: Section, seconds: float) -> None:
-        beat.enter(section)
-        nanoseconds = min(round(seconds * 1e9), self.dies_ns - self.clock.now_ns)
-        self.clock.now_ns += nanoseconds
+    def spend(self, section: Section, seconds: float) -> None:
+        self.beat.enter(section)
+        nanoseconds = min(round(seconds * 1e9), self.dies_ns - self.clock.ns)
+        self.clock.ns += nanoseconds
         self.truth[CLASS_OF[section]] += nanoseconds / 1e9
         if CLASS_OF[section] == "step":
             self.since_commit += nanoseconds / 1e9
-        if self.clock.now_ns >= self.dies_ns:
+        if self.clock.ns >= self.dies_ns:
             raise Killed
 
-    def train(self, beat: Heartbeat, recorder: AttemptRecorder, first: int, last: int, every: int) -> None:
-        """Train the iterations after ``first``; the recorder looks at the heartbeat at every section."""
-        draw = self.draws.uniform
-        self.spend(beat, Section.START, draw(5, 60))
-        self.spend(beat, Section.LOAD, draw(0, 30))
-        beat.start_training(first)
-        for iteration in range(first + 1, last + 1):
-            beat.start_iteration(iteration)
+    def train(self, recorder: AttemptRecorder, last: int, every: int) -> None:
+        """Train the iterations after the newest checkpoint; the recorder looks at the heartbeat at every section."""
+        draw, iteration = self.draws.uniform, self.newest
+        self.spend(Section.START, draw(5, 60))
+        self.spend(Section.LOAD, draw(0, 30))
+        self.beat.start_training(iteration)
+        while iteration < last:
+            iteration += 1
+            self.beat.start_iteration(iteration)
             for section in (Section.DATA, Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER):
-                self.spend(beat, section, draw(0, 2))
-                recorder.update(beat.snapshot())
-            beat.enter(Section.STEP)
-            beat.finish_iteration(iteration)
+                self.spend(section, draw(0, 2))
+                recorder.update(self.beat.snapshot())
+            self.beat.enter(Section.STEP)
+            self.beat.finish_iteration(iteration)
             if iteration % 7 == 0:
-                self.spend(beat, Section.EVALUATION, draw(0, 5))
-            if iteration % every == 0 or iteration == last:
-                copied = beat.step_ns
-                self.spend(beat, Section.SAVE, draw(0, 4))
-                beat.committed(iteration, copied)
-                self.since_commit = 0.0
-        self.spend(beat, Section.END, draw(0, 3))
+                self.spend(Section.EVALUATION, draw(0, 5))
+            if self.draws.random() < 0.03:
+                iteration = self.roll_back()
+            elif iteration % every == 0 or iteration == last:
+                self.save(iteration)
+        self.spend(Section.END, draw(0, 3))
 
+    def roll_back(self) -> int:
+        self.spend(Section.LOAD, self.draws.uniform(0, 30))
+        self.lose()
+        self.beat.start_training(self.newest)
+        return self.newest
 
-@pytest.mark.parametrize("seed", range(50))
-def test_classes_add_up_to_wall_time_whenever_a_run_is_killed(seed: int, tmp_path: Path, clock: Clock) -> None:
-    draws = random.Random(seed)
-    every, last, first = draws.choice([1, 3, 10]), 40, 0
-    truth: dict[str, float] = defaultdict(float)
-    began_ns = clock.now_ns
-    for number in range(1, 30):
-        beginning = Beginning.now()
-        clock.now_ns += draws.randrange(3 * 10**9)  # before the rank attaches
-        beat = Heartbeat()
-        truth["start"] += (clock.now_ns - beginning.monotonic_ns) / 1e9
-        life_s = draws.choice([draws.uniform(0, 60), draws.uniform(0, 400), 1e6])
-        process = SimulatedAttempt(clock, draws, clock.now_ns + round(life_s * 1e9))
-        recorder = AttemptRecorder(tmp_path, beginning, 4, ["a"], pytest.fail)
-        assert recorder.attempt.attempt == number
-        kind = draws.choice(["failed", "hang", "lost"])
-        is_complete = False
+    def save(self, iteration: int) -> None:
+        copied, is_on_disk = self.beat.step_ns, self.draws.random() < 0.5
         try:
-            process.train(beat, recorder, first, last, every)
+            self.spend(Section.SAVE, self.draws.uniform(0, 8))
+        except Killed:
+            # The checkpoint may be complete on disk, although rank 0 has not marked that.
+            if is_on_disk:
+                self.newest, self.since_commit = iteration, 0.0
+            raise
+        self.beat.committed(iteration, copied)
+        self.newest, self.since_commit = iteration, 0.0
+
+    def lose(self) -> None:
+        """The steps after the newest checkpoint are lost."""
+        self.truth["step"] -= self.since_commit
+        self.truth["lost"] += self.since_commit
+        self.since_commit = 0.0
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_classes_add_up_to_wall_time_whenever_a_run_is_killed_or_rolls_back(seed: int, tmp_path: Path) -> None:
+    draws, clock = random.Random(seed), Clock()
+    every, newest = draws.choice([1, 3, 10]), 0
+    truth: dict[str, float] = defaultdict(float)
+    is_complete = False
+    while not is_complete:
+        recorder = clock.recorder(tmp_path)
+        waited = draws.uniform(0, 3)  # before the rank attaches
+        clock.pass_by(waited)
+        life_s = draws.choice([draws.uniform(0, 60), draws.uniform(0, 400), 1e6])
+        process = SimulatedAttempt(clock, draws, clock.ns + round(life_s * 1e9), beat := clock.heartbeat(), newest)
+        process.truth["start"] += waited
+        kind = draws.choice(["failed", "hang", "lost"])
+        try:
+            process.train(recorder, 40, every)
             is_complete = True
             recorder.finish(beat.snapshot(), "complete", 0)
         except Killed:
             if kind == "hang":
-                hang_ns = draws.randrange(600 * 10**9)
+                hang_s = draws.uniform(0, 600)
                 # A section that never ends is a hang from its beginning.
-                open_s = (clock.now_ns - beat.snapshot().entered_ns) / 1e9
+                open_s = (clock.ns - beat.snapshot().entered_ns) / 1e9
                 section = CLASS_OF[beat.snapshot().section]
                 process.truth[section] -= open_s
                 process.since_commit -= open_s if section == "step" else 0.0
-                process.truth["hang"] += open_s + hang_ns / 1e9
-                clock.now_ns += hang_ns
+                process.truth["hang"] += open_s + hang_s
+                clock.pass_by(hang_s)
                 recorder.finish(beat.snapshot(), "failed", 1, FailureFacts("hang", 1, "a"))
             elif kind == "failed":
                 recorder.finish(beat.snapshot(), "failed", -9)
             else:  # the recorder dies, too, some time after its last record
                 record = read_current(tmp_path)
                 assert record is not None and clock.time() - record.end <= attempt_recorder.WRITE_SECONDS + 90.0
-        if is_complete:
-            process.truth["lost"] = 0.0
-        else:
-            process.truth["step"] -= process.since_commit
-            process.truth["lost"] += process.since_commit
-            kept = beat.snapshot().committed_iteration
-            first = first if kept is None else kept
+            process.lose()
+            newest = process.newest
+            gap_s = draws.uniform(0, 20)
+            clock.pass_by(gap_s)
+            truth["idle"] += gap_s
         for name, seconds in process.truth.items():
             truth[name] += seconds
-        if is_complete:
-            break
-        gap_ns = draws.randrange(20 * 10**9)
-        clock.now_ns += gap_ns
-        truth["idle"] += gap_ns / 1e9
     found = history(tmp_path, before=clock.time() + 1.0)
+    assert [one.attempt for one in found] == list(range(1, len(found) + 1))
     for attempt in found:
         assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, abs=0.01)
         assert min(attempt.seconds.values()) >= 0.0
     total = account(found)
-    assert total.wall_s == pytest.approx((clock.now_ns - began_ns) / 1e9, rel=0.01, abs=0.1)
+    assert total.wall_s == pytest.approx(clock.ns / 1e9, rel=0.01, abs=0.1)
     if all(attempt.outcome != "lost" for attempt in found):
         for name in TIME_CLASSES:
             assert total.seconds[name] == pytest.approx(truth[name], abs=0.02 * len(found)), name
@@ -258,42 +268,6 @@ def test_what_was_kept_follows_from_where_the_next_attempt_began(begins: list[in
     assert account([one, two]).wall_s == 70.0
 
 
-@pytest.mark.parametrize("is_marked", [True, False])
-def test_a_rank_that_is_killed_between_a_commit_and_its_mark_has_lost_nothing(
-    tmp_path: Path, clock: Clock, is_marked: bool
-) -> None:
-    """The checkpoint of iteration 20 is on disk, and the next attempt begins there; the heartbeat may not say so."""
-
-    def train(beat: Heartbeat, first: int, last: int) -> None:
-        beat.start_training(first)
-        for iteration in range(first + 1, last + 1):
-            beat.start_iteration(iteration)
-            for section in (Section.FORWARD_BACKWARD, Section.STEP):
-                beat.enter(section)
-                clock.now_ns += 10**9
-            beat.finish_iteration(iteration)
-            if iteration % 5 == 0:
-                with beat.section(Section.SAVE):
-                    clock.now_ns += 10**8
-                    if iteration < 20 or is_marked:
-                        beat.committed(iteration, beat.step_ns)
-                    if iteration == 20:
-                        return
-
-    for first, last in ((0, 20), (20, 22)):
-        beat, recorder = Heartbeat(), AttemptRecorder(tmp_path, Beginning.now(), 2, ["a"], pytest.fail)
-        train(beat, first, last)
-        recorder.finish(beat.snapshot(), "failed" if last == 20 else "complete", -9 if last == 20 else 0)
-    recorded = read_attempts(tmp_path)
-    assert recorded[0].committed_iteration == (20 if is_marked else 15)
-    assert recorded[0].second("lost") == (0.0 if is_marked else 10.0)
-    settled = settle(recorded)
-    assert [one.second("step") for one in settled] == [40.0, 4.0]
-    assert [one.second("lost") for one in settled] == [0.0, 0.0]
-    assert account(recorded).seconds["save"] == pytest.approx(0.4)
-    assert account(recorded).wall_s == pytest.approx(44.4)
-
-
 def test_a_return_behind_the_beginning_of_an_attempt_costs_earlier_ones_too() -> None:
     rows = ((1, 0, 100, 100), (2, 100, 150, 140), (3, 50, 80, 80))
     attempts = [
@@ -320,39 +294,18 @@ def test_a_run_from_the_start_after_a_complete_one_is_another_run() -> None:
         assert [found.attempt for found in newest_run(attempts[:length])] == numbers
 
 
-def test_a_rollback_drops_steps_within_the_attempt(clock: Clock) -> None:
-    beat, start_ns = Heartbeat(), clock.now_ns
-    beat.start_training(0)
-    for iteration in range(1, 11):
-        beat.enter(Section.STEP)
-        clock.now_ns += 10**9
-        beat.finish_iteration(iteration)
-        if iteration in (4, 8):
-            beat.committed(iteration, beat.step_ns)
-    beat.enter(Section.LOAD)
-    beat.start_training(4)
-    beat.enter(Section.STEP)
-    clock.now_ns += 10**9
-    beat.finish_iteration(5)
-    now = measured(attempt(1, 0.0, 0.0, outcome="running"), beat.snapshot(), start_ns, clock.now_ns)
-    assert (now.second("step"), now.second("lost"), now.dropped_s, now.uncommitted_s) == (5.0, 6.0, 6.0, 1.0)
-    failed = accounting.ended(now, "failed", 1)
-    assert (failed.second("step"), failed.second("lost")) == (4.0, 7.0)
-    resumed = settle([failed, attempt(2, 11.0, 12.0, first_iteration=5)])[0]
-    assert (resumed.second("step"), resumed.second("lost")) == (5.0, 6.0)
-
-
-def test_a_stopped_attempt_keeps_what_it_saved_and_loses_the_rest_without_a_save(clock: Clock) -> None:
+def test_a_stopped_attempt_keeps_what_it_saved_and_loses_the_rest_without_a_save() -> None:
     for saves in (True, False):
-        beat, start_ns = Heartbeat(), clock.now_ns
+        clock = Clock()
+        beat = clock.heartbeat()
         beat.start_training(0)
         beat.enter(Section.STEP)
-        clock.now_ns += 10**9
+        clock.pass_by(1.0)
         beat.finish_iteration(1)
         if saves:
             beat.committed(1, beat.step_ns)
-        clock.now_ns += 10**6
-        now = measured(attempt(1, 0.0, 0.0), beat.snapshot(), start_ns, clock.now_ns)
+        clock.pass_by(0.001)
+        now = measured(attempt(1, 0.0, 0.0), beat.snapshot(), 0, clock.ns)
         assert accounting.ended(now, "stopped", 75).second("step") == (1.001 if saves else 0.0)
         assert accounting.ended(now, "complete", 0).second("step") == 1.001
 
@@ -375,39 +328,30 @@ def test_the_cause_comes_from_a_report_of_this_attempt(tmp_path: Path) -> None:
     assert reported_failure(tmp_path, 0.0) is None
 
 
-def test_the_meter_counts_all_attempts_and_the_gaps(tmp_path: Path, clock: Clock) -> None:
+def test_the_meter_counts_all_attempts_and_the_gaps(tmp_path: Path) -> None:
     append_attempt(tmp_path, attempt(1, 1e6, 1e6 + 50.0, seconds={"step": 40.0, "lost": 10.0}))
-    clock.now_ns = 60 * 10**9
-    beat, start_ns = Heartbeat(), clock.now_ns
-    meter = EffectiveTimeMeter(tmp_path, clock.time(), start_ns)
+    clock = Clock(60 * 10**9)
+    beat, meter = clock.heartbeat(), EffectiveTimeMeter(tmp_path, clock.time(), clock.ns)
     beat.start_training(40)
-    clock.now_ns += 20 * 10**9
+    clock.pass_by(20.0)
     beat.enter(Section.STEP)
-    clock.now_ns += 20 * 10**9
-    assert meter.read(beat.snapshot(), clock.now_ns) == pytest.approx(60.0 / 100.0)
-    clock.now_ns += 100 * 10**9
-    assert meter.read(beat.snapshot(), clock.now_ns) == pytest.approx(160.0 / 200.0)
+    clock.pass_by(20.0)
+    assert meter.read(beat.snapshot(), clock.ns) == pytest.approx(60.0 / 100.0)
+    clock.pass_by(100.0)
+    assert meter.read(beat.snapshot(), clock.ns) == pytest.approx(160.0 / 200.0)
 
 
-def test_the_record_is_written_after_a_save_and_every_30_seconds(tmp_path: Path, clock: Clock) -> None:
-    beat, recorder = Heartbeat(), AttemptRecorder(tmp_path, Beginning.now(), 1, ["a"], pytest.fail)
-
-    def written() -> float:
+def test_the_record_is_written_after_a_save_and_every_30_seconds(tmp_path: Path) -> None:
+    clock = Clock()
+    beat, recorder = clock.heartbeat(), clock.recorder(tmp_path)
+    for seconds, written in ((0.0, 0.0), (29.0, 0.0), (0.0, 29.0), (29.0, 29.0), (1.0, 59.0)):
+        if clock.ns and not seconds:
+            beat.committed(7, 0)
+        clock.pass_by(seconds)
         recorder.update(beat.snapshot())
         current = read_current(tmp_path)
-        assert current is not None
-        return current.wall_s
-
-    assert written() == 0.0
-    clock.now_ns += 29 * 10**9
-    assert written() == 0.0
-    beat.committed(7, 0)
-    assert written() == 29.0
+        assert current is not None and current.wall_s == written
     assert recorder.attempt.commits == ((29.0, 7),)
-    clock.now_ns += 29 * 10**9
-    assert written() == 29.0
-    clock.now_ns += 10**9
-    assert written() == 59.0
 
 
 def launched(memory: HeartbeatMemory, run_dir: Path | None, outcome: Outcome, code: int, *hosts: str) -> None:
@@ -423,22 +367,19 @@ def launched(memory: HeartbeatMemory, run_dir: Path | None, outcome: Outcome, co
     attempts.end("failed", 1)  # told twice
 
 
-def test_the_launcher_leaves_the_record_of_a_run_alone_that_holds_the_lock(tmp_path: Path, clock: Clock) -> None:
+def test_the_launcher_leaves_the_record_of_a_run_alone_that_holds_the_lock(tmp_path: Path) -> None:
     memory = HeartbeatMemory(2)
-    live = attempt(5, clock.time(), clock.time(), outcome="running")
+    live = attempt(5, time.time() - 1.0, time.time(), outcome="running")
     write_current(tmp_path, live)
-    clock.now_ns += 10**9
-    for outcome, code in (("failed", 2), ("complete", 0)):  # kept out by the lock; an evaluation
-        launched(memory, tmp_path, outcome, code)  # type: ignore[arg-type]
+    launched(memory, tmp_path, "failed", 2)  # kept out by the lock
+    launched(memory, tmp_path, "complete", 0)  # an evaluation
     assert read_attempts(tmp_path) == []
     launched(memory, tmp_path, "failed", -9)  # killed before it came to the lock
     launched(memory, None, "failed", 1)
     assert read_current(tmp_path) == from_json(to_json(live))
     assert [found.attempt for found in read_attempts(tmp_path)] == [6]
-    clock.now_ns += 10**9
     launched(memory, tmp_path, "stopped", 75, "a", "b")
-    found = read_attempts(tmp_path)
-    assert [(one.attempt, one.outcome, one.hosts) for one in found] == [
+    assert [(one.attempt, one.outcome, one.hosts) for one in read_attempts(tmp_path)] == [
         (5, "lost", ()),
         (6, "failed", (socket.gethostname(),)),
         (7, "stopped", ("a", "b")),
@@ -447,13 +388,14 @@ def test_the_launcher_leaves_the_record_of_a_run_alone_that_holds_the_lock(tmp_p
     memory.close()
 
 
-def test_an_unwritable_directory_is_told_once(tmp_path: Path, clock: Clock) -> None:
+def test_an_unwritable_directory_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told: list[str] = []
-    recorder = AttemptRecorder(tmp_path / "file" / "run", Beginning.now(), 1, ["a"], told.append)
+    clock = Clock()
+    recorder = clock.recorder(tmp_path / "file" / "run", told.append)
     for _ in range(3):
-        clock.now_ns += 40 * 10**9
-        recorder.update(Heartbeat().snapshot())
+        clock.pass_by(40.0)
+        recorder.update(clock.heartbeat().snapshot())
     recorder.finish(None, "failed", 1)
     assert len(told) == 1 and "is not recorded" in told[0]
 

@@ -1,15 +1,28 @@
-"""Which rank is named, from evidence: stacks, processes and heartbeats."""
+"""Which rank is named, from evidence: stacks, heartbeats, and what the kernel says of processes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
+from megatron.operation import stacks
 from megatron.operation.causes import Cause
 from megatron.operation.culprit import Evidence, find_culprit
 from megatron.operation.failure import failure_of_hang
-from megatron.operation.process_states import ChildProcess
+from megatron.operation.process_states import (
+    STOPPED,
+    ChildProcess,
+    child_processes,
+    context_switches,
+    num_threads,
+    process_state,
+)
 from megatron.operation.stacks import Frame, group_by_stack, is_waiting_for_ranks, main_stack, parse_stacks
+from tests.end_to_end.run_process import wait_until
 
 DUMP = """\
 Thread 0x00007f1a2bfff6c0 (most recent call first):
@@ -27,9 +40,7 @@ Current thread 0x00007f1a4c0b2740 (most recent call first):
 
 
 def text() -> str:
-    import megatron.operation.stacks as module
-
-    return DUMP.replace("{repository}/", module._REPOSITORY)
+    return DUMP.replace("{repository}/", stacks._REPOSITORY)
 
 
 def test_the_text_of_a_dump_is_parsed() -> None:
@@ -175,3 +186,29 @@ def test_ranks_are_grouped_by_stack() -> None:
         ([0], SLEEPING),
         ([3], None),
     ]
+
+
+PATIENCE = 60.0
+THREADS = """
+import subprocess, sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
+"""
+
+
+@pytest.mark.processes
+def test_stopped_processes_and_their_children() -> None:
+    process = subprocess.Popen([sys.executable, "-c", THREADS], start_new_session=True)
+    try:
+        wait_until(lambda: len(child_processes(process.pid)) == 1 and num_threads(process.pid) == 2, PATIENCE)
+        (child,) = child_processes(process.pid)
+        assert child.role == "loader process" and child.state not in STOPPED
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: child_processes(process.pid)[0].state in STOPPED, PATIENCE)
+        assert process_state(process.pid) not in (None, *STOPPED)
+        assert {one.pid for one in child_processes(os.getpid())} >= {process.pid, child.pid}
+        assert context_switches(process.pid) > 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process_state(process.pid) is None and child_processes(process.pid) == ()

@@ -1,8 +1,11 @@
-"""How many ranks train when nodes are missing, and which nodes are left out."""
+"""How many ranks train when nodes are missing, which wait, and which nodes are left out; the losses are the same."""
 
 import dataclasses
 import os
 import random
+import signal
+import socket
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -11,13 +14,27 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, ExitCode
+from megatron.operation import launch
 from megatron.operation.elastic import usable_world_size
-from megatron.operation.named_nodes import FILE, NamedNodes, Naming, read
+from megatron.operation.heartbeat import Section
+from megatron.operation.launch import parse, prepare_elastic
+from megatron.operation.named_nodes import FILE, NamedNodes, Naming, append, read
 from megatron.operation.node_order import NodeOrder, NodeReport, first_ranks, order_nodes
 from megatron.training.batch_schedule import check_batches
-from tests.end_to_end.run_process import TINY_RUN, FlagValue, words_of
+from tests.end_to_end.run_process import (
+    TINY_RUN,
+    FlagValue,
+    assert_close,
+    call_training,
+    free_port,
+    losses,
+    wait_until,
+    words_of,
+)
 from tests.messages import assert_helpful
+from tests.operation.jobs import MODEL, PATIENCE, PRETRAIN, Launcher, ended, is_alive, rendezvous
+from tests.operation.scripted_ranks import start
 
 
 def config_of(**changes: FlagValue) -> RunConfig:
@@ -125,3 +142,101 @@ def test_launchers_share_what_they_know() -> None:
     assert "Node a was named 2 times (hang, hang)" in sentence
     assert NodeOrder.from_text(order.to_text()) == order
     assert order_nodes([dataclasses.replace(report, namings=()) for report in reports], NamedNodes()).sentences == ()
+
+
+# --- launchers on fewer nodes than planned -------------------------------------------------------------------
+
+FLAGS = {**MODEL, "fp64": True, "save_interval": 2, "max_failed_attempts": 0}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Launcher]]:
+    """Launchers of a job with a batch that two ranks divide, one with two ranks and one with the third; the test's
+    parameter is the number of its iterations."""
+    places = {"save": tmp_path / "save", "load": tmp_path / "save", "metrics_jsonl": tmp_path / "metrics.jsonl"}
+    words, port = words_of({**FLAGS, **places, "train_iters": request.param}), free_port()
+    with ended() as started:
+        for node in range(2):
+            flags = ["--nnodes", "1:2", "--nproc-per-node", str(2 - node), *rendezvous("c10d", port)]
+            flags += ["--rdzv-conf", f"is_host={'false' if node else 'true'},last_call_timeout=4"]
+            started.append(Launcher([*flags, PRETRAIN, *words], tmp_path / f"{node}.log"))
+        yield started
+
+
+@pytest.mark.parametrize("nodes", [6], indirect=True)
+def test_three_processes_for_a_batch_that_two_divide(tmp_path: Path, nodes: list[Launcher]) -> None:
+    """The third waits, and ends with the others after the last iteration."""
+    assert [node.exit_code() for node in nodes] == [0, 0], [node.text() for node in nodes]
+    assert "1 of 3 ranks wait as spares: data-parallel size 2" in "".join(node.text() for node in nodes)
+    alone = {**FLAGS, "train_iters": 6, "save_interval": None, "metrics_jsonl": tmp_path / "alone.jsonl"}
+    assert call_training(words_of(alone)).exit_code == ExitCode.COMPLETE
+    assert_close(losses(tmp_path / "metrics.jsonl"), losses(tmp_path / "alone.jsonl"), 1e-9)
+
+
+@pytest.mark.slow(reason="starts two launchers")
+@pytest.mark.parametrize("nodes", [100_000], indirect=True)
+def test_a_signal_to_the_node_of_a_spare_stops_the_run(tmp_path: Path, nodes: list[Launcher]) -> None:
+    def has_only_a_spare(node: Launcher) -> bool:
+        return [beat.section for beat in node.heartbeats().values() if is_alive(beat.pid)] == [Section.SPARE]
+
+    wait_until(lambda: len(losses(tmp_path / "metrics.jsonl")) > 2 and any(map(has_only_a_spare, nodes)), PATIENCE)
+    next(filter(has_only_a_spare, nodes)).signal(signal.SIGTERM)
+    assert [node.exit_code() for node in nodes] == [75, 75], [node.text() for node in nodes]
+
+
+# --- nodes that were named twice -----------------------------------------------------------------------------
+
+
+def be_host(name: str) -> None:
+    """Let this process be on a machine of this name."""
+    os.environ["NODE"] = name
+    socket.gethostname = lambda: name
+
+
+def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
+    """Start a launcher with two ranks on each of the ``hosts``; "node.rank.number of ranks" of all of them."""
+    body = "touch(f\"rank.{os.environ['NODE']}.{RANK}.{os.environ['WORLD_SIZE']}\"); time.sleep(1.0)"
+    port, launchers = free_port(), []
+    for host in hosts:
+        flags = ["--nnodes", nodes, "--nproc-per-node", "2", *rendezvous("c10d", port)]
+        flags += ["--rdzv-conf", f"is_host={'true' if host == hosts[0] else 'false'}"]
+        prepare = partial(be_host, host)
+        launchers.append(
+            start(directory, body, *flags, node=host, prepare=prepare, script_flags=["--run-dir", str(directory)])
+        )
+    codes = [launcher.exit_code() for launcher in launchers]
+    logs = "".join(launcher.text() for launcher in launchers)
+    assert codes == [0] * len(hosts), logs
+    assert "Traceback" not in logs
+    return {path.name.removeprefix("rank.") for path in directory.glob("rank.*.*.*")}
+
+
+def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
+    for attempt in ("1", "2"):
+        append(tmp_path / FILE, Naming("a", "hang", attempt, 0.0))
+    assert ranks_of(tmp_path, "1:2", "ab") == {"b.0.4", "b.1.4", "a.2.4", "a.3.4"}
+    assert "Node a was named 2 times (hang, hang)" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
+
+
+@pytest.mark.slow(reason="waits for a place in the rendezvous")
+def test_a_node_that_was_named_twice_leaves_its_place_to_one_that_waits(tmp_path: Path) -> None:
+    for attempt in ("1", "2"):
+        append(tmp_path / FILE, Naming("b", "hang", attempt, 0.0))
+    assert {name.partition(".")[0] for name in ranks_of(tmp_path, "2", "abc")} == {"a", "c"}
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [(["--nnodes", "1:2"], "--nnodes 1:2, --rdzv-backend c10d"), (["--nnodes", "two"], "--nnodes two")],
+)
+def test_a_number_of_nodes_that_is_refused(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main([*words, "script.py"]) == ExitCode.ACTION_REQUIRED
+    assert_helpful(capsys.readouterr().err.removeprefix("ERROR: ").strip(), named)
+
+
+def test_how_long_further_nodes_are_waited_for() -> None:
+    words = ["--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-conf"]
+    ours, theirs = (parse([*words, value, "script.py"]) for value in ("read_timeout=9", "last_call_timeout=3"))
+    assert prepare_elastic(ours) and prepare_elastic(theirs)
+    assert ours.rdzv_conf == "read_timeout=9,last_call_timeout=15" and theirs.rdzv_conf == "last_call_timeout=3"
+    assert not prepare_elastic(parse(["--nnodes", "2", "script.py"]))

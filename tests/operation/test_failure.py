@@ -169,24 +169,8 @@ def test_the_kernels_counter_of_kills(tmp_path: Path) -> None:
 
 # --- files ---------------------------------------------------------------------------------------------------
 
-FIELDS = {
-    "schema",
-    "attempt",
-    "time",
-    "cause",
-    "rank",
-    "local_rank",
-    "host",
-    "iteration",
-    "microbatch",
-    "section",
-    "message",
-    "stack",
-    "groups",
-    "last_checkpoint",
-    "advice",
-    "exit_code",
-}
+FIELDS = {"schema", "attempt", "time", "cause", "rank", "local_rank", "host", "iteration", "microbatch", "section"}
+FIELDS |= {"message", "stack", "groups", "last_checkpoint", "advice", "exit_code"}
 
 
 def test_the_files_have_every_field(tmp_path: Path) -> None:
@@ -199,11 +183,9 @@ def test_the_files_have_every_field(tmp_path: Path) -> None:
     assert found["last_checkpoint"] == 5 and BUG in found["stack"] and found["advice"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     assert attempt_number(tmp_path, time.time()) == 4
-    (tmp_path / FILE).write_text("{")
-    assert read_failure(tmp_path / FILE) is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000])
 def test_a_damaged_file_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     assert read_failure(tmp_path / FILE) is None
@@ -248,21 +230,17 @@ def test_without_a_launcher_the_first_rank_writes(tmp_path: Path, error: Excepti
     assert earlier["section"] == "save" and earlier["message"].endswith("the text")
 
 
-def test_a_run_that_is_kept_out_writes_nothing(tmp_path: Path) -> None:
-    heartbeat = Heartbeat()
-    heartbeat.write_settings({"run_dir": str(tmp_path)})
-    record_own_failure(DirectoryInUseError("out is in use"), "the text", 0, 0, heartbeat)
-    assert not os.listdir(tmp_path)
-
-
-def test_a_run_without_a_directory_or_with_a_full_disk_only_warns(
+def test_a_run_that_is_kept_out_writes_nothing_and_one_without_a_directory_only_warns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "file").write_text("")
     heartbeat = Heartbeat()
     record_own_failure(ValueError("x"), "x", 0, 0, heartbeat)
-    (tmp_path / "file").write_text("")
+    heartbeat.write_settings({"run_dir": str(tmp_path)})
+    record_own_failure(DirectoryInUseError("out is in use"), "the text", 0, 0, heartbeat)
     heartbeat.write_settings({"run_dir": str(tmp_path / "file")})
     record_own_failure(ValueError("x"), "x", 0, 0, heartbeat)
+    assert os.listdir(tmp_path) == ["file"]
     assert capsys.readouterr().err.count("cannot be written") == 1
 
 
@@ -290,11 +268,7 @@ def test_a_process_that_does_not_end_is_named_within_a_limit() -> None:
 
     processes: dict[int, RunningProcess] = {0: ordinary, 1: Unkillable()}
     assert end_processes(processes, signal.SIGTERM, 0.2, 0.2, send) == [1]
-    assert sent == [
-        (ordinary.pid, signal.SIGTERM),
-        (Unkillable.pid, signal.SIGTERM),
-        (Unkillable.pid, signal.SIGKILL),
-    ]
+    assert sent == [(ordinary.pid, signal.SIGTERM), (Unkillable.pid, signal.SIGTERM), (Unkillable.pid, signal.SIGKILL)]
     assert ordinary.poll() == -signal.SIGTERM
     assert end_processes({0: ordinary}, signal.SIGTERM, 5.0, 5.0, send) == []
 

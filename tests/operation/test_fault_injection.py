@@ -19,8 +19,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.faults import ITERATION, KINDS, LOAD, parse_fault, parse_faults
 from megatron.core.parameter import ParameterInfo, columns_box, padded_rows_box, sharded_boxes
+from megatron.operation.accounting import read_attempts
 from megatron.operation.faults import (
     EVENT_FAULTS,
     FILE,
@@ -32,6 +34,8 @@ from megatron.operation.faults import (
     flip,
     injected,
 )
+from megatron.operation.heartbeat import Heartbeat
+from megatron.training.faults import FaultInjection
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,
@@ -44,6 +48,7 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 from tests.forked import fork_context
+from tests.operation.jobs import stat_of
 
 PATIENCE = 60.0
 IN_LISTENER = {"slow", "delay", "spike"}
@@ -93,18 +98,11 @@ def strike() -> Iterator[Strike]:
         process.join()
 
 
-@pytest.mark.parametrize(
-    ("spec", "code"),
-    [
-        ("kill@1", -signal.SIGKILL),
-        ("sigterm@1", -signal.SIGTERM),
-        ("exit@1:7", 7),
-        ("exit@1", 1),
-        ("exception@1", 1),
-        ("oom@1", 1),
-        ("sleep@1:0.1", 0),
-    ],
-)
+ENDS = {"kill@1": -signal.SIGKILL, "sigterm@1": -signal.SIGTERM, "exit@1:7": 7, "exit@1": 1, "exception@1": 1}
+ENDS |= {"oom@1": 1, "sleep@1:0.1": 0}
+
+
+@pytest.mark.parametrize(("spec", "code"), ENDS.items())
 def test_a_process_ends_as_its_fault_says(strike: Strike, spec: str, code: int) -> None:
     process, _ = strike(spec)
     process.join(PATIENCE)
@@ -119,11 +117,7 @@ def test_a_process_hangs_as_its_fault_says(strike: Strike, spec: str, other_thre
     """A stopped process and one without the interpreter lock run no Python; the others do, in other threads."""
     process, ticks = strike(spec)
     wait_until(lambda: ticks.value >= 10, PATIENCE)
-
-    def main_thread_waits() -> bool:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == state
-
-    wait_until(main_thread_waits, PATIENCE)
+    wait_until(lambda: stat_of(process.pid or 0)[:1] == [state], PATIENCE)  # of the main thread
     if other_threads_run:
         seen = ticks.value
         wait_until(lambda: ticks.value > seen + 20, PATIENCE)
@@ -138,23 +132,25 @@ def _advances(ticks: Any) -> bool:
     return bool(ticks.value > seen)
 
 
-def test_loader_processes_are_signalled() -> None:
+def _lose_loader() -> None:
+    """In a process that has no other children."""
+    with pytest.raises(InjectedError, match="no loader process"):
+        ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
     child.start()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("multiprocessing.active_children", lambda: [child])
-            ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
-            stat = Path(f"/proc/{child.pid}/stat")
-            wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", PATIENCE)
-            ITERATION_FAULTS["killloader"](parse_fault("killloader@1"), SITE)
-        child.join(PATIENCE)
-        assert child.exitcode == -signal.SIGKILL
-    finally:
-        child.kill()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(InjectedError, match="no loader process"):
-        patch.setattr("multiprocessing.active_children", list)
-        ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
+    ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
+    wait_until(lambda: stat_of(child.pid or 0)[:1] == ["T"], PATIENCE)
+    ITERATION_FAULTS["killloader"](parse_fault("killloader@1"), SITE)
+    child.join(PATIENCE)
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_loader_processes_are_signalled() -> None:
+    process = fork_context().Process(target=_lose_loader)
+    process.start()
+    process.join(2 * PATIENCE)
+    process.kill()
+    assert process.exitcode == 0
 
 
 # --- bits ----------------------------------------------------------------------------------------------------
@@ -305,16 +301,29 @@ def test_nan_in_a_gradient_is_seen_in_its_iteration(tmp_path: Path, run: Callabl
     assert [number for number, norm in enumerate(norms, 1) if norm is None] == [3, 4]
 
 
-def test_slow_iterations_sleep(tmp_path: Path, run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("spec", "number"), [("delay@2+3:0.25", 3), ("slow@2+2:3", 2)])
+def test_slow_iterations_sleep(tmp_path: Path, spec: str, number: int) -> None:
+    """``delay`` for its seconds, ``slow`` for a multiple of the time that this rank has computed."""
     slept: list[float] = []
-    monkeypatch.setattr(
-        "megatron.training.faults.time", SimpleNamespace(sleep=slept.append, thread_time=time.thread_time)
+    injection = FaultInjection(FaultInjector(parse_faults(spec), 0, tmp_path), CheckpointConfig(), slept.append)
+    topology = SimpleNamespace(world=None, device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(
+        context=SimpleNamespace(topology=topology, heartbeat=Heartbeat()),
+        module=SimpleNamespace(data_parallel=None, optimizer=None),
+        state=SimpleNamespace(progress=SimpleNamespace(iteration=0), learning_rate_factor=1.0),
     )
-    run("delay@2+3:0.25").succeeded()
-    assert slept == [0.25] * 3
-    slept.clear()
-    run("slow@2+2:3").succeeded()
-    assert len(slept) == 2 and all(0.0 < seconds < 60.0 for seconds in slept)
+    computed = []
+    for trainer.state.progress.iteration in range(6):
+        injection.on_iteration_start(trainer)
+        began = time.thread_time()
+        sum(range(100_000))
+        computed.append(time.thread_time() - began)
+        injection.after_backward(trainer)
+    assert len(slept) == number
+    if spec.startswith("delay"):
+        assert set(slept) == {0.25}
+    else:
+        assert all(2 * least <= seconds < 2 * least + 1.0 for seconds, least in zip(slept, computed[1:]))
 
 
 def test_a_save_fails_as_its_fault_says(
@@ -332,14 +341,10 @@ def test_a_save_fails_as_its_fault_says(
     assert os.fsync.__name__ == "fsync"
 
 
-def test_a_slow_save_and_a_fault_in_the_middle_of_a_save(
-    tmp_path: Path, run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-    clock = SimpleNamespace(sleep=slept.append, monotonic=lambda: 1.0 + sum(slept), time=time.time)
-    monkeypatch.setattr("megatron.operation.faults.time", clock)
-    run("slowsave@save1+2:7", save=tmp_path / "slow", save_interval=2).succeeded()
-    assert slept == [7.0, 7.0]
+def test_a_slow_save_and_a_fault_in_the_middle_of_a_save(tmp_path: Path, run: Callable[..., Outcome]) -> None:
+    run("slowsave@save1+2:1", save=tmp_path / "slow", save_interval=2).succeeded()
+    (attempt,) = read_attempts(tmp_path / "slowsave@save1+2_1")
+    assert attempt.second("save") >= 2.0
     with pytest.raises(RuntimeError, match="exception@save2"):
         run("exception@save2", save=tmp_path / "save", save_interval=2)
     assert latest_iteration(tmp_path / "save") == 2

@@ -22,22 +22,19 @@ from tests.end_to_end.run_process import FlagValue, descendants, words_of
 from tests.operation.jobs import MODEL, Job, ended, is_alive
 
 
-def test_without_the_package_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.delenv(ELASTIC, raising=False)
-    monkeypatch.setitem(sys.modules, PACKAGE.partition(".")[0], None)
-    with pytest.raises(
-        ConfigError, match=r"--inprocess-restart needs .*: pip install nvidia-resiliency-ext, or remove"
-    ):
-        import_package()
-
-
 @pytest.mark.parametrize(
-    ("launcher", "elastic", "named"), [(None, None, "megatron.operation.launch"), ("1", "1", "--nnodes N")]
+    ("launcher", "elastic", "named"),
+    [
+        (None, None, "megatron.operation.launch"),
+        ("1", "1", "--nnodes N"),
+        ("1", None, r"--inprocess-restart needs .*: pip install nvidia-resiliency-ext, or remove"),
+    ],
+    ids=["no launcher", "elastic nodes", "no package"],
 )
-def test_without_the_launcher_or_with_elastic_nodes_the_flag_is_refused(
+def test_where_the_flag_is_refused(
     monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str
 ) -> None:
+    monkeypatch.setitem(sys.modules, PACKAGE.partition(".")[0], None)
     for variable, value in ((LAUNCHER, launcher), (ELASTIC, elastic)):
         monkeypatch.delenv(variable, raising=False)
         if value is not None:

@@ -17,19 +17,10 @@ from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
+CODES = [([0, 0], None), ([1, -15], None), ([-9], None), ([75, 75], 75), ([75, -15], 75), ([1, 2], 2), ([2, 93], 93)]
 
-@pytest.mark.parametrize(
-    ("codes", "final"),
-    [
-        ([0, 0], None),
-        ([1, -15], None),
-        ([-9], None),
-        ([75, 75], 75),
-        ([75, -15], 75),
-        ([1, 2], 2),
-        ([2, 93], 93),
-    ],
-)
+
+@pytest.mark.parametrize(("codes", "final"), CODES)
 def test_codes_that_end_a_job(codes: list[int], final: int | None) -> None:
     assert final_code(codes) == final
 
@@ -78,13 +69,19 @@ def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_is_passed_on_and_the_save_is_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_signal_is_passed_on_and_the_save_is_waited_for_however_often_it_is_repeated(
+    tmp_path: Path, name: str
+) -> None:
+    """SLURM's daemon sends SIGTERM, and srun once more."""
+    save = f"signal.signal(signal.{name}, lambda *_: (time.sleep(1.5), touch(f'saved.{{RANK}}'), os._exit(75)))"
     flags = ["--max-restarts", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    node = start(tmp_path, f"wait_for(signal.{name})", *TWO, *flags)
+    node = start(tmp_path, f"{save}; touch(f'waits.{{RANK}}'); time.sleep(600)", *TWO, *flags)
     wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
-    node.signal(signal.Signals[name])
+    for _ in range(3):
+        node.signal(signal.Signals[name])
+        time.sleep(0.3)
     assert node.exit_code() == ExitCode.STOPPED
-    assert attempts(tmp_path) == 1
+    assert attempts(tmp_path) == 1 and len(list(tmp_path.glob("saved.*"))) == 2
     assert "FAILED" not in node.text() and "Traceback" not in node.text()
 
 
@@ -117,18 +114,6 @@ def test_a_job_that_waits_for_its_nodes_is_stopped(tmp_path: Path) -> None:
     time.sleep(3.0)
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
-
-
-def test_a_signal_that_is_repeated_does_not_end_the_save(tmp_path: Path) -> None:
-    """SLURM's daemon sends SIGTERM, and srun once more."""
-    save = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.5), touch('saved'), os._exit(75)))"
-    node = start(tmp_path, f"{save}; touch(f'waits.{{RANK}}'); time.sleep(600)", *TWO)
-    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
-    for _ in range(3):
-        node.signal(signal.SIGTERM)
-        time.sleep(0.3)
-    assert node.exit_code() == ExitCode.STOPPED
-    assert (tmp_path / "saved").exists()
 
 
 COUNTED = """
@@ -188,10 +173,7 @@ os._exit(1)
 
 @pytest.mark.parametrize(
     ("body", "sentence"),
-    [
-        (SENTENCE, "ERROR: --lr -1 must be positive: take another."),
-        (LOCAL, "ERROR: rank 1: corpus.bin was truncated."),
-    ],
+    [(SENTENCE, "ERROR: --lr -1 must be positive: take another."), (LOCAL, "ERROR: rank 1: corpus.bin was truncated.")],
     ids=["all ranks know", "one rank knows"],
 )
 @pytest.mark.parametrize("is_torchrun", [True, False], ids=["torchrun", "our launcher"])

@@ -236,6 +236,8 @@ def test_the_memory_of_a_container_is_limited_by_its_cgroup(tmp_path: Path) -> N
 
 
 GPU_FAULTS = {
+    "none": ({}, "", Verdict.OK),
+    "counters missing": (dict.fromkeys(("uncorrected", "remapped", "reasons", "xids")), "", Verdict.OK),
     "memory in use": ({"free": 60 * 2**30}, "60.0 of 80.0 GiB", Verdict.FAILURE),
     "memory errors": ({"uncorrected": 3}, "3 uncorrected", Verdict.FAILURE),
     "row failed": ({"remapped": (0, 0, 0, 1)}, "could not be remapped", Verdict.FAILURE),
@@ -252,19 +254,14 @@ def gpu_results(monkeypatch: pytest.MonkeyPatch, gpu: pynvml.Gpu) -> list[Result
     return check.judge([check.measure(site)], site.nodes)
 
 
-def test_a_healthy_gpu_passes_also_where_counters_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert named(gpu_results(monkeypatch, pynvml.Gpu())) == []
+@pytest.mark.parametrize(("changed", "value", "verdict"), GPU_FAULTS.values(), ids=GPU_FAULTS)
+def test_a_fault_of_a_gpu_is_named_and_a_healthy_one_passes(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], value: str, verdict: Verdict
+) -> None:
+    results = gpu_results(monkeypatch, pynvml.Gpu(**changed))
     assert pynvml.asked[-1] == "GPU-1234"
-    few = pynvml.Gpu(uncorrected=None, remapped=None, reasons=None, xids=None)
-    assert named(gpu_results(monkeypatch, few)) == []
-
-
-@pytest.mark.parametrize("fault", GPU_FAULTS)
-def test_a_fault_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    changed, value, verdict = GPU_FAULTS[fault]
-    results = gpu_results(monkeypatch, pynvml.Gpu(**changed))  # type: ignore[arg-type]
-    assert named(results) == [(0, verdict)]
-    assert value in results[0].value and results[0].remedy
+    assert named(results) == ([] if verdict is Verdict.OK else [(0, verdict)])
+    assert value in results[0].value and bool(results[0].remedy) == (verdict is not Verdict.OK)
 
 
 def test_the_module_of_nvml_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

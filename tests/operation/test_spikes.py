@@ -34,10 +34,7 @@ def noisy(length: int, seed: int, noise: float = 0.02) -> list[tuple[float, floa
     """A falling loss and a level gradient norm with normal noise of their logarithms."""
     dice = random.Random(seed)
     return [
-        (
-            (2 + 6 * math.exp(-step / 300)) * math.exp(dice.gauss(0, noise)),
-            0.8 * math.exp(dice.gauss(0, 6 * noise)),
-        )
+        ((2 + 6 * math.exp(-step / 300)) * math.exp(dice.gauss(0, noise)), 0.8 * math.exp(dice.gauss(0, 6 * noise)))
         for step in range(length)
     ]
 

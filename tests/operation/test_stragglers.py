@@ -1,17 +1,20 @@
 """Slow ranks: named with the section that is slow, and only they."""
 
 import random
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.operation.stragglers import INTERVALS, SECONDS, StragglerDetector, excess_section, ratios
+from tests.end_to_end.run_process import TINY_RUN, fork_training, iterations, words_of
 
 FOUR = [(0, 1, 2, 3)]
 TWO_STAGES = [(0, 1, 2), (3, 4, 5)]
-
-
+SLOW, GOOD = [1, 1, 1.25, 1], [1, 1, 1, 1]
 LONG = 60.0
 """Seconds of an interval in a large run."""
 
@@ -38,30 +41,26 @@ def test_ranks_are_compared_with_ranks_of_their_stage_alone() -> None:
 
 
 def test_a_rank_is_named_once_at_its_fifth_slow_interval() -> None:
-    slow, good = [1, 1, 1.25, 1], [1, 1, 1, 1]
     detector = StragglerDetector(1.2, FOUR)
-    assert observe(detector, slow, slow, slow, slow, good, slow, slow, slow, slow) == []
-    assert observe(detector, slow) == [2]
-    assert observe(detector, *[slow] * 9) == []
+    assert observe(detector, SLOW, SLOW, SLOW, SLOW, GOOD, SLOW, SLOW, SLOW, SLOW) == []
+    assert observe(detector, SLOW) == [2]
+    assert observe(detector, *[SLOW] * 9) == []
 
 
 def test_short_intervals_are_judged_over_a_minute() -> None:
-    slow, good = [1, 1, 1.25, 1], [1, 1, 1, 1]
     needed = round(SECONDS / 0.1)
     detector = StragglerDetector(1.2, FOUR)
-    assert observe(detector, *[slow] * (needed - 1), seconds=0.1) == []
-    assert observe(detector, *[slow] * 2, seconds=0.1) == [2]
+    assert observe(detector, *[SLOW] * (needed - 1), seconds=0.1) == []
+    assert observe(detector, *[SLOW] * 2, seconds=0.1) == [2]
     detector = StragglerDetector(1.2, FOUR)
-    assert observe(detector, *([slow] * 8 + [good]) * needed, seconds=0.1) == []
+    assert observe(detector, *([SLOW] * 8 + [GOOD]) * needed, seconds=0.1) == []
 
 
 def test_a_rank_that_recovered_is_named_again() -> None:
-    slow, good = [1, 1, 1.25, 1], [1, 1, 1, 1]
     detector = StragglerDetector(1.2, FOUR)
-    assert observe(detector, *[slow] * INTERVALS, *[good] * 4, *[slow] * INTERVALS) == [
-        2
-    ]  # one interval was still remembered
-    assert observe(detector, *[good] * 5, *[slow] * INTERVALS) == [2]
+    # One interval is still remembered after four good ones.
+    assert observe(detector, *[SLOW] * INTERVALS, *[GOOD] * 4, *[SLOW] * INTERVALS) == [2]
+    assert observe(detector, *[GOOD] * 5, *[SLOW] * INTERVALS) == [2]
 
 
 def test_noise_names_nobody_and_a_rank_30_percent_slower_is_named_in_ten_intervals() -> None:
@@ -94,3 +93,33 @@ def test_the_section_with_most_of_the_difference_is_named() -> None:
     own = {"data": 1.0, "forward-backward": 5.0, "optimizer": 2.5}
     peers = [own, {"data": 0.9, "forward-backward": 4.9, "optimizer": 1.0}, {**own, "optimizer": 1.1}]
     assert excess_section(own, peers) == "optimizer"
+
+
+# --- real runs -----------------------------------------------------------------------------------------------
+
+RUN = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "eval_iters": 0, "log_interval": 20}
+RUN |= {"hidden_size": 128, "ffn_hidden_size": 384, "seq_length": 128}
+"""Iterations of tens of milliseconds: much longer than a time slice of the scheduler. Intervals of a second: other
+processes and the host take a core for tenths of one."""
+needs_quiet_machine = pytest.mark.slow(reason="compares the times of ranks, which needs a quiet machine")
+
+
+@needs_quiet_machine
+def test_a_rank_that_takes_30_percent_longer_is_named_after_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRON_FAULTS", "1")
+    flags = {**RUN, "train_iters": 10**6, "exit_duration_in_mins": 1.5, "run_dir": tmp_path}
+    outcome = fork_training(words_of({**flags, "inject_fault": "slow@21+1000000:rank1:1.3"}), 2)
+    named = re.findall(r"Rank (\d) on \S+ is slow", outcome.stdout + outcome.stderr)
+    assert named == ["1"], outcome.stdout
+
+
+@needs_quiet_machine
+def test_ranks_of_1000_clean_steps_are_not_named(tmp_path: Path) -> None:
+    flags = {**RUN, "train_iters": 1000, "metrics_jsonl": tmp_path / "metrics.jsonl"}
+    outcome = fork_training(words_of(flags), 2).succeeded()
+    assert "is slow" not in outcome.stdout + outcome.stderr
+    ratios = [record["operation/slowest_rank_ratio"] for record in iterations(tmp_path / "metrics.jsonl")[2:]]
+    assert len(ratios) > 40
+    print(f"largest ratio of an interval {max(ratios):.2f}, above the threshold: {sum(one >= 1.2 for one in ratios)}")

@@ -86,31 +86,27 @@ def test_too_many_faults_in_a_thousand_iterations(policy: str, end: Action) -> N
     assert set(actions(run(guard_with(nan_policy=policy), pairs + "n" * (RECENT - len(pairs)) + "x"))) == {GO}
 
 
-def test_too_many_skipped_spikes_stop_the_run() -> None:
-    steps = run(guard_with(spike_policy="skip"), QUIET + "s" * (MAX_SKIPPED_IN_ROW + 1))
-    assert actions(steps) == [GO] * (WINDOW + MAX_SKIPPED_IN_ROW) + [STOP]
-
-
-def test_a_spike_rolls_back_at_once() -> None:
-    step = run(guard_with(spike_policy="rollback"), QUIET + "s")[-1]
-    assert not step.is_applied
-    assert (step.verdict.action, step.verdict.cause, step.verdict.first_iteration) == (BACK, "spike", WINDOW + 1)
-
-
-def test_without_a_policy_a_fault_stops_unless_it_is_not_checked() -> None:
-    assert run(guard_with(), "nx")[-1].verdict == Verdict(STOP, "not_finite", 2)
-    assert actions(run(guard_with(stops_at_nan=False), "x" * 50)) == [GO] * 50
-
-
-def test_an_overflow_under_a_loss_scale_is_nothing() -> None:
-    steps = run(guard_with(nan_policy="skip", spike_policy="rollback"), QUIET + "o" * 30 + "n")
-    assert actions(steps) == [GO] * len(steps)
-    assert not steps[-1].metrics
-
-
-def test_the_two_kinds_of_skipped_updates_share_the_limits() -> None:
-    steps = run(guard_with(nan_policy="rollback", spike_policy="skip"), QUIET + "sxsx")
-    assert actions(steps)[-1] is BACK
+@pytest.mark.parametrize(
+    ("flags", "events", "verdict"),
+    [
+        ({"spike_policy": "skip"}, QUIET + "s" * (MAX_SKIPPED_IN_ROW + 1), (STOP, "spike", WINDOW + 1)),
+        ({"spike_policy": "rollback"}, QUIET + "s", (BACK, "spike", WINDOW + 1)),
+        # Without a policy a fault stops the run, unless it is not checked.
+        ({}, "nx", (STOP, "not_finite", 2)),
+        ({"stops_at_nan": False}, "x" * 50, (GO, None, 0)),
+        # An overflow under a loss scale is nothing.
+        ({"nan_policy": "skip", "spike_policy": "rollback"}, QUIET + "o" * 30 + "n", (GO, None, 0)),
+        # The two kinds of skipped updates share the limits.
+        ({"nan_policy": "rollback", "spike_policy": "skip"}, QUIET + "sxsx", (BACK, "not_finite", WINDOW + 1)),
+    ],
+)
+def test_the_verdict_of_the_last_iteration(
+    flags: dict[str, Any], events: str, verdict: tuple[Action, str | None, int]
+) -> None:
+    *before, step = run(guard_with(**flags), events)
+    assert set(actions(before)) <= {GO}
+    assert (step.verdict.action, step.verdict.cause, step.verdict.first_iteration) == verdict
+    assert step.is_applied == (events[-1] == "n") and not (step.is_applied and step.metrics)
 
 
 @pytest.mark.parametrize("at", range(1, 40))

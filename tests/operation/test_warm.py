@@ -89,28 +89,17 @@ def test_a_standby_becomes_a_rank_of_a_module(tmp_path: Path, warm: WarmProcesse
     assert arguments == [str(tmp_path / "warm_module.py"), "--lr", "1"] and has_imported
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["sh", "-c", "true"],
-        [sys.executable, "-u", "-m", "module"],
-        [sys.executable, "-u", "missing.py"],
-        [sys.executable, "-u", __file__],
-        [sys.executable],
-    ],
-)
-def test_commands_without_standby(command: list[str]) -> None:
+def test_commands_with_standby_and_without(tmp_path: Path) -> None:
     """A script that does not define the hook might train when it is imported."""
-    assert RankCommand.parse(command) is None
-
-
-def test_commands_with_standby(tmp_path: Path) -> None:
     plain = words(tmp_path, "--lr", "1")
-    bound = ["numactl", "-N", "0", *plain]
-    assert RankCommand.parse(plain) == RankCommand((), plain[2], ("--lr", "1"))
     module = [sys.executable, "-u", "-m", "megatron.commands.pretrain_llama", "--lr", "1"]
+    assert RankCommand.parse(plain) == RankCommand((), plain[2], ("--lr", "1"))
     assert RankCommand.parse(module) == RankCommand((), module[3], ("--lr", "1"), is_module=True)
-    assert RankCommand.parse(bound) == RankCommand(("numactl", "-N", "0"), plain[2], ("--lr", "1"))
+    bound = ("numactl", "-N", "0")
+    assert RankCommand.parse([*bound, *plain]) == RankCommand(bound, plain[2], ("--lr", "1"))
+    for rest in ([], ["-u", "-m", "module"], ["-u", "missing.py"], ["-u", __file__]):
+        assert RankCommand.parse([sys.executable, *rest]) is None
+    assert RankCommand.parse(["sh", "-c", "true"]) is None
 
 
 @pytest.mark.slow(reason="restarts training with standby processes")

@@ -1,4 +1,4 @@
-"""An old Python, or a package that is missing: one sentence from every file that a user starts."""
+"""An old Python, or a missing package: one sentence from every file that a user starts. Training needs no extra."""
 
 import os
 import re
@@ -34,14 +34,10 @@ def sentence_of(*command: str) -> str:
     return found[1]
 
 
-@pytest.mark.parametrize("file", ENTRY_FILES)
-def test_files_name_the_packages_that_are_missing(file: str) -> None:
-    assert f"{sys.executable} has no torch, numpy, tyro, " in sentence_of(sys.executable, "-S", file)
-
-
-@pytest.mark.parametrize("module", MODULES_TO_START)
-def test_modules_name_the_packages_that_are_missing(module: str) -> None:
-    assert "has no torch, numpy, tyro, " in sentence_of(sys.executable, "-S", "-m", module)
+@pytest.mark.parametrize("entry", [*ENTRY_FILES, *MODULES_TO_START])
+def test_the_packages_that_are_missing_are_named(entry: str) -> None:
+    words = ["-m", entry] if entry in MODULES_TO_START else [entry]
+    assert f"{sys.executable} has no torch, numpy, tyro, " in sentence_of(sys.executable, "-S", *words)
 
 
 @pytest.mark.parametrize("entry", [*ENTRY_FILES, *MODULES_TO_START])
@@ -64,3 +60,37 @@ def test_every_dependency_is_looked_for() -> None:
     packages = [Requirement(one).name for one in project["dependencies"]]
     modules = {"pyyaml": "yaml", "protobuf": "google.protobuf"}
     assert sorted(MODULES) == sorted(modules.get(name, name) for name in packages)
+
+
+# --- extras --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+def test_training_without_the_packages_of_the_extras(tmp_path: Path) -> None:
+    flags = (
+        "--model tiny --num-layers 1 --mock-data --vocab-size 100 --seq-length 16 --micro-batch-size 1 "
+        "--global-batch-size 1 --train-iters 2 --log-interval 1 --lr 1e-3 --num-workers 0 --device cpu"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.package.without_extras", str(tmp_path), *flags.split()],
+        cwd=REPOSITORY,
+        env={**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = dict(re.findall(r"^(\w+): (.*)$", done.stdout, re.MULTILINE))
+    assert said["plain"] == "0" and done.stdout.count("] iteration ") == 2
+    assert said["wandb"] == said["tensorboard"] == "2" and said["plot"] != "0"
+    errors = re.findall(r"^ERROR: (.*)$", done.stderr, re.MULTILINE)
+    assert errors == [
+        "--wandb-project needs wandb: pip install wandb.",
+        "--tensorboard-dir needs TensorBoard: pip install tensorboard.",
+        "--output needs matplotlib: pip install matplotlib.",
+    ]
+    assert said["schedule"] == "--svg needs matplotlib: pip install matplotlib."
+    assert said["histogram"] == "--plot needs matplotlib: pip install matplotlib."
+    assert said["zst"] == "corpus.jsonl.zst needs the package pyarrow: pip install pyarrow."
+    assert said["parquet"] == "corpus.parquet needs the package pyarrow: pip install pyarrow."
+    assert said["datasets"] == "--input dataset:... needs the package datasets: pip install datasets."

@@ -1,19 +1,24 @@
-"""What ``pip install`` installs: every file of the packages, and a command that works in any directory."""
+"""What ``pip install`` installs: every file of the packages, and a command that works in any directory; also by the
+steps of the Dockerfile, in an environment that has only torch, as an image has."""
 
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from setuptools import Distribution
 
 from megatron_llama._imports import OURS, check_imports, foreign_package
+from tests.package.lock import closure
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = shlex.split(
@@ -64,10 +69,6 @@ def test_no_file_of_the_packages_is_ignored_by_git() -> None:
     assert not [name for name in ignored if "/__pycache__/" not in name]
 
 
-def test_our_package_is_accepted() -> None:
-    check_imports()
-
-
 def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "megatron/core").mkdir(parents=True)
     code = (
@@ -88,16 +89,15 @@ def test_files_of_megatron_core_among_ours_are_named(tmp_path: Path) -> None:
     assert spec.submodule_search_locations is not None
     spec.submodule_search_locations.append(str(tmp_path))
     assert foreign_package(spec, tmp_path) is None
+    check_imports()  # ours is accepted
     (tmp_path / "core").mkdir()
     (tmp_path / "core/package_info.py").touch()
     assert foreign_package(spec, tmp_path) == f"{tmp_path} holds files of megatron-core"
     assert foreign_package(None, tmp_path) == "The package megatron is missing"
 
 
-@pytest.fixture(scope="module", params=["wheel", "editable"])
-def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new virtual environment with Megatron-Llama, whose dependencies come from this environment."""
-    base = tmp_path_factory.mktemp(request.param)
+def install(base: Path, is_editable: bool) -> None:
+    """Make a virtual environment with Megatron-Llama, whose dependencies come from this environment."""
     venv.create(base, with_pip=False, symlinks=True)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     site = base / "lib" / version / "site-packages"
@@ -110,10 +110,9 @@ def installed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         if name.startswith(("megatron", "pyproject", "README", "LICENSE", "NOTICE")) and (REPOSITORY / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((REPOSITORY / name).read_bytes())
-    words = ["-e", str(source)] if request.param == "editable" else [str(source)]
+    words = ["-e", str(source)] if is_editable else [str(source)]
     command = [sys.executable, "-m", "pip", "--python", str(base / "bin/python"), "install", "--quiet", "--no-deps"]
     subprocess.run([*command, "--no-build-isolation", *words], check=True, timeout=300)
-    return base
 
 
 def run_installed(base: Path, *words: str) -> str:
@@ -128,7 +127,10 @@ def run_installed(base: Path, *words: str) -> str:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.slow(reason="builds and installs a wheel and an editable package, and starts processes of each")
-def test_the_installed_command_works_elsewhere(installed: Path) -> None:
+@pytest.mark.parametrize("is_editable", [False, True], ids=["wheel", "editable"])
+def test_the_installed_command_works_elsewhere(tmp_path: Path, is_editable: bool) -> None:
+    """Also as a module, on several processes."""
+    install(installed := tmp_path / "environment", is_editable)
     assert "preprocess" in run_installed(installed, "megatron-llama", "--help")
     assert "--tensor-model-parallel-size" in run_installed(installed, "megatron-llama", "train", "--help")
     flags = [*TINY, "--save", "run"]
@@ -139,11 +141,6 @@ def test_the_installed_command_works_elsewhere(installed: Path) -> None:
     assert re.search(r"<style>.*\{.*\}", page, re.DOTALL)
     flags = shlex.split("plan --model llama3-8b --seq-length 8192 --global-batch-size 64 --num-gpus 8")
     assert "tensor" in run_installed(installed, "megatron-llama", *flags)
-
-
-@pytest.mark.timeout(1800)
-@pytest.mark.slow(reason="builds and installs a wheel and an editable package, and trains on two processes")
-def test_the_installed_module_starts_on_several_processes(installed: Path) -> None:
     launch = ["launch", "--standalone", "--nproc-per-node", "2", "-m", "megatron.commands.pretrain_llama"]
     flags = [*TINY, "--tensor-model-parallel-size", "2"]
     assert "iteration        2/" in run_installed(installed, "megatron-llama", *launch, *flags)
@@ -158,3 +155,106 @@ def test_on_windows_an_import_says_what_to_do() -> None:
     )
     assert outcome.returncode == 1
     assert "ImportError: Megatron-Llama runs on Linux and macOS" in outcome.stderr and "WSL" in outcome.stderr
+
+
+# --- the container -------------------------------------------------------------------------------------------
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """The name and the words of every instruction."""
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip() and not line.startswith("#")]
+    return [(name, words.strip()) for name, _, words in (line.partition(" ") for line in lines)]
+
+
+def is_sent(name: str) -> bool:
+    """Whether .dockerignore lets a file or folder of the repository into the build."""
+    patterns = (REPOSITORY / ".dockerignore").read_text(encoding="utf-8").split()
+    assert patterns[0] == "**"
+    return f"!{name}" in patterns
+
+
+class Build:
+    """Executes instructions below ``root``, with ``python`` of a virtual environment."""
+
+    def __init__(self, root: Path, environment: Path) -> None:
+        self.root, self.place = root, root
+        self.arguments: dict[str, str] = {}
+        self.variables = {
+            "PATH": f"{environment / 'bin'}:/usr/bin:/bin",
+            "HOME": str(root),
+            # Where this machine finds packages.
+            **{name: value for name, value in os.environ.items() if re.match(r"(?i)pip_|.*_proxy$|ssl_", name)},
+        }
+
+    def execute(self, name: str, words: str) -> None:
+        expanded = re.sub(r"\$\{(\w+)\}", lambda match: self.arguments.get(match[1], match[0]), words)
+        if name == "ARG":
+            argument, _, default = words.partition("=")
+            self.arguments[argument] = default
+        elif name == "ENV":
+            self.variables |= dict(pair.split("=", 1) for pair in shlex.split(expanded))
+        elif name == "WORKDIR":
+            self.place = self.root / expanded.lstrip("/")
+            self.place.mkdir(parents=True, exist_ok=True)
+        elif name == "COPY":
+            *sources, target = expanded.split()
+            for source in sources:
+                self.copy(source, target)
+        elif name == "RUN":
+            subprocess.run(["sh", "-c", expanded], cwd=self.place, env=self.variables, check=True, timeout=1500)
+        else:
+            assert name == "FROM", f"this test does not know {name}"
+
+    def copy(self, source: str, target: str) -> None:
+        assert is_sent(source), f"{source} is not in .dockerignore"
+        if (REPOSITORY / source).is_dir():
+            shutil.copytree(REPOSITORY / source, self.place / target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / source, self.place / target)
+
+
+def environment_with_torch(base: Path) -> None:
+    """A virtual environment with pip, and of all packages only torch and what it needs."""
+    venv.create(base, with_pip=True, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(base)}))
+    for name in closure([Requirement("torch")]):
+        for file in distribution(name).files or ():
+            top = file.parts[0]
+            found = Path(str(distribution(name).locate_file(top)))
+            if top not in ("..", "__pycache__") and not (site / top).exists():
+                (site / top).symlink_to(found)
+
+
+def test_every_copied_path_is_sent_and_there() -> None:
+    """And nothing names the host of a registry."""
+    found = instructions((REPOSITORY / "Dockerfile").read_text(encoding="utf-8"))
+    names = [word for name, words in found if name == "COPY" for word in words.split()[:-1]]
+    assert "megatron" in names and all(is_sent(name) and (REPOSITORY / name).exists() for name in names)
+    assert found[0] == ("ARG", "BASE=pytorch/pytorch:latest") and found[1] == ("FROM", "${BASE}")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.processes
+def test_the_steps_of_the_container_file_work_in_a_bare_environment(tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    environment_with_torch(environment)
+    build = Build(tmp_path / "root", environment)
+    build.root.mkdir()
+    for name, words in instructions((REPOSITORY / "Dockerfile").read_text(encoding="utf-8")):
+        build.execute(name, words)
+    flags = "train --model tiny --mock-data --vocab-size 100 --seq-length 16 --micro-batch-size 1 --global-batch-size 1"
+    flags += " --train-iters 1 --lr 1e-3 --num-workers 0 --device cpu"
+    done = subprocess.run(
+        ["megatron-llama", *flags.split()],
+        cwd=build.place,
+        env={**build.variables, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "stopped: the run is complete" in done.stdout
+    torch = subprocess.run(
+        [str(environment / "bin/python"), "-m", "pip", "freeze"], env=build.variables, capture_output=True, text=True
+    )
+    assert f"torch=={distribution('torch').version}" in torch.stdout, "the torch of the image was replaced"
+    assert sys.prefix not in torch.stdout

@@ -13,31 +13,12 @@ from tests.model.reference import fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 
-RUN: dict[str, FlagValue] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "init_method_std": 0.2,
-    "vocab_size": 60,
-    "mock_data": True,
-    "seq_length": 16,
-    "micro_batch_size": 2,
-    "global_batch_size": 2,
-    "train_iters": 2,
-    "lr": 1e-2,
-    "num_workers": 0,
-    "fp64": True,
-    "device": "cpu",
-}
-MUP: dict[str, FlagValue] = {
-    "use_mup": True,
-    "mup_base_hidden_size": 24,
-    "mup_embedding_mult": 3.0,
-    "mup_output_mult": 0.7,
-    "mup_base_head_dim": 5.0,
-}
+RUN: dict[str, FlagValue] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "init_method_std": 0.2}
+RUN |= {"num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 60, "seq_length": 16, "mock_data": True}
+RUN |= {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 2, "lr": 1e-2, "num_workers": 0}
+RUN |= {"fp64": True, "device": "cpu"}
+MUP: dict[str, FlagValue] = {"use_mup": True, "mup_base_hidden_size": 24, "mup_base_head_dim": 5.0}
+MUP |= {"mup_embedding_mult": 3.0, "mup_output_mult": 0.7}
 
 
 @pytest.mark.parametrize(

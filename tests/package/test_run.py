@@ -1,4 +1,4 @@
-"""A run from Python computes what the command computes, and leaves nothing behind in its process."""
+"""A run from Python computes what the command computes, and leaves nothing behind; the notebook runs as it is."""
 
 import json
 import os
@@ -20,20 +20,11 @@ from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron_llama.run import FlagValue, words_of
 from tests.end_to_end.run_process import Corpus, call_training, iterations, tiny_corpus
 
-SIZES: dict[str, FlagValue] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-}
-BATCH: dict[str, FlagValue] = {
-    "seq_length": 32,
-    "micro_batch_size": 2,
-    "global_batch_size": 4,
-    "num_workers": 0,
-    "device": "cpu",
-}
+SIZES: dict[str, FlagValue] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
+SIZES |= {"num_attention_heads": 4, "num_query_groups": 2}
+BATCH: dict[str, FlagValue] = {"seq_length": 32, "micro_batch_size": 2, "global_batch_size": 4}
+BATCH |= {"num_workers": 0, "device": "cpu"}
+NUMBERS: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +33,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def flags_of(corpus: Corpus, **changes: FlagValue) -> dict[str, Any]:
+    flags = {"train_iters": 4, "lr": 1e-2, "eval_interval": 100, "eval_iters": 2}
     data = {"data_path": corpus.prefix, "split": "80,20,0"}
     tokenizer = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": corpus.tokenizer}
-    return {
-        **SIZES,
-        **BATCH,
-        **data,
-        **tokenizer,
-        "train_iters": 4,
-        "lr": 1e-2,
-        "eval_interval": 100,
-        "eval_iters": 2,
-        **changes,
-    }
+    return {**SIZES, **BATCH, **flags, **data, **tokenizer, **changes}
 
 
 def process_state() -> dict[str, Any]:
@@ -162,15 +144,8 @@ def test_mistakes_are_one_sentence(corpus: Corpus, tmp_path: Path) -> None:
 
 
 def test_keywords_are_flags() -> None:
-    flags = {
-        "bf16": True,
-        "sequence_parallel": False,
-        "lr": 3e-4,
-        "load": None,
-        "split": "1,0,0",
-        "data_path": ["0.5", "a"],
-    }
-    words = ["--bf16", "--no-sequence-parallel", "--lr", "0.0003", "--split", "1,0,0", "--data-path", "0.5", "a"]
+    flags = {"bf16": True, "sequence_parallel": False, "lr": 3e-4, "load": None, "data_path": ["0.5", "a"]}
+    words = ["--bf16", "--no-sequence-parallel", "--lr", "0.0003", "--data-path", "0.5", "a"]
     assert words_of(flags) == words
     assert words_of({"cpu_offloading_num_layers": -1}) == ["--cpu-offloading-num-layers=-1"]
 
@@ -201,8 +176,7 @@ if {is_model}:
 @pytest.mark.processes
 @pytest.mark.parametrize("is_model", [False, True])
 def test_what_is_not_closed_ends_quietly_with_python(tmp_path: Path, is_model: bool) -> None:
-    flags: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2}
-    words = shlex.join(words_of({**SIZES, **BATCH, **flags, "train_iters": 3}))
+    words = shlex.join(words_of({**SIZES, **BATCH, **NUMBERS, "train_iters": 3}))
     program = UNCLOSED.format(words=words, is_model=is_model, directory=str(tmp_path / "saved"))
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -217,8 +191,7 @@ def test_what_is_not_closed_ends_quietly_with_python(tmp_path: Path, is_model: b
 
 @pytest.mark.slow(reason="starts two ranks under the launcher")
 def test_ranks_of_torchrun_build_runs_one_after_the_other(tmp_path: Path) -> None:
-    data: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99}
-    sizes = words_of({**SIZES, **BATCH, **data, "train_iters": 3, "lr": 1e-2, "fp64": True})
+    sizes = words_of({**SIZES, **BATCH, **NUMBERS, "train_iters": 3, "fp64": True})
     with ml.Run.from_flags(sizes) as run:
         expected = [step.loss for step in run.steps()]
         text = run.generate("1 2 3", max_new_tokens=4, temperature=0)
@@ -236,3 +209,26 @@ def test_ranks_of_torchrun_build_runs_one_after_the_other(tmp_path: Path) -> Non
             assert found[layout] == pytest.approx(expected, rel=1e-9)
             assert found[f"{layout} text"] == text
             assert (tmp_path / layout / "config.json").exists()
+
+
+# --- the notebook --------------------------------------------------------------------------------------------
+
+NOTEBOOK = Path(__file__).parents[2] / "examples/notebook.ipynb"
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is, from its first cell to its last; it holds no output, which would be of another version of the code."""
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    monkeypatch.chdir(tmp_path)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"cell {number} of {NOTEBOOK.name}", "exec"), variables)
+    losses = variables["losses"]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.5
+    printed = capsys.readouterr().out
+    assert "continues after iteration 20" in printed and "iteration 30: loss" in printed
+    assert "global batch size of 7" in printed.splitlines()[-1]
+    assert (tmp_path / "notebook/hugging_face/config.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"notebook"}
