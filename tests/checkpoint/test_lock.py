@@ -32,7 +32,7 @@ from megatron.checkpoint.lock import (
     check_token,
 )
 from megatron.errors import CheckpointError
-from tests.checkpoint.file_faults import NotAllowed, small_disk
+from tests.checkpoint.file_faults import small_files
 from tests.end_to_end.run_process import REPOSITORY, wait_until
 from tests.forked import fork_context
 
@@ -386,34 +386,35 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(t
     assert os.listdir(tmp_path) == []
 
 
-def renew_on_a_full_disk(place: Path, pipe: Connection) -> None:
-    """Hold a lock while the disk is full, and report that it changes."""
-    try:
-        leave = small_disk(place)
-    except NotAllowed as error:
-        pipe.send(str(error))
-        return
+def lock_on_a_full_disk(place: Path, pipe: Connection) -> None:
+    """Hold a lock while the disk is full until it has changed twice, and try to lock again."""
+    leave = small_files(place)
     lock = acquire(place, QUICK)
     leave(0)
-    before = (place / LOCK).stat().st_mtime_ns
     renewals = content(place)["renewals"]
-    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
-    before = (place / LOCK).stat().st_mtime_ns
-    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
+    times = {(place / LOCK).stat().st_mtime_ns}
+
+    def has_changed_twice() -> bool:
+        times.add((place / LOCK).stat().st_mtime_ns)
+        return len(times) > 2
+
+    wait_until(has_changed_twice, 30)
     lock.check()
     assert content(place)["renewals"] <= renewals + 1, "the disk is not full"
-    pipe.send("renewed")
+    lock.release()
+    with pytest.raises(CheckpointError, match="Cannot lock"):
+        acquire(place)
+    pipe.send(os.listdir(place))
 
 
 def test_a_full_disk_does_not_keep_a_lock_from_being_renewed(tmp_path: Path) -> None:
+    """But a new one is refused, and leaves nothing."""
     ours, theirs = mp.Pipe()
-    process = mp.get_context("fork").Process(target=renew_on_a_full_disk, args=(tmp_path, theirs), daemon=True)
+    process = mp.get_context("fork").Process(target=lock_on_a_full_disk, args=(tmp_path, theirs), daemon=True)
     process.start()
-    assert ours.poll(60)
-    words = ours.recv()
+    theirs.close()
+    assert ours.poll(60) and ours.recv() == []
     process.join(30)
-    if words != "renewed":
-        pytest.skip(words)
 
 
 # --- the fencing token ----------------------------------------------------------------------------------------
