@@ -288,7 +288,12 @@ def test_the_coordinator_is_told_of_a_complete_checkpoint_before_anything_else_c
 
 @pytest.mark.parametrize(
     ("code", "remedy"),
-    [(errno.ENOSPC, "free some space"), (errno.EACCES, "access"), (errno.EIO, "file system")],
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "access"),
+        (errno.EROFS, "choose a directory that can be written"),
+        (errno.EIO, "file system"),
+    ],
 )
 def test_errors_of_the_system_name_the_path_and_the_remedy(code: int, remedy: str) -> None:
     with pytest.raises(CheckpointError, match=f"Cannot write here .*{os.strerror(code)}.*{remedy}"):
