@@ -264,12 +264,6 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, tensor_parallel: int,
     assert ranks.found(f"{tensor_parallel}x{data_parallel}") == [[]] * (tensor_parallel * data_parallel)
 
 
-def test_one_process_without_distributed_loads_it_too(ranks: Ranks) -> None:
-    held = layout(1, 1, 0)
-    load_checkpoint(ranks.root, 100, {name: boxed for name, (boxed, _, _) in held.items()})
-    assert all(torch.equal(memory, expected) for _, memory, expected in held.values())
-
-
 def test_every_element_is_on_disk_once(ranks: Ranks) -> None:
     manifest = read_checkpoint(ranks.root, 100)
     for name, shape in global_shapes().items():
