@@ -349,7 +349,7 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(t
     """It stalls after it has read the lock and before it replaces it. The next one finds a lock that was released."""
     clock, taken, has_stalled = Clock(), list[RunLock | None](), threading.Event()
     # Other runs cannot know whether this process is alive.
-    owner = replace(Owner.this_process(), **ELSEWHERE)
+    owner = replace(Owner.this_process(), host="elsewhere", process="another boot/12345")
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
     lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
 
