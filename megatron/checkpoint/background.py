@@ -69,7 +69,7 @@ class BackgroundProcess:
     """
 
     def __init__(self, timeout: float, staging: Staging | None = None) -> None:
-        self._timeout = timeout
+        self.timeout = timeout
         self._memory = SharedMemory(staging or Staging())
         self._process: subprocess.Popen[bytes] | None = None
         self._last_number = 0
@@ -111,13 +111,13 @@ class BackgroundProcess:
     def _write(self, content: bytes) -> None:
         """Write to the process, which may be stopped: a manifest can be larger than a pipe."""
         assert self._process is not None and self._process.stdin is not None
-        rest, deadline = memoryview(content), time.monotonic() + self._timeout
+        rest, deadline = memoryview(content), time.monotonic() + self.timeout
         while rest:
             if _is_ready(self._process.stdin, select.POLLOUT):
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
-                deadline = time.monotonic() + self._timeout
+                deadline = time.monotonic() + self.timeout
             elif time.monotonic() > deadline:
-                self._fail(_stalled(self._timeout))
+                self._fail(_stalled(self.timeout))
                 return
 
     def take_notes(self) -> list[str]:
@@ -160,8 +160,8 @@ class BackgroundProcess:
             self._progress_at = time.monotonic()
         elif self._process.poll() is not None:
             self._fail(f"The background writer has died (exit code {self._process.returncode})")
-        elif not patient and time.monotonic() - self._progress_at > self._timeout:
-            self._fail(_stalled(self._timeout))
+        elif not patient and time.monotonic() - self._progress_at > self.timeout:
+            self._fail(_stalled(self.timeout))
 
     def _read_reports(self) -> bool:
         """Whether the process reported anything."""

@@ -36,7 +36,6 @@ RENEWAL = 5.0
 POLL = 0.5
 """Seconds between two polls of a waiting run."""
 RELEASE_SECONDS = 10.0
-"""For so long a release waits for a renewal under way."""
 _PROC = "/proc"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
@@ -60,52 +59,48 @@ class Owner:
     renewals: int = 0
 
     @classmethod
-    def this_process(cls) -> "Owner":
-        """A new lock of this process."""
-        identity = f"{_boot()}/{_start_of('self')[1]}"
-        namespace = _namespace()
+    def this_process(cls, proc: str = _PROC) -> "Owner":
+        """A new lock of this process; ``proc`` does not exist on macOS."""
+        identity = f"{_boot(proc)}/{_start_of('self', proc)[1]}"
+        namespace = _namespace(proc)
         return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
 
-    def fate(self) -> Literal["alive", "gone", "unknown"]:
+    def fate(self, proc: str = _PROC) -> Literal["alive", "gone", "unknown"]:
         """Whether the process is alive, if this can be determined from here."""
         boot, _, start = self.process.partition("/")
-        if not boot or boot != _boot() or self.namespace not in ("", _namespace()):
+        if not boot or boot != _boot(proc) or self.namespace not in ("", _namespace(proc)):
             return "unknown"
-        fate = self._fate_here(start)
+        fate = self._fate_here(start, proc)
         # A file of an older version lacks the namespace of its pid, which may be another process here.
         return "unknown" if fate == "gone" and not self.namespace else fate
 
-    def _fate_here(self, start: str) -> Literal["alive", "gone", "unknown"]:
+    def _fate_here(self, start: str, proc: str) -> Literal["alive", "gone", "unknown"]:
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return "gone"
         except PermissionError:
             pass  # another user's process
-        if _has_proc() and _link(f"{_PROC}/self") != str(os.getpid()):
+        if os.path.isdir(proc) and _link(f"{proc}/self") != str(os.getpid()):
             return "unknown"  # a container may see the /proc of its host
-        state, actual_start = _start_of(str(self.pid))
+        state, actual_start = _start_of(str(self.pid), proc)
         if not state:
             return "unknown"  # /proc may hide the processes of other users
         # An ended process is listed until its parent waits for it, in a container possibly forever.
         return "alive" if actual_start == start and state not in "ZX" else "gone"
 
 
-def _has_proc() -> bool:
-    return os.path.isdir(_PROC)
-
-
-def _boot() -> str:
+def _boot(proc: str) -> str:
     """Boot id of this host; empty if the system has none."""
     try:
-        return Path(f"{_PROC}/sys/kernel/random/boot_id").read_text().strip()
+        return Path(f"{proc}/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        return "" if _has_proc() else _printed_by("sysctl", "-n", "kern.bootsessionuuid")
+        return "" if os.path.isdir(proc) else _printed_by("sysctl", "-n", "kern.bootsessionuuid")
 
 
-def _namespace() -> str:
+def _namespace(proc: str) -> str:
     """PID namespace of this process; empty if it cannot be read."""
-    return _link(f"{_PROC}/self/ns/pid") if _has_proc() else "none"
+    return _link(f"{proc}/self/ns/pid") if os.path.isdir(proc) else "none"
 
 
 def _link(path: str) -> str:
@@ -116,15 +111,15 @@ def _link(path: str) -> str:
         return ""
 
 
-def _start_of(process: str) -> tuple[str, str]:
+def _start_of(process: str, proc: str) -> tuple[str, str]:
     """State of a process and its start, on Linux in clock ticks since boot; empty if the system does not show it."""
-    if not _has_proc():
+    if not os.path.isdir(proc):
         pid = str(os.getpid()) if process == "self" else process
         state, _, start = _printed_by("ps", "-o", "stat=", "-o", "lstart=", "-p", pid).partition(" ")
         return state[:1], " ".join(start.split())
     try:
         # The program's name is in parentheses and may contain any characters.
-        fields = Path(f"{_PROC}/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"{proc}/{process}/stat").read_text().rpartition(")")[2].split()
         return fields[0], fields[19]
     except (OSError, IndexError):
         return "", ""
@@ -170,10 +165,13 @@ def _owner_at(path: Path) -> Owner | None:
 
 
 class LockAttempt:
-    """An attempt to lock ``root``: call :meth:`poll` until it returns the lock or raises."""
+    """An attempt to lock ``root``: call :meth:`poll` until it returns the lock or raises.
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._root, self._path, self._clock = root, root / LOCK, clock
+    The lock is renewed every ``renewal`` seconds.
+    """
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic, renewal: float = RENEWAL) -> None:
+        self._root, self._path, self._clock, self._renewal = root, root / LOCK, clock, renewal
         self._first: _Sighting | None = None
         self._since = 0.0
 
@@ -188,7 +186,7 @@ class LockAttempt:
                     owner = Owner.this_process()
                     if _create(self._path, owner):
                         _clear_drafts(self._path)
-                        return RunLock(self._path, owner)
+                        return RunLock(self._path, owner, renewal=self._renewal)
                 elif self._may_be_held(found):
                     return None
                 else:
@@ -228,9 +226,9 @@ class LockAttempt:
         )
 
 
-def acquire(root: Path) -> "RunLock":
+def acquire(root: Path, renewal: float = RENEWAL) -> "RunLock":
     """Lock the checkpoints in ``root``; waits while the owner of the present lock may be dead."""
-    attempt = LockAttempt(root)
+    attempt = LockAttempt(root, renewal=renewal)
     while (lock := attempt.poll()) is None:
         time.sleep(POLL)
     return lock
@@ -306,11 +304,13 @@ def _lost(root: Path, owner: Owner | None) -> LockLostError:
 class RunLock:
     """The lock on the checkpoints of a directory, held until :meth:`release`."""
 
-    def __init__(self, path: Path, owner: Owner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, owner: Owner, clock: Callable[[], float] = time.monotonic, renewal: float = RENEWAL
+    ) -> None:
         self.root = path.parent
         self.token = owner.token
         """Random; no other lock has it."""
-        self._path, self._owner, self._clock = path, owner, clock
+        self._path, self._owner, self._clock, self._renewal = path, owner, clock, renewal
         self._renewed_at = clock()
         self._is_released = threading.Event()
         self._is_lost = False
@@ -319,7 +319,7 @@ class RunLock:
         self._renewing.start()
 
     def _keep(self) -> None:
-        while not self._is_released.wait(RENEWAL) and not self._is_lost:
+        while not self._is_released.wait(self._renewal) and not self._is_lost:
             # A short failure of the file system does not end the run; a failure for a whole lease loses the lock.
             with suppress(OSError):
                 self._renew()
@@ -366,10 +366,11 @@ class RunLock:
         if self._is_lost or (owner is not None and owner.token != self.token):
             raise _lost(self.root, owner)
 
-    def release(self) -> None:
-        """Remove the lock, unless another run owns it. While the file system stalls it is left to its lease."""
+    def release(self, patience: float = RELEASE_SECONDS) -> None:
+        """Remove the lock, unless another run owns it. If a renewal under way does not end within ``patience`` seconds,
+        because the file system stalls, the lock is left to its lease."""
         self._is_released.set()
-        self._renewing.join(RELEASE_SECONDS)
+        self._renewing.join(patience)
         if self._renewing.is_alive():
             return
         with suppress(OSError):

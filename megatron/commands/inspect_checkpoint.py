@@ -4,7 +4,7 @@ Reads only the manifest, unless --verify compares every file with its digests.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -191,10 +191,10 @@ def size(count: int) -> str:
     return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
 
 
-def main() -> int:
-    """Run the tool; the exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Inspect as ``arguments`` say (by default, the command line); the exit code."""
     try:
-        config = tyro.cli(InspectConfig, description=__doc__)
+        config = tyro.cli(InspectConfig, description=__doc__, args=arguments)
         config.check()
         found = inspect(config)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""A run in miniature that does nothing but save, the processes it runs in, and what its checkpoints must hold.
+"""The processes of a run that does nothing but save, and what its checkpoints must hold.
 
 What it saves is a function of the iteration and of the *life*: the number of the start that saved it. So every
 checkpoint can be compared bit for bit with what was meant, and one that is patched together from two is noticed.
@@ -10,12 +10,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,20 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
-from megatron.checkpoint.directory import TRACKER, iteration_directory, locate_checkpoint, remove_checkpoint
+from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import LOCK, acquire
+from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import JSON, read_checkpoint
-from megatron.checkpoint.retention import Retention
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run, state_of_weights
+from tests.checkpoint.models import LLAMA
 from tests.forked import fork_context
 
 PATIENCE = 60.0
@@ -77,18 +74,7 @@ def tensors_of(saved: Saved, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
 
 def state_of(saved: Saved) -> dict[str, JSON]:
     """What a checkpoint holds beside tensors."""
-    architecture = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        ffn_hidden_size=8,
-        num_attention_heads=1,
-        num_query_groups=1,
-        kv_channels=8,
-        vocab_size=8,
-        padded_vocab_size=8,
-        max_position_embeddings=8,
-    )
-    state = state_of_weights(saved.iteration, architecture, {"life": saved.life}).to_json()
+    state = state_of_weights(saved.iteration, LLAMA, {"life": saved.life}).to_json()
     return cast(dict[str, JSON], json.loads(json.dumps(state)))
 
 
@@ -170,7 +156,7 @@ def save(kind: str, root: Path, saved: Saved, world: ControlGroup) -> None:
         saving.save(root, saved)
 
 
-# --- the run -------------------------------------------------------------------------------------------------
+# --- processes -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -180,63 +166,6 @@ class Seat:
     world: ControlGroup
     tell: Callable[[object], None]
     """Tells the test something that survives the death of this process."""
-
-
-@dataclass(frozen=True)
-class Life:
-    """From one start of the run to its end."""
-
-    root: Path
-    number: int
-    kind: str = "sync"
-    saves: int | None = None
-    """How many; without end if None."""
-    again: bool = False
-    """Begin with saving the iteration that was loaded once more."""
-    keep: int = 2
-
-
-@dataclass(frozen=True)
-class Started:
-    """Told when the newest checkpoint is loaded, which was as it should be."""
-
-    found: Saved | None
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Told once a checkpoint is there."""
-
-    saved: Saved
-    stayed: set[str]
-    """What an earlier life left behind, and is still there."""
-
-
-def run(seat: Seat, life: Life) -> None:
-    """Take the lock, load the newest checkpoint, save one iteration after the other, delete old ones."""
-    world, root = seat.world, life.root
-    with ExitStack() as stack:
-        if world.rank == 0:
-            stack.callback(acquire(root).release)
-        inherited = leftovers(root)
-        found = load_newest(root, world)
-        seat.tell(Started(found))
-        retention = Retention(life.keep, None, partial(_verify, root, world))
-        saving = stack.enter_context(closing(Saving(life.kind, world)))
-        first = 1 if found is None else found.iteration + (not life.again)
-        for iteration in count(first) if life.saves is None else range(first, first + life.saves):
-            saving.save(root, Saved(iteration, life.number))
-            seat.tell(Committed(Saved(iteration, life.number), inherited & leftovers(root)))
-            for old in retention.superfluous(run_on_rank0(world, partial(list_checkpoints, root))):
-                if world.rank == 0:
-                    remove_checkpoint(locate_checkpoint(root, old))
-
-
-def _verify(root: Path, world: ControlGroup, iteration: int) -> None:
-    run_on_all_ranks(world, partial(verify_share, root, iteration, world.rank, world.size))
-
-
-# --- processes -----------------------------------------------------------------------------------------------
 
 
 class Ending(NamedTuple):
@@ -256,9 +185,6 @@ class World:
         context = fork_context()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        self._told: list[list[Any]] = [[] for _ in range(size)]
-        self._failed_at: float | None = None
-        self._heard_at = time.monotonic()
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(target=_serve, args=(rank, size, self._directory, theirs, case, arguments))
@@ -266,58 +192,41 @@ class World:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
-        self._open_pipes = list(self._pipes)
 
-    def wait_for_words(self, number: int) -> None:
-        """Wait until the first rank has told so many things, or ended."""
-        while len(self._told[0]) < number and self._pipes[0] in self._open_pipes:
-            self._listen()
-
-    def kill(self, ranks: Iterable[int]) -> None:
-        """SIGKILL."""
-        for rank in ranks:
-            self._processes[rank].kill()
-
-    def end(self) -> "Ending":
+    def end(self) -> Ending:
         """Wait until all ranks have ended, in success or because one was killed; no process that they have started
-        may remain."""
+        may remain.
+
+        Once one has failed, all must end, as torchrun ends them. Nearly always they do by themselves, but gloo may wait
+        for a dead peer until its timeout.
+        """
+        told: list[list[Any]] = [[] for _ in self._pipes]
+        open_pipes, failed_at = list(self._pipes), None
+        heard_at = time.monotonic()
         # What a rank has started may hold its end of the pipe as well.
-        while self._open_pipes:
-            self._listen()
-            self._end_with_the_first()
-        while self._remaining():
-            if time.monotonic() > self._heard_at + PATIENCE:
-                self._fail("processes remain that a rank has started")
-            time.sleep(0.01)
-        codes = [self._exit_code(process) for process in self._processes]
+        while open_pipes or self._remaining():
+            for pipe in wait(open_pipes, timeout=0.1 if open_pipes else 0.01):
+                assert isinstance(pipe, Connection)
+                heard_at = time.monotonic()
+                try:
+                    told[self._pipes.index(pipe)].append(pipe.recv())
+                except EOFError:
+                    open_pipes.remove(pipe)
+            now = time.monotonic()
+            if now > heard_at + PATIENCE:
+                self._fail("a rank, or what it has started, hangs")
+            if failed_at is None and any(process.exitcode for process in self._processes):
+                failed_at = now
+            if failed_at is not None and now > failed_at + GRACE:
+                for process in self._processes:
+                    process.kill()
+        for process in self._processes:
+            process.join(PATIENCE)
+        codes = [process.exitcode for process in self._processes]
         killed = {rank for rank, code in enumerate(codes) if code == -signal.SIGKILL}
         assert all((code != 0) == bool(killed) for code in codes), f"exit codes {codes}:\n{self._log()}"
         shutil.rmtree(self._directory)
-        return Ending(self._told, killed)
-
-    def _listen(self) -> None:
-        if time.monotonic() > self._heard_at + PATIENCE:
-            self._fail("a rank, or what it has started, hangs")
-        for pipe in wait(self._open_pipes, timeout=0.1):
-            assert isinstance(pipe, Connection)
-            self._heard_at = time.monotonic()
-            try:
-                self._told[self._pipes.index(pipe)].append(pipe.recv())
-            except EOFError:
-                self._open_pipes.remove(pipe)
-
-    def _end_with_the_first(self) -> None:
-        """What torchrun does: once one has failed, all must end. Nearly always they do by themselves, but gloo may
-        wait for a dead peer until its timeout."""
-        if self._failed_at is None and any(process.exitcode for process in self._processes):
-            self._failed_at = time.monotonic()
-        if self._failed_at is not None and time.monotonic() > self._failed_at + GRACE:
-            self.kill(range(len(self._processes)))
-
-    @staticmethod
-    def _exit_code(process: BaseProcess) -> int | None:
-        process.join(PATIENCE)
-        return process.exitcode
+        return Ending(told, killed)
 
     def _remaining(self) -> dict[int, str]:
         """Processes of the sessions that the ranks lead, they and what they have started, with their commands."""

@@ -130,7 +130,7 @@ def raise_error(code: int) -> NoReturn:
 # --- mounts of this process alone ----------------------------------------------------------------------------
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
-_MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
+_MS_REC, _MS_PRIVATE = 1 << 14, 1 << 18
 NOBODY = 65534
 
 
@@ -142,11 +142,6 @@ def mount_small(place: Path, size: int) -> None:
     """Mount a file system of ``size`` bytes at ``place``, which only this process and its children see."""
     _own_mounts()
     _call("mount", b"small", os.fsencode(place), b"tmpfs", 0, f"size={size}".encode())
-
-
-def make_read_only(place: Path) -> None:
-    """Remount what :func:`mount_small` has mounted."""
-    _call("mount", b"small", os.fsencode(place), b"tmpfs", _MS_REMOUNT | _MS_RDONLY, None)
 
 
 def _own_mounts() -> None:
@@ -204,34 +199,17 @@ def small_files(place: Path) -> Room:
 
 # --- permission ----------------------------------------------------------------------------------------------
 
-Forbid = Callable[[], None]
-"""Makes a directory one that can be read but not written."""
 
-
-def read_only_disk(place: Path) -> tuple[Path, Forbid]:
-    """A directory on a file system of its own, which becomes read-only."""
-    mount_small(place, 1 << 20)
-    return place / "run", lambda: make_read_only(place)
-
-
-def no_permission(place: Path) -> tuple[Path, Forbid]:
-    """A directory that is not ours to write; root, whom no permission stops, becomes somebody else."""
-    os.umask(0o022)
-    place.chmod(0o755)
-    # Somebody else may have no way to this place, but needs none if he is there already.
-    os.chdir(place)
-    root = Path("run")
-
-    def forbid() -> None:
-        root.chmod(0o555)
-        if os.access(root, os.W_OK):
-            try:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            except OSError as error:
-                raise NotAllowed(f"setuid: {error}") from error
-        if os.access(root, os.W_OK):
-            raise NotAllowed("no permission stops this process")
-
-    return root, forbid
+def forbid_writing(root: Path) -> None:
+    """Make the working directory's ``root`` one that is not ours to write; a superuser, whom no permission stops,
+    becomes somebody else, who needs no way to this place."""
+    root.chmod(0o555)
+    if os.access(root, os.W_OK):
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        except OSError as error:
+            raise NotAllowed(f"setuid: {error}") from error
+    if os.access(root, os.W_OK):
+        raise NotAllowed("no permission stops this process")

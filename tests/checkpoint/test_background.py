@@ -22,7 +22,7 @@ from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, 
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.lock import acquire
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from megatron.checkpoint.storage import file_of_rank
 from tests.end_to_end.run_process import wait_until
@@ -100,22 +100,22 @@ def copy_of_nothing(root: Path) -> dict[str, str]:
     return {"kind": "copy", "source": str(root / "empty"), "name": "none", "target": str(root)}
 
 
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, zombies not counted."""
+def state_of(pid: int) -> str:
+    """The letter of a process's state; Z, a zombie's, if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
 
 
 def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     """A process that was started and does not run."""
     process = BackgroundProcess(timeout)
     process.submit(ENDLESS_COPY)
-    assert process.pid is not None
     pid = process.pid
+    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", 10)
+    wait_until(lambda: state_of(pid) == "T", 10)
     process.unfinished = []
     return process, pid
 
@@ -126,7 +126,7 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     ids=["killed", "stopped"],
 )
 def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
-    tmp_path: Path, end: Callable[[int], None], message: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, end: Callable[[int], None], message: str
 ) -> None:
     save_checkpoint(tmp_path, 1, tensors(), {})
     process, pid = stopped_process(1.0)
@@ -137,10 +137,10 @@ def test_a_writer_that_dies_or_stalls_is_reported_and_the_next_save_works(
     failure = finish(saving)
     assert failure is not None and re.search(message, failure), failure
     assert time.monotonic() - started < TIMEOUT / 2
-    assert not is_alive(pid)
+    assert state_of(pid) == "Z"
     saving.abandon()
     assert list_checkpoints(tmp_path) == [1] and left_in(tmp_path) == []
-    monkeypatch.setattr(process, "_timeout", TIMEOUT)  # the next process may take a second to start
+    process.timeout = TIMEOUT  # the next process may take a second to start
     assert finish(save(tmp_path, 3, process, tensors())) is None
     assert list_checkpoints(tmp_path) == [1, 3]
     process.close()
@@ -185,20 +185,6 @@ def test_a_writer_that_dies_while_it_gets_its_job_fails_that_save_alone(
     assert list_checkpoints(tmp_path) == [1, 3]
 
 
-def test_a_commit_after_a_failed_write_of_the_same_save_is_dropped(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    (ranks.directory / file_of_rank(0)).mkdir()
-    ranks.write(0)
-    wait_until(lambda: ranks.savings[0].poll() is not None, TIMEOUT)
-    started = time.monotonic()
-    ranks.commit()
-    failure = ranks.savings[0].finish_own()
-    assert failure is not None and "Cannot write" in failure
-    assert ranks.savings[0].finish() == failure == ranks.savings[0].poll()
-    assert time.monotonic() - started < TIMEOUT / 2
-    ranks.close()
-
-
 def test_a_writer_that_cannot_be_started_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = BackgroundProcess(TIMEOUT)
 
@@ -215,27 +201,16 @@ def test_a_writer_that_cannot_be_started_fails_the_save(tmp_path: Path, monkeypa
     process.close()
 
 
-def test_an_error_of_the_file_system_is_told_with_the_file(tmp_path: Path, process: BackgroundProcess) -> None:
-    saving = AsyncSaveBackend(tmp_path, 1, process)
-    directory = saving.begin()
-    (directory / file_of_rank(0)).mkdir()
-    saving.write(directory / file_of_rank(0), tensors())
-    failure = saving.finish_own()
-    assert failure is not None and f"Cannot write {directory / file_of_rank(0)} (File exists)" in failure
-    assert saving.is_over and saving.poll() == failure
-    saving.abandon()
-    assert left_in(tmp_path) == []
-    assert finish(save(tmp_path, 2, process, tensors())) is None
-
-
 def stop_the_writer_of_a_rank(root: Path, pipe: Connection) -> None:
     process = BackgroundProcess(TIMEOUT)
     # It has started, and is in the middle of the next job.
     assert process.wait(process.submit(copy_of_nothing(root))) is None
     process.submit(ENDLESS_COPY)
     assert process.pid is not None
-    os.kill(process.pid, signal.SIGSTOP)
-    pipe.send(process.pid)
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state_of(pid) == "T", 10)
+    pipe.send(pid)
     time.sleep(TIMEOUT)
 
 
@@ -244,10 +219,10 @@ def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) ->
     rank = fork_context().Process(target=stop_the_writer_of_a_rank, args=(tmp_path, theirs))
     rank.start()
     pid = ours.recv()
-    assert is_alive(pid)
+    assert state_of(pid) == "T"
     rank.kill()
     rank.join()
-    wait_until(lambda: not is_alive(pid), 5)
+    wait_until(lambda: state_of(pid) == "Z", 5)
 
 
 # --- two ranks, played by one process ----------------------------------------------------------------------
@@ -256,9 +231,10 @@ def test_a_writer_dies_with_its_rank_even_while_it_is_stopped(tmp_path: Path) ->
 class Ranks:
     """Two ranks that save one tensor each, without collectives."""
 
-    def __init__(self, root: Path, lock_token: str | None = None) -> None:
+    def __init__(self, root: Path) -> None:
+        self.lock = acquire(root)
         self.processes = [BackgroundProcess(TIMEOUT) for _ in range(2)]
-        self.savings = [AsyncSaveBackend(root, 1, process, lock_token) for process in self.processes]
+        self.savings = [AsyncSaveBackend(root, 1, process, self.lock.token) for process in self.processes]
         self.directory = self.savings[0].begin()
 
     def write(self, rank: int) -> WrittenFile:
@@ -276,21 +252,32 @@ class Ranks:
         files = [WrittenFile(file_of_rank(rank), 0, ()) for rank in range(2)]
         self.savings[0].commit(self.directory, Manifest(described, files, {}))
 
-    def close(self) -> None:
-        for process in self.processes:
-            process.close()
 
-
-def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Their directory is ``tmp_path``."""
     ranks = Ranks(tmp_path)
+    yield ranks
+    for process in ranks.processes:
+        process.close()
+    ranks.lock.release()
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path, ranks: Ranks, is_written: bool) -> None:
+    """What another rank never writes is given up without a trace."""
     ranks.write(0)
     ranks.commit()
     assert ranks.savings[0].finish_own() is None
-    monkeypatch.setattr(ranks.processes[0], "_timeout", 0.5)
+    ranks.processes[0].timeout = 0.5
     time.sleep(1.0)
     # Longer than the limit: but it is the other rank that makes no progress.
     assert ranks.savings[0].poll() is None and not ranks.savings[0].is_over
     assert list_checkpoints(tmp_path) == []
+    if not is_written:
+        ranks.savings[0].abandon()
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+        return
     ranks.write(1)
     assert ranks.savings[1].finish_own() is None
     assert ranks.savings[0].finish() is None
@@ -298,38 +285,35 @@ def test_the_commit_waits_for_the_file_of_every_rank(tmp_path: Path, monkeypatch
     loaded = torch.zeros(4, dtype=torch.int64)
     load_checkpoint(tmp_path, 1, {"of_1": loaded})
     assert (loaded == 1).all()
-    ranks.close()
 
 
-def test_what_another_rank_never_writes_is_given_up_without_a_trace(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
+def test_an_error_of_the_file_system_is_told_with_the_file(tmp_path: Path, ranks: Ranks) -> None:
+    """A commit after the failed write is dropped, and the next save works."""
+    saving, file = ranks.savings[0], ranks.directory / file_of_rank(0)
+    file.mkdir()
+    ranks.write(0)
+    wait_until(lambda: saving.poll() is not None, TIMEOUT)
+    started = time.monotonic()
+    ranks.commit()
+    failure = saving.finish_own()
+    assert failure is not None and f"Cannot write {file} (File exists)" in failure
+    assert saving.finish() == failure == saving.poll() and saving.is_over
+    assert time.monotonic() - started < TIMEOUT / 2
+    saving.abandon()
+    assert left_in(tmp_path) == [LOCK]
+    assert finish(save(tmp_path, 2, ranks.processes[0], tensors())) is None
+
+
+def test_the_process_that_commits_reads_the_lock_again_before_it_renames(tmp_path: Path, ranks: Ranks) -> None:
     ranks.write(0)
     ranks.commit()
-    assert ranks.savings[0].finish_own() is None
-    ranks.savings[0].abandon()
-    assert list(tmp_path.iterdir()) == []
-    ranks.close()
-
-
-@pytest.mark.parametrize("is_taken_over", [False, True])
-def test_the_process_that_commits_reads_the_lock_again_before_it_renames(tmp_path: Path, is_taken_over: bool) -> None:
-    lock = acquire(tmp_path)
-    ranks = Ranks(tmp_path, lock_token=lock.token)
-    ranks.write(0)
-    ranks.commit()
-    if is_taken_over:
-        lock.release()
-        lock = acquire(tmp_path)
+    ranks.lock.release()
+    ranks.lock = acquire(tmp_path)
     ranks.write(1)
     assert ranks.savings[1].finish_own() is None
     failure = ranks.savings[0].finish()
-    if is_taken_over:
-        assert failure is not None and f"taken over by process {os.getpid()}" in failure
-        assert list_checkpoints(tmp_path) == []
-    else:
-        assert failure is None and list_checkpoints(tmp_path) == [1]
-    ranks.close()
-    lock.release()
+    assert failure is not None and f"taken over by process {os.getpid()}" in failure
+    assert list_checkpoints(tmp_path) == []
 
 
 # --- copies ------------------------------------------------------------------------------------------------

@@ -74,17 +74,6 @@ def test_pieces_of_a_flat_range_are_views_at_their_global_place(kind: str) -> No
     assert (flat == -1).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parameter_keeps_its_memory_and_its_gradient_flag(kind: str) -> None:
-    info, local = rank_part(kind, 0)
-    parameter = torch.nn.Parameter(local.clone())
-    boxed = BoxedTensor.from_flat_range(info, parameter.view(-1), 0)
-    for _, piece in boxed.boxes:
-        piece.zero_()
-    assert parameter.requires_grad
-    assert not parameter.any()
-
-
 def test_it_looks_like_the_global_tensor_but_does_not_compute() -> None:
     boxed = BoxedTensor.from_boxes((4, 6), torch.bfloat16, [((0, 2), torch.zeros(4, 2, dtype=torch.bfloat16))])
     assert (boxed.size(), boxed.dtype, boxed.device.type) == (torch.Size([4, 6]), torch.bfloat16, "cpu")
@@ -110,20 +99,16 @@ def test_a_piece_is_found_by_its_offset_whatever_the_hint() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offset", "piece"),
+    "pieces",
     [
-        ((0,), torch.zeros(1, 2)),
-        ((0, 0), torch.zeros(2)),
-        ((3, 0), torch.zeros(2, 2)),
-        ((0, 0), torch.zeros(2, 2, dtype=torch.float64)),
+        [((0,), torch.zeros(1, 2))],
+        [((0, 0), torch.zeros(2))],
+        [((3, 0), torch.zeros(2, 2))],
+        [((0, 0), torch.zeros(2, 2, dtype=torch.float64))],
+        [((0, 0), torch.zeros(1, 2)), ((0, 0), torch.zeros(2, 2))],
     ],
-    ids=["offset of another rank", "piece of another rank", "out of bounds", "another dtype"],
+    ids=["other dims of the offset", "other dims of the piece", "out of bounds", "another dtype", "two at one place"],
 )
-def test_pieces_that_are_not_of_this_tensor_are_refused(offset: tuple[int, ...], piece: Tensor) -> None:
+def test_pieces_that_are_not_of_this_tensor_are_refused(pieces: list[tuple[tuple[int, ...], Tensor]]) -> None:
     with pytest.raises(AssertionError):
-        BoxedTensor.from_boxes((4, 2), torch.float32, [(offset, piece)])
-
-
-def test_two_pieces_at_one_place_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        BoxedTensor.from_boxes((4,), torch.float32, [((0,), torch.zeros(1)), ((0,), torch.zeros(2))])
+        BoxedTensor.from_boxes((4, 2), torch.float32, pieces)

@@ -1,11 +1,11 @@
 """Saved by any ranks, loaded by any others, bit for bit; and when one rank fails, all know."""
 
-import json
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from unittest import mock
@@ -23,12 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.directory import MANIFEST, new_saving_directory
-from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+from megatron.checkpoint.directory import MANIFEST
+from megatron.checkpoint.files import WrittenFile
+from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.save_plan import BoxTable, GlobalTensor, own_share, spread_replicas, tensor_data
 from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.core.control import ControlGroup
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError
@@ -155,15 +156,18 @@ def dtensor_and_boxes(root: Path, control: ControlGroup) -> list[bool]:
     return [torch.equal(sharded.full_tensor(), whole), torch.equal(plain, whole)]
 
 
-def save_where_one_rank_cannot_write(root: Path, control: ControlGroup) -> str:
-    def spoiled(root: Path, iteration: int) -> Path:
-        directory = new_saving_directory(root, iteration)
+class SpoiledSave(SyncSaveBackend):
+    """Something has the name of the file of rank 5."""
+
+    def begin(self) -> Path:
+        directory = super().begin()
         (directory / "rank_00005.safetensors").mkdir()
         return directory
 
+
+def save_where_one_rank_cannot_write(root: Path, control: ControlGroup) -> str:
     tensors = {f"of/rank_{control.rank}": torch.zeros(3)}
-    with mock.patch("megatron.checkpoint.storage.new_saving_directory", spoiled):
-        return sentence(lambda: save_checkpoint(root, 200, tensors, {}, control))
+    return sentence(lambda: save_checkpoint(root, 200, tensors, {}, control, SpoiledSave(root, 200)))
 
 
 def save_where_nobody_can(root: Path, control: ControlGroup) -> str:
@@ -213,8 +217,8 @@ FAILURES = [
 ]
 
 
-def work(root: Path) -> None:
-    """All that the ranks do, one after the other; what each found goes into a file."""
+def work(root: Path) -> dict[str, object]:
+    """All that the ranks do, one after the other, and what each found."""
     rank = dist.get_rank()
     control = ControlGroup(range(WORLD_SIZE), rank)
     found: dict[str, object] = {"save": save_all(root, control)}
@@ -231,40 +235,37 @@ def work(root: Path) -> None:
     found["dtensor"] = dtensor_and_boxes(root, control)
     for failure in FAILURES:
         found[failure.__name__] = failure(root, control)
-    (root / f"found_{rank}.json").write_text(json.dumps(found))
+    return found
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Eight ranks that have saved, loaded and failed in a directory."""
+
+    root: Path
+    records: list[dict[str, object]]
+
+    def found(self, what: str) -> list[object]:
+        """What each rank that took part found."""
+        return [record[what] for record in self.records if what in record]
 
 
 @pytest.fixture(scope="module")
-def root(sixteen_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which eight ranks saved, loaded and failed."""
+def ranks(sixteen_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     root = tmp_path_factory.mktemp("ranks")
-    sixteen_ranks.run(work, root, world_size=WORLD_SIZE)
-    return root
-
-
-def found(root: Path, what: str) -> list[object]:
-    """What each rank that took part found."""
-    records = [json.loads((root / f"found_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
-    return [record[what] for record in records if what in record]
+    return Ranks(root, sixteen_ranks.run(work, root, world_size=WORLD_SIZE))
 
 
 # --- ranks together ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("tensor_parallel", "data_parallel"), LOADED_AS)
-def test_any_layout_loads_what_another_saved(root: Path, tensor_parallel: int, data_parallel: int) -> None:
-    ranks = tensor_parallel * data_parallel
-    assert found(root, f"{tensor_parallel}x{data_parallel}") == [[]] * ranks
+def test_any_layout_loads_what_another_saved(ranks: Ranks, tensor_parallel: int, data_parallel: int) -> None:
+    assert ranks.found(f"{tensor_parallel}x{data_parallel}") == [[]] * (tensor_parallel * data_parallel)
 
 
-def test_one_process_without_distributed_loads_it_too(root: Path) -> None:
-    held = layout(1, 1, 0)
-    load_checkpoint(root, 100, {name: boxed for name, (boxed, _, _) in held.items()})
-    assert all(torch.equal(memory, expected) for _, memory, expected in held.values())
-
-
-def test_every_element_is_on_disk_once(root: Path) -> None:
-    manifest = read_checkpoint(root, 100)
+def test_every_element_is_on_disk_once(ranks: Ranks) -> None:
+    manifest = read_checkpoint(ranks.root, 100)
     for name, shape in global_shapes().items():
         times = torch.zeros(shape, dtype=torch.int64)
         for chunk in manifest.chunks(name):
@@ -276,8 +277,8 @@ def test_every_element_is_on_disk_once(root: Path) -> None:
     }
 
 
-def test_ranks_write_about_equally_much(root: Path) -> None:
-    manifest = read_checkpoint(root, 100)
+def test_ranks_write_about_equally_much(ranks: Ranks) -> None:
+    manifest = read_checkpoint(ranks.root, 100)
     written = dict.fromkeys(manifest.files(), 0)
     for name, tensor in manifest.tensors.items():
         for chunk in manifest.chunks(name):
@@ -286,57 +287,36 @@ def test_ranks_write_about_equally_much(root: Path) -> None:
     assert max(written.values()) - min(written.values()) <= SLICE_BYTES
 
 
-def test_dtensors_and_boxes_read_each_other(root: Path) -> None:
-    assert found(root, "dtensor") == [[True, True]] * WORLD_SIZE
+def test_dtensors_and_boxes_read_each_other(ranks: Ranks) -> None:
+    assert ranks.found("dtensor") == [[True, True]] * WORLD_SIZE
 
 
 @pytest.mark.parametrize(
     ("failure", "told"),
     [
-        (
-            save_where_one_rank_cannot_write,
-            r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away",
-        ),
+        (save_where_one_rank_cannot_write, r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away"),
         (save_where_nobody_can, r"Rank 0: Cannot write .*Not a directory.*choose another directory"),
-        (
-            load_where_one_rank_is_another_model,
-            r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this",
-        ),
+        (load_where_one_rank_is_another_model, r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this"),
         (load_what_was_not_saved, r"^The checkpoint has no a \(nor 1 others\): it is from another model"),
         (load_from_a_broken_file, r"Rank 6: .*rank_00006.safetensors has 100 bytes instead of"),
         (save_with_a_hole, r"the ranks hold 7 of the 8 elements of holey"),
     ],
 )
-def test_all_ranks_learn_of_a_failure(root: Path, failure: Callable[[Path, int], str], told: str) -> None:
-    sentences = found(root, failure.__name__)
+def test_all_ranks_learn_of_a_failure(ranks: Ranks, failure: Callable[[Path, int], str], told: str) -> None:
+    sentences = ranks.found(failure.__name__)
     assert len(sentences) == WORLD_SIZE
     assert len(set(sentences)) == 1
     assert isinstance(sentences[0], str)
     assert re.search(told, sentences[0]), sentences[0]
 
 
-def test_a_failed_save_leaves_nothing_behind(root: Path) -> None:
-    assert list_checkpoints(root) == [100]
-    assert [path.name for path in root.iterdir() if path.name.startswith(".")] == []
-    assert (root / "latest_checkpointed_iteration.txt").read_text() == "100"
+def test_a_failed_save_leaves_nothing_behind(ranks: Ranks) -> None:
+    assert list_checkpoints(ranks.root) == [100]
+    assert [path.name for path in ranks.root.iterdir() if path.name.startswith(".")] == []
+    assert (ranks.root / "latest_checkpointed_iteration.txt").read_text() == "100"
 
 
 # --- one process -------------------------------------------------------------------------------------------
-
-
-def test_names_that_are_not_asked_for_stay_where_they_are(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 1, {"a": torch.ones(2), "b": torch.ones(3)}, {})
-    b = torch.zeros(3)
-    load_checkpoint(tmp_path, 1, {"b": b})
-    assert b.sum() == 3
-
-
-def test_shapes_and_state_are_read_without_tensors(tmp_path: Path) -> None:
-    directory = save_checkpoint(tmp_path, 1, {"a": torch.ones(2, 3), "s": torch.tensor(1)}, {"iteration": 1})
-    assert read_checkpoint(tmp_path, 1).state == {"iteration": 1}
-    assert directory == tmp_path / "iter_0000001"
-    with pytest.raises(CheckpointError, match="iter_0000002 is not a checkpoint"):
-        read_checkpoint(tmp_path, 2)
 
 
 def test_parameters_are_filled_in_place(tmp_path: Path) -> None:
@@ -363,14 +343,8 @@ def test_floating_point_is_converted(tmp_path: Path, saved: torch.dtype, wanted:
 @pytest.mark.parametrize(
     ("wanted", "told"),
     [
-        (
-            {"x": torch.zeros(4, 2)},
-            r"x is \[2, 4\] in the checkpoint but \[4, 2\] in this model: use the flags",
-        ),
-        (
-            {"x": torch.zeros(2, 4).int()},
-            r"x is torch.float32 in the checkpoint but torch.int32 in this model",
-        ),
+        ({"x": torch.zeros(4, 2)}, r"x is \[2, 4\] in the checkpoint but \[4, 2\] in this model: use the flags"),
+        ({"x": torch.zeros(2, 4).int()}, r"x is torch.float32 in the checkpoint but torch.int32 in this model"),
         ({"x": torch.zeros(8), "y": torch.zeros(1)}, r"but \[8\] in this model \(and 1 others differ\)"),
         ({"z": torch.zeros(1)}, r"The checkpoint has no z: it is from another model"),
     ],
@@ -379,22 +353,28 @@ def test_another_model_is_refused_with_the_difference(tmp_path: Path, wanted: di
     save_checkpoint(tmp_path, 1, {"x": torch.ones(2, 4), "y": torch.ones(5)}, {})
     with pytest.raises(CheckpointError, match=told):
         load_checkpoint(tmp_path, 1, wanted)
+    with pytest.raises(CheckpointError, match="iter_0000002 is not a checkpoint"):
+        load_checkpoint(tmp_path, 2, wanted)
 
 
-def test_saving_an_iteration_again_replaces_it(tmp_path: Path) -> None:
-    for value in (1.0, 2.0):
-        save_checkpoint(tmp_path, 1, {"x": torch.tensor(value)}, {"value": value})
-    loaded = torch.tensor(0.0)
-    assert load_checkpoint(tmp_path, 1, {"x": loaded}) == {"value": 2.0}
-    assert loaded == 2.0
-    assert sorted(os.listdir(tmp_path)) == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+TWICE = [((0,), torch.zeros(2)), ((1,), torch.zeros(2))]
+"""As many elements as the tensor, but some of them twice."""
 
 
-@pytest.mark.parametrize("pieces", [[], [((0,), torch.zeros(2))]], ids=["no rank has any of it", "a part is missing"])
-def test_a_tensor_that_is_not_all_there_is_not_saved(tmp_path: Path, pieces: list[tuple[tuple[int], Tensor]]) -> None:
-    with pytest.raises(RuntimeError, match="of holey"):
-        save_checkpoint(tmp_path, 1, {"holey": BoxedTensor.from_boxes((3,), torch.float32, pieces)}, {})
-    assert find_checkpoint(tmp_path) is None
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (BoxedTensor.from_boxes((3,), torch.float32, []), "of x"),
+        (BoxedTensor.from_boxes((3,), torch.float32, TWICE[:1]), "of x"),
+        (BoxedTensor.from_boxes((4,), torch.float32, TWICE), "boxes of x that overlap"),
+        (3, "int"),
+    ],
+    ids=["no rank has any of it", "a part is missing", "overlap", "no tensor"],
+)
+def test_what_is_not_a_whole_tensor_is_not_saved(tmp_path: Path, tensor: Tensor, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        save_checkpoint(tmp_path, 1, {"fine": torch.zeros(3), "x": tensor}, {})
+    assert os.listdir(tmp_path) == []
 
 
 def test_pieces_may_come_in_any_order(tmp_path: Path) -> None:
@@ -406,31 +386,14 @@ def test_pieces_may_come_in_any_order(tmp_path: Path) -> None:
     assert torch.equal(loaded, memory)
 
 
-def test_boxes_that_overlap_are_refused(tmp_path: Path) -> None:
-    """They have as many elements as the tensor, but some of them twice."""
-    pieces = [((0,), torch.zeros(2)), ((1,), torch.zeros(2))]
-    whole: dict[str, Tensor] = {"fine": torch.zeros(3), "x": BoxedTensor.from_boxes((4,), torch.float32, pieces)}
-    with pytest.raises(RuntimeError, match="boxes of x that overlap"):
-        save_checkpoint(tmp_path, 1, whole, {})
-    assert os.listdir(tmp_path) == []
-
-
-def test_what_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="int"):
-        save_checkpoint(tmp_path, 1, {"x": 3}, {})  # type: ignore[dict-item]
-    assert os.listdir(tmp_path) == []
-
-
 def test_an_interrupt_stays_one_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    def interrupted(path: Path, tensors: dict[str, Tensor]) -> int:
-        write_safetensors(path, tensors)
-        raise KeyboardInterrupt
+    class Interrupted(SyncSaveBackend):
+        def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
+            super().write(path, tensors)
+            raise KeyboardInterrupt
 
-    with (
-        mock.patch("megatron.checkpoint.storage.write_safetensors", interrupted),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        save_checkpoint(tmp_path, 1, {"x": torch.zeros(3)}, {})
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, 1, {"x": torch.zeros(3)}, {}, saving=Interrupted(tmp_path, 1))
     assert os.listdir(tmp_path) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -68,37 +69,39 @@ def chunks_of(tensor: SavedTensor) -> list[Chunk]:
     return [(tuple(offset), tuple(shape), file) for offset, shape, file in zip(*columns)]
 
 
-cases = st.tuples(
+class Case(NamedTuple):
+    """A parameter whose rows ranks ``first_rank``, ``first_rank + stride`` and so on divide."""
+
+    info: ParameterInfo
+    shards: int
+    first_rank: int
+    stride: int
+
+    @property
+    def tensor(self) -> SavedTensor:
+        division = RowDivision(-(-self.info.local_shape[0] // self.shards), self.first_rank, self.stride)
+        return saved(divided_boxes(self.info, division), self.info.global_shape)
+
+
+infos = st.builds(
+    lambda sections, padding: info_of_sections(*sections, padding=padding),
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.integers(0, 3),
-    st.integers(1, 12),
-    st.integers(0, 3),
-    st.integers(1, 4),
 )
+cases = st.builds(Case, infos, st.integers(1, 12), st.integers(0, 3), st.integers(1, 4))
 
 
 @given(cases)
-def test_the_parts_of_divided_boxes_are_those_of_every_rank(case: tuple[list[int], int, int, int, int]) -> None:
-    sections, padding, shards, first_rank, stride = case
-    info = info_of_sections(*sections, padding=padding)
-    division = RowDivision(-(-info.local_shape[0] // shards), first_rank, stride)
-    boxes = divided_boxes(info, division)
-    assert len(boxes) == len(sections)
-    found = chunks_of(saved(boxes, info.global_shape).expanded())
+def test_the_parts_of_divided_boxes_are_those_of_every_rank(case: Case) -> None:
+    assert len(case.tensor.files) == len(case.info.boxes)
+    found = chunks_of(case.tensor.expanded())
     assert len(found) == len(set(found))
-    assert set(found) == one_by_one(info, shards, first_rank, stride)
+    assert set(found) == one_by_one(*case)
 
 
 @given(cases, st.tuples(st.integers(0, 60), st.integers(1, 60)), st.tuples(st.integers(0, 3), st.integers(1, 3)))
-def test_the_chunks_that_overlap_a_box_are_found(
-    case: tuple[list[int], int, int, int, int], rows: tuple[int, int], columns: tuple[int, int]
-) -> None:
-    sections, padding, shards, first_rank, stride = case
-    info = info_of_sections(*sections, padding=padding)
-    tensor = saved(
-        divided_boxes(info, RowDivision(-(-info.local_shape[0] // shards), first_rank, stride)), info.global_shape
-    )
-    starts, stops = (rows[0], columns[0]), (sum(rows), sum(columns))
+def test_the_chunks_that_overlap_a_box_are_found(case: Case, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    tensor, starts, stops = case.tensor, (rows[0], columns[0]), (sum(rows), sum(columns))
     expected = {
         (offset, shape, file)
         for offset, shape, file in chunks_of(tensor.expanded())
@@ -110,15 +113,11 @@ def test_the_chunks_that_overlap_a_box_are_found(
 
 
 @given(cases)
-def test_the_bytes_of_a_file_are_those_of_its_chunks(case: tuple[list[int], int, int, int, int]) -> None:
-    sections, padding, shards, first_rank, stride = case
-    info = info_of_sections(*sections, padding=padding)
-    division = RowDivision(-(-info.local_shape[0] // shards), first_rank, stride)
-    tensor = saved(divided_boxes(info, division), info.global_shape)
-    load = np.zeros(first_rank + shards * stride, np.int64)
-    tensor.add_bytes(load)
+def test_the_bytes_of_a_file_are_those_of_its_chunks(case: Case) -> None:
+    load = np.zeros(case.first_rank + case.shards * case.stride, np.int64)
+    case.tensor.add_bytes(load)
     expected = np.zeros_like(load)
-    for _, shape, file in chunks_of(tensor.expanded()):
+    for _, shape, file in chunks_of(case.tensor.expanded()):
         expected[file] += 4 * np.prod(shape)
     assert (load == expected).all()
 

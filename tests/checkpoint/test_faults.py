@@ -1,67 +1,50 @@
 """Whatever befalls a run while it saves: no corrupt checkpoint is accepted, no committed one is lost, no process
-remains, and nothing that was left behind stays.
+remains, and nothing that was left behind stays."""
 
-Chance is drawn afresh each time; a test that fails prints FAULT_SEED, and with that variable set it draws the same.
-"""
-
-import errno
 import os
-import random
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from megatron.checkpoint.directory import TRACKER
+from megatron.checkpoint.checkpointing import verify_share
+from megatron.checkpoint.directory import TRACKER, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import LOCK, acquire
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.checkpoint.retention import Retention
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import (
     ALONE,
     KINDS,
-    Committed,
-    Life,
     Saved,
+    Saving,
     Seat,
-    Started,
     World,
     all_saved,
     leftovers,
     load_newest,
-    run,
     save,
 )
 from tests.checkpoint.file_faults import (
     ALL,
     Blow,
-    Forbid,
     NotAllowed,
     RankStruck,
     Room,
     WriterStruck,
-    no_permission,
-    raise_error,
-    read_only_disk,
+    forbid_writing,
     small_disk,
     small_files,
 )
 
 pytestmark = pytest.mark.slow(reason="kills and errors at every step of a save")
-
-
-@pytest.fixture
-def kills(request: pytest.FixtureRequest) -> int:
-    """How often a run is killed at random moments."""
-    return 50 if request.config.getoption("--whole-matrix") else 15
 
 
 @pytest.fixture
@@ -89,73 +72,6 @@ def sentence(call: Callable[[], object]) -> str:
     return ""
 
 
-# --- killed at random moments --------------------------------------------------------------------------------
-
-
-class History:
-    """What a run has told of its checkpoints, from start to start, compared with what lies on disk."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._known: dict[int, Saved] = {}
-
-    def follow(self, told: Sequence[Started | Committed]) -> None:
-        """Hear out one life, which is over."""
-        for words in told:
-            if isinstance(words, Started):
-                self._check_start(words.found)
-            else:
-                assert not words.stayed
-                self._known[words.saved.iteration] = words.saved
-        self._check_disk()
-
-    def _check_start(self, found: Saved | None) -> None:
-        if self._known:
-            newest = self._known[max(self._known)]
-            assert found is not None and found >= newest, f"started from {found} although {newest} was there"
-        if found is not None:
-            self._known[found.iteration] = found
-
-    def _check_disk(self) -> None:
-        there = {saved.iteration: saved for saved in all_saved(self._root)}
-        for iteration in sorted(self._known)[-2:]:
-            assert iteration in there, f"{self._known[iteration]} is lost; there are {list(there.values())}"
-            assert there[iteration] >= self._known[iteration]
-
-
-def kill_at_some_moment(world: World, chance: random.Random) -> tuple[int, ...]:
-    """Kill one rank or all; those that were to be killed."""
-    if chance.random() < 0.15:
-        # A rank that waits for another to come would wait long: torchrun ends all.
-        time.sleep(chance.uniform(0.0, 0.2))
-        victims: tuple[int, ...] = (0, 1)
-    else:
-        world.wait_for_words(chance.randint(1, 3))
-        time.sleep(chance.uniform(0.0, 0.1))
-        victims = chance.choice([(0,), (1,), (0, 1)])
-    world.kill(victims)
-    return victims
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_at_random_moments_loses_nothing(
-    tmp_path: Path, chance: random.Random, kills: int, kind: str
-) -> None:
-    """One directory, one start after the other; sometimes the iteration that was loaded is saved once more."""
-    root = tmp_path / "run"
-    history = History(root)
-    for number in range(kills):
-        life = Life(root, number, kind, again=chance.random() < 0.3)
-        world = World(tmp_path, 2, run, life)
-        victims = kill_at_some_moment(world, chance)
-        ending = world.end()
-        assert ending.killed & set(victims)
-        history.follow(ending.told[0])
-    history.follow(World(tmp_path, 2, run, Life(root, kills, kind, saves=2)).end().told[0])
-    assert len(list_checkpoints(root)) == 2
-    assert not leftovers(root) and LOCK not in os.listdir(root)
-
-
 # --- killed at every step ------------------------------------------------------------------------------------
 
 
@@ -163,11 +79,28 @@ def test_a_run_that_is_killed_at_random_moments_loses_nothing(
 STRUCK: dict[str, Callable[[], RankStruck | WriterStruck]] = {"sync": RankStruck, "async": WriterStruck}
 
 
-def run_until_step(seat: Seat, life: Life, victim: int, blow: Blow) -> None:
-    """A run one of whose ranks is killed just before a change of the file system."""
-    if seat.world.rank == victim:
-        STRUCK[life.kind]().arm(blow)
-    run(seat, life)
+def run_until_step(seat: Seat, root: Path, kind: str, again: bool, victim: int, blow: Blow) -> None:
+    """A run that takes the lock, loads the newest checkpoint, saves the next or ``again`` the same, and deletes older
+    ones; one of its ranks is killed just before a change of the file system."""
+    world = seat.world
+    if world.rank == victim:
+        STRUCK[kind]().arm(blow)
+    with ExitStack() as stack:
+        if world.rank == 0:
+            stack.callback(acquire(root).release)
+        found = load_newest(root, world)
+        saving = stack.enter_context(closing(Saving(kind, world)))
+        saved = Saved(1 if found is None else found.iteration + (not again), 1)
+        saving.save(root, saved)
+        seat.tell(saved)
+        retention = Retention(
+            1,
+            None,
+            lambda iteration: run_on_all_ranks(world, partial(verify_share, root, iteration, world.rank, world.size)),
+        )
+        for old in retention.superfluous(run_on_rank0(world, partial(list_checkpoints, root))):
+            if world.rank == 0:
+                remove_checkpoint(locate_checkpoint(root, old))
 
 
 def nothing_saved(root: Path) -> None:
@@ -238,9 +171,8 @@ def kill_at_every_step(case: Case, directory: Path) -> Iterator[tuple[Path, str,
         root, report = directory / f"step_{step}", directory / "report"
         if (directory / "beginning").exists():
             shutil.copytree(directory / "beginning", root)
-        life = Life(root, 1, case.kind, saves=1, again=again, keep=1)
         blow = Blow(step, report, is_deadly=True)
-        ending = World(directory, case.size, run_until_step, life, case.victim, blow).end()
+        ending = World(directory, case.size, run_until_step, root, case.kind, again, case.victim, blow).end()
         yield root, report.read_text() if report.exists() else "the end", ending.told[0]
         if not ending.killed:
             return
@@ -255,7 +187,7 @@ def test_a_run_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new(m
         lock = acquire(root)
         found.append(load_newest(root, ALONE))
         assert found[-1] in (old, new), f"killed at {step}"
-        if any(isinstance(words, Committed) for words in told):
+        if told:
             assert found[-1] == new, f"killed at {step}"
         iteration = 1 if found[-1] is None else found[-1].iteration + 1
         save_alone(root, Saved(iteration, 2))
@@ -341,32 +273,6 @@ def test_an_error_at_any_step_is_told_to_all_and_leaves_the_old_checkpoint_or_th
     assert len([step for step, refused in ending.told[0] if refused.sentences[0]]) >= 4
 
 
-class BrokenDigest:
-    """Fails in the thread that takes digests."""
-
-    def update(self, content: object) -> None:
-        """Fail."""
-        raise_error(errno.EIO)
-
-
-def fail_while_hashing(seat: Seat, root: Path, victim: int) -> None:
-    """Save once without and once with an error in the thread."""
-    save("sync", root, Saved(1, 0), seat.world)
-    with ExitStack() as broken:
-        if seat.world.rank == victim:
-            broken.enter_context(mock.patch("xxhash.xxh3_128", BrokenDigest))
-        seat.tell(meet_error(seat, root, "sync", Saved(2, 1), broken.close))
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_an_error_in_a_thread_that_writes_is_told_to_all(tmp_path: Path, victim: int) -> None:
-    ending = World(tmp_path, 2, fail_while_hashing, tmp_path / "run", victim).end()
-    (refused,) = ending.told[0]
-    refused.check("hashing", "Input/output error", Saved(1, 0), Saved(2, 1))
-    assert f"Rank {victim}: Cannot write" in refused.sentences[0]
-    assert refused.there == [Saved(1, 0)]
-
-
 def save_into_too_little_room(seat: Seat, place: Path, make_room: Callable[[Path], Room], kind: str, step: int) -> None:
     """Save with more and more room, until it is enough."""
     try:
@@ -405,29 +311,15 @@ def test_a_save_that_finds_too_little_room_leaves_the_old_checkpoint(
     assert Saved(2, 1) not in told[0].there and Saved(2, 1) in told[-1].there
 
 
-def lock_without_room(seat: Seat, place: Path) -> None:
-    """Try to lock a directory whose disk is full."""
-    leave = small_files(place)
-    leave(0)
-    words = sentence(lambda: acquire(place))
-    leave(ALL)
-    seat.tell((words, os.listdir(place)))
-
-
-def test_a_lock_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    (((words, names),),) = World(tmp_path, 1, lock_without_room, place).end().told
-    assert "Cannot lock" in words
-    assert names == []
-
-
-def save_where_it_is_forbidden(seat: Seat, place: Path, how: Callable[[Path], tuple[Path, Forbid]], kind: str) -> None:
+def save_where_it_is_forbidden(seat: Seat, place: Path, kind: str) -> None:
     """Save, and once more when nothing may be written any longer."""
+    os.umask(0o022)
+    place.chmod(0o755)
+    os.chdir(place)
+    root = Path("run")
+    save(kind, root, Saved(1, 0), seat.world)
     try:
-        root, forbid = how(place)
-        save(kind, root, Saved(1, 0), seat.world)
-        forbid()
+        forbid_writing(root)
     except NotAllowed as error:
         seat.tell(error)
         return
@@ -440,18 +332,10 @@ def save_where_it_is_forbidden(seat: Seat, place: Path, how: Callable[[Path], tu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [(read_only_disk, "choose a directory that can be written"), (no_permission, "give this user access to it")],
-)
-def test_a_directory_that_may_only_be_read_is_loaded_from_and_refused_for_saving(
-    tmp_path: Path, kind: str, how: Callable[[Path], tuple[Path, Forbid]], words: str
-) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    ((told,),) = World(tmp_path, 1, save_where_it_is_forbidden, place, how, kind).end().told
+def test_a_directory_that_may_only_be_read_is_loaded_from_and_refused_for_saving(tmp_path: Path, kind: str) -> None:
+    ((told,),) = World(tmp_path, 1, save_where_it_is_forbidden, tmp_path, kind).end().told
     if isinstance(told, NotAllowed):
         pytest.skip(str(told))
     refusals, newest, there, left = told
-    assert all(words in refusal for refusal in refusals), refusals
+    assert all("give this user access to it" in refusal for refusal in refusals), refusals
     assert newest == Saved(1, 0) and there == [Saved(1, 0)] and not left

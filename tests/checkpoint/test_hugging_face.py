@@ -1,4 +1,4 @@
-"""The mapping to Hugging Face's tensors and config.json, and what is refused."""
+"""Hugging Face's tensors and files: what of them is which part of ours, and what is refused."""
 
 import json
 import os
@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint import conversion
 from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
-from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.checkpoint.hugging_face_config import config_fields
 from megatron.checkpoint.hugging_face_directory import describe_directory
 from megatron.checkpoint.hugging_face_files import (
     INDEX,
@@ -26,11 +27,31 @@ from megatron.checkpoint.hugging_face_files import (
     copy_tokenizer,
     fresh_directory,
 )
-from megatron.checkpoint.places import overlap
+from megatron.checkpoint.places import Place
 from megatron.checkpoint.safetensors_file import packed
-from megatron.config.model import ModelConfig
+from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
+from megatron.commands.weight_checkpoints import model_flags
+from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
-from tests.checkpoint.models import LLAMA, MAVERICK, QWEN3_MOE, Bomb, assembled, numbered, place_of
+from tests.checkpoint.models import (
+    LLAMA,
+    MAVERICK,
+    MIXTRAL,
+    QWEN3_MOE,
+    SCOUT,
+    Bomb,
+    assembled,
+    assert_equal,
+    import_of,
+    numbered,
+    place_of,
+    random_model,
+    randomized,
+    weights_under,
+)
+from tests.end_to_end.run_process import call_training
+
+transformers: Any = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE, MAVERICK], ids=["llama", "qwen3_moe", "llama4"])
@@ -56,135 +77,65 @@ def test_a_rectangle_is_that_of_the_whole_tensor(config: TransformerConfig, data
     assert torch.equal(copied(offset, shape), whole[place_of(offset, shape)])
 
 
-@given(st.integers(0, 9), st.integers(0, 20), st.integers(1, 3), st.integers(0, 9), st.integers(0, 20))
-def test_overlap_is_what_two_ranges_share(start: int, length: int, step: int, first: int, size: int) -> None:
-    wanted = slice(start, start + length, step)
-    taken, inside = overlap(wanted, first, size)
-    elements = list(range(wanted.start, wanted.stop, step))
-    assert elements[taken] == [element for element in elements if first <= element < first + size]
-    assert list(range(first, first + size))[inside] == elements[taken]
-
-
 def test_a_tied_model_has_no_head_on_either_side() -> None:
+    """And a head beside a tie is no surplus, nor are frequencies."""
+    shapes: dict[str, tuple[int, ...]] = {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,)}
+    shapes |= {name: section.shape for name, section in HuggingFaceMapping.of(LLAMA).theirs.items()}
     mapping = HuggingFaceMapping.of(replace(LLAMA, untie_embeddings_and_output_weights=False))
     assert "output_layer.weight" not in mapping.ours
     assert "lm_head.weight" not in mapping.theirs
+    mapping.check(shapes, "DIR")
 
 
-# --- which tensors are accepted ------------------------------------------------------------------------------
-
-
-def shapes() -> dict[str, tuple[int, ...]]:
-    return {name: section.shape for name, section in HuggingFaceMapping.of(LLAMA).theirs.items()}
-
-
-def test_missing_surplus_and_misshapen_tensors_are_named() -> None:
-    mapping = HuggingFaceMapping.of(LLAMA)
-    mapping.check(shapes() | {"model.layers.0.self_attn.rotary_emb.inv_freq": (3,)}, "DIR")
-    lacking = {name: shape for name, shape in shapes().items() if name != "model.norm.weight"}
-    with pytest.raises(CheckpointError, match=r"DIR lacks model\.norm\.weight"):
-        mapping.check(lacking, "DIR")
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias, which a Llama model does not have"):
-        mapping.check(shapes() | {"model.layers.0.self_attn.q_proj.bias": (24,)}, "DIR")
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight in DIR has shape \[13\].* \[12\]"):
-        mapping.check(shapes() | {"model.norm.weight": (13,)}, "DIR")
-
-
-def test_a_head_beside_a_tie_is_no_surplus() -> None:
-    HuggingFaceMapping.of(replace(LLAMA, untie_embeddings_and_output_weights=False)).check(shapes(), "DIR")
-
-
-# --- config.json ---------------------------------------------------------------------------------------------
-
-
-def test_flags_made_of_an_architecture_resolve_to_it() -> None:
-    assert ModelConfig.of(LLAMA).resolve(17, 1, 1) == replace(LLAMA, padded_vocab_size=128)
-
-
-LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
-
-
-def fields_with(**changes: Any) -> dict[str, Any]:
-    """Plain fields with some changed, or (None) null."""
-    return {name: value for name, value in config_fields(LLAMA, "float32").items() if "rope" not in name} | changes
+EXPERT = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
+STACKED = "model.layers.2.feed_forward.experts.gate_up_proj"
+BIAS = "model.layers.0.self_attn.q_proj.bias"
 
 
 @pytest.mark.parametrize(
-    ("spelling", "base", "factor"),
+    ("config", "name", "shape", "words"),
     [
-        ({"rope_theta": 7.0, "rope_scaling": None}, 7.0, None),
-        ({}, 10000.0, None),
-        ({"rope_theta": 7.0, "rope_scaling": {"type": "llama3", **LLAMA3}}, 7.0, 32.0),
-        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 7.0, 32.0),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7, **LLAMA3}}, 7.0, 32.0),
+        (LLAMA, "model.norm.weight", None, r"DIR lacks model\.norm\.weight"),
+        (LLAMA, BIAS, (24,), r"q_proj\.bias, which a Llama model does not have"),
+        (LLAMA, "model.norm.weight", (13,), r"model\.norm\.weight in DIR has shape \[13\].* \[12\]"),
+        (MIXTRAL, EXPERT, None, rf"lacks {EXPERT}"),
+        (MIXTRAL, EXPERT.replace("3.w3", "4.w3"), (24, 16), r"experts\.4\.w3\.weight, which a Mixtral model does not"),
+        (SCOUT, STACKED, (3, 16, 12), r"has shape \[3, 16, 12\], but config\.json requires \[4, 16, 12\]"),
+        (SCOUT, STACKED, (4, 12, 16), r"has shape \[4, 12, 16\], but config\.json requires \[4, 16, 12\]"),
     ],
 )
-def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: float, factor: float | None) -> None:
-    config = transformer_config_of(fields_with(**spelling), "config.json")
-    assert (config.rotary_base, config.use_rope_scaling) == (base, factor is not None)
-    if factor is not None:
-        assert (config.rope_scaling_factor, config.rope_scaling_original_length) == (factor, 512)
+def test_missing_surplus_and_misshapen_tensors_are_named(
+    config: TransformerConfig, name: str, shape: tuple[int, ...] | None, words: str
+) -> None:
+    mapping = HuggingFaceMapping.of(config)
+    shapes = {name: section.shape for name, section in mapping.theirs.items()}
+    mapping.check(shapes, "DIR")
+    shapes.pop(name, None)
+    with pytest.raises(CheckpointError, match=words):
+        mapping.check(shapes if shape is None else {**shapes, name: shape}, "DIR")
 
 
-def test_the_factors_between_which_frequencies_are_interpolated_are_read_and_written() -> None:
-    scaling = {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 1.5, "high_freq_factor": 1.5}
-    config = transformer_config_of(fields_with(rope_scaling=scaling), "config.json")
-    assert (config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor) == (1.5, 1.5)
-    assert config_fields(config, "float32")["rope_scaling"] == scaling
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "mistral"}, "model_type is 'mistral'"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"auto_map": {"AutoModel": "code.py"}}, "auto_map"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
-        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5}}, "high_freq_factor 4.0 is below"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
-        ({"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": [1]}, "rope_parameters is"),
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
-        ({"num_key_value_heads": 3}, "not divisible by num_key_value_heads 3"),
-        ({"head_dim": 5}, "head_dim 5 is odd"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
-    ],
-)
-def test_what_would_be_another_model_is_refused_by_name(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(CheckpointError) as refusal:
-        transformer_config_of(fields_with(**changes), "DIR/config.json")
-    assert words in str(refusal.value) and str(refusal.value).startswith("DIR/config.json: ")
-
-
-def test_what_transformers_refuses_is_not_written() -> None:
-    with pytest.raises(CheckpointError, match=r"not divisible by its heads \(5\)"):
-        config_fields(replace(LLAMA, num_attention_heads=5), "float32")
+def test_a_dense_layer_in_the_place_of_experts_is_refused(tmp_path: Path) -> None:
+    random_model(QWEN3_MOE).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"mlp_only_layers": []}))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.mlp\.gate\.weight and 12 others"):
+        import_of(tmp_path)
+    config.write_text(json.dumps(fields | {"mlp_only_layers": [0, 2]}))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.gate_proj\.weight"):
+        import_of(tmp_path)
 
 
 # --- files ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin"])
+@pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin", "model-00001-of-00001.safetensors"])
 def test_a_pickle_is_refused_under_any_name_and_never_opened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
+    if name.startswith("model-"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(CheckpointError, match=name):
-        HuggingFaceWeights(tmp_path)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_a_pickle_named_as_a_shard_is_never_opened(tmp_path: Path) -> None:
-    shard = "model-00001-of-00001.safetensors"
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
-    (tmp_path / shard).write_bytes(pickle.dumps(Bomb(tmp_path / "mark")))
-    with pytest.raises(CheckpointError, match=f"{shard} is not a complete safetensors file"):
         HuggingFaceWeights(tmp_path)
     assert not (tmp_path / "mark").exists()
 
@@ -263,3 +214,160 @@ def test_tokenizer_files_are_found_from_a_file_or_a_directory(tmp_path: Path) ->
     assert copy_tokenizer(source / "absent.model", tmp_path / "d") == []
     assert (tmp_path / "c" / "tokenizer.model").read_text() == "llama.model"
     assert not (tmp_path / "d").exists()
+
+
+# --- experts that are stacked --------------------------------------------------------------------------------
+
+
+class CountingWeights(HuggingFaceWeights):
+    """Counts the elements that are read."""
+
+    elements = 0
+
+    def read(self, name: str, place: Place) -> Tensor:
+        part = super().read(name, place)
+        self.elements += part.numel()
+        return part
+
+
+@pytest.mark.parametrize("experts", [range(4), range(2, 4)], ids=["all experts", "half of them"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_rank_reads_its_part_of_the_experts_and_no_more(experts: range, tp: int, tmp_path: Path) -> None:
+    """Of its experts the rows of gate and up, and the columns of fc2, that tensor parallelism gives it; and of these a
+    range that a data-parallel rank owns, which begins and ends inside a row."""
+    random_model(SCOUT).save_pretrained(tmp_path)
+    ours = import_of(tmp_path)
+    hidden, ffn, name = SCOUT.hidden_size, 6, "layers.1.mlp.experts"
+    width = ffn // tp
+    last = (tp - 1) * width
+    halves = [
+        Box((half * ffn + last, 0), (number * width, 0), (width, hidden))
+        for number, half in enumerate(range(2 * experts.start, 2 * experts.stop))
+    ]
+    downs = [
+        Box((expert * hidden, last), (number * hidden, 0), (hidden, width)) for number, expert in enumerate(experts)
+    ]
+    for kind, boxes, columns in (("fc1", halves, hidden), ("fc2", downs, width)):
+        rows = sum(box.shape[0] for box in boxes)
+        whole = ours[f"model/{name}.linear_{kind}.weight"]
+        wanted = torch.cat([whole[place_of(box.global_offset, box.shape)] for box in boxes]).flatten()
+        info = ParameterInfo(
+            f"{name}.linear_{kind}.weight", tuple(whole.shape), (rows, columns), tuple(boxes), None, True, tp > 1
+        )
+        for start, stop in ((0, rows * columns), (columns // 2 + 1, rows * columns - columns // 2)):
+            found, weights = torch.full((stop - start,), float("nan")), CountingWeights(tmp_path)
+            conversion.fill_from_hugging_face(tmp_path, weights, SCOUT, [(info, start, found)])
+            assert torch.equal(found, wanted[start:stop])
+            assert weights.elements == stop - start
+
+
+def test_a_part_of_stacked_experts_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
+    whole = torch.randn(4, 16, 12)
+    save_file({"experts": whole}, tmp_path / "model.safetensors")
+    found = HuggingFaceWeights(tmp_path).read("experts", (slice(2, 3), slice(0, 16), slice(5, 9)))
+    assert torch.equal(found, whole[2:3, :, 5:9])
+    assert found.stride() == whole.stride()
+
+
+# --- the text model of a multimodal one ----------------------------------------------------------------------
+
+
+VISION = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vision_output_dim": 32,
+    "image_size": 28,
+    "patch_size": 14,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
+
+
+def multimodal_model(config: TransformerConfig) -> Any:
+    fields = config_fields(config, "float32")
+    del fields["architectures"], fields["torch_dtype"]
+    settings = transformers.Llama4Config(text_config=fields, vision_config=VISION)
+    return randomized(transformers.Llama4ForConditionalGeneration(settings))
+
+
+def test_the_text_model_of_a_multimodal_model_is_taken_out_on_request(tmp_path: Path) -> None:
+    model = multimodal_model(SCOUT)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    request = FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    with pytest.raises(CheckpointError) as refusal:
+        convert(request)
+    assert str(refusal.value) == (
+        f"{tmp_path / 'hf' / 'config.json'} describes a multimodal model (Llama4ForConditionalGeneration), of which "
+        "only the text model can be used: add --text-only to leave out vision_model.* and multi_modal_projector.*."
+    )
+    assert not (tmp_path / "ours").exists()
+    told = convert(replace(request, text_only=True))
+    others = len([name for name in weights_under(tmp_path / "hf") if name.startswith("vision_model.")])
+    assert (
+        f"left out {others + 1} tensors that are not of the text model: 1 of multi_modal_projector.*, "
+        f"{others} of vision_model.*" in told
+    )
+    convert(ToHuggingFace(str(tmp_path / "ours"), str(tmp_path / "back"), tokenizer=False))
+    text = model.language_model
+    assert_equal(weights_under(tmp_path / "back"), dict(text.state_dict()))
+    fields = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (fields["architectures"], fields["model_type"]) == (["Llama4ForCausalLM"], "llama4_text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    tokens = torch.arange(34).remainder(SCOUT.vocab_size).view(2, 17)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, text(tokens).logits)
+
+
+def test_a_run_starts_from_the_text_model_of_a_multimodal_model_on_request(tmp_path: Path) -> None:
+    """In bf16, with master weights, and in a step that changes no weight."""
+    model = multimodal_model(MAVERICK)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    step = (
+        "--mock-data --vocab-size 17 --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --num-workers 0 "
+        "--device cpu --lr 0 --train-iters 1 --bf16"
+    )
+    flags = [*model_flags(MAVERICK), *step.split(), "--load-hf", str(tmp_path / "hf")]
+    (sentence,) = call_training(flags).errors
+    assert sentence.endswith("add --load-hf-text-only to leave out vision_model.* and multi_modal_projector.*.")
+    outcome = call_training([*flags, "--load-hf-text-only", "--save", str(tmp_path / "run")])
+    outcome.succeeded()
+    assert "tensors that are not of the text model: 1 of multi_modal_projector.*" in outcome.stdout
+    convert(ToHuggingFace(str(tmp_path / "run"), str(tmp_path / "back"), dtype="fp32", tokenizer=False))
+    assert_equal(weights_under(tmp_path / "back"), dict(model.language_model.state_dict()))
+
+
+def test_a_text_model_can_be_asked_for_its_text_model(tmp_path: Path) -> None:
+    random_model(SCOUT).save_pretrained(tmp_path / "hf")
+    assert "left out" not in convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "ours"), text_only=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"bits": 8}}, "quantization_config is"),
+        (
+            {"architectures": ["Llama4ForSequenceClassification"]},
+            "only Llama4ForConditionalGeneration can be converted",
+        ),
+        ({"text_config": [1]}, "text_config is [1], not an object"),
+        ({"text_config": {"model_type": "gemma"}}, "model_type is 'gemma'"),
+    ],
+)
+def test_a_multimodal_model_of_another_kind_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    multimodal_model(SCOUT).save_pretrained(tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(CheckpointError) as refusal:
+        convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "ours"), text_only=True))
+    assert words in str(refusal.value)
+
+
+def test_a_tensor_of_no_known_part_is_refused(tmp_path: Path) -> None:
+    multimodal_model(SCOUT).save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "model.safetensors"
+    save_file(load_file(file) | {"audio_model.weight": torch.zeros(2)}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"audio_model\.weight, which a Llama4ForConditionalGeneration does not"):
+        convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "ours"), text_only=True))

@@ -12,24 +12,34 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.directory import commit
-from megatron.checkpoint.lock import LEASE, LOCK, RENEWAL, LockAttempt, LockLostError, RunLock, acquire, check_token
+from megatron.checkpoint.lock import (
+    LEASE,
+    LOCK,
+    RENEWAL,
+    LockAttempt,
+    LockLostError,
+    Owner,
+    RunLock,
+    acquire,
+    check_token,
+)
 from megatron.errors import CheckpointError
-from tests.checkpoint.file_faults import NotAllowed, small_disk
+from tests.checkpoint.file_faults import small_files
 from tests.end_to_end.run_process import REPOSITORY, wait_until
 from tests.forked import fork_context
 
 pytestmark = pytest.mark.processes
+
+QUICK = 0.05
+"""Seconds between two renewals."""
 
 
 def hold(root: Path, pipe: Connection) -> None:
@@ -38,19 +48,22 @@ def hold(root: Path, pipe: Connection) -> None:
         lock = acquire(root)
     except CheckpointError as error:
         pipe.send(str(error))
-        return
-    pipe.send("held")
-    pipe.recv()
-    lock.release()
+    else:
+        pipe.send("held")
+        pipe.recv()
+        lock.release()
 
 
 class Other:
-    """Another process that tries to take the lock."""
+    """Another process that tries to take the lock; a child of this very process, or of the server that forks."""
 
-    def __init__(self, root: Path, context: ForkServerContext | ForkContext) -> None:
+    def __init__(self, root: Path, is_child: bool = False) -> None:
+        context = mp.get_context("fork") if is_child else fork_context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=hold, args=(root, theirs), daemon=True)
         self.process.start()
+        assert self.process.pid is not None
+        self.pid = self.process.pid
 
     def says(self) -> str:
         assert self.pipe.poll(60)
@@ -65,7 +78,7 @@ class Other:
 @pytest.fixture
 def owner(tmp_path: Path) -> Iterator[Other]:
     """A process that holds the lock."""
-    other = Other(tmp_path, fork_context())
+    other = Other(tmp_path)
     assert other.says() == "held"
     yield other
     other.process.kill()
@@ -73,12 +86,15 @@ def owner(tmp_path: Path) -> Iterator[Other]:
 
 
 class Clock:
-    """A monotonic clock that the test moves."""
+    """A monotonic clock that the test moves; ``meanwhile`` happens when it is read next."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.meanwhile: list[Callable[[], object]] = []
 
     def __call__(self) -> float:
+        while self.meanwhile:
+            self.meanwhile.pop()()
         return self.now
 
 
@@ -124,7 +140,7 @@ def test_a_second_run_is_refused_at_once_with_the_owner_named(owner: Other, tmp_
     with pytest.raises(CheckpointError) as refused:
         acquire(tmp_path)
     assert time.monotonic() - started < LEASE / 4
-    assert f"process {owner.process.pid} on {socket.gethostname()}, which is running" in str(refused.value)
+    assert f"process {owner.pid} on {socket.gethostname()}, which is running" in str(refused.value)
     assert "use another --save" in str(refused.value)
     owner.go()
     acquire(tmp_path).release()
@@ -132,38 +148,29 @@ def test_a_second_run_is_refused_at_once_with_the_owner_named(owner: Other, tmp_
 
 
 def test_a_process_that_is_stopped_keeps_its_lock(owner: Other, tmp_path: Path) -> None:
-    assert owner.process.pid is not None
-    os.kill(owner.process.pid, signal.SIGSTOP)
-    old = content(tmp_path) | {"renewed": time.time() - 10 * LEASE}
-    (tmp_path / LOCK).write_text(json.dumps(old))
+    os.kill(owner.pid, signal.SIGSTOP)
+    (tmp_path / LOCK).write_text(json.dumps(content(tmp_path) | {"renewed": time.time() - 10 * LEASE}))
     with pytest.raises(CheckpointError, match="which is running"):
         LockAttempt(tmp_path).poll()
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(owner: Other, tmp_path: Path) -> None:
-    assert owner.process.pid is not None
-    os.kill(owner.process.pid, signal.SIGKILL)
-    owner.process.join()
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
+    """Also before its parent has waited for it: until then it is a zombie."""
+    child = Other(tmp_path, is_child=True)
+    assert child.says() == "held"
+    text = (tmp_path / LOCK).read_text()
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     take(LockAttempt(tmp_path))
-
-
-def test_a_process_that_has_ended_does_not_keep_the_lock_until_its_parent_has_waited_for_it(tmp_path: Path) -> None:
-    # A child of this very process, which leaves it a zombie.
-    child = Other(tmp_path, mp.get_context("fork"))
-    assert child.says() == "held" and child.process.pid is not None
-    os.kill(child.process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOWAIT)
-    take(LockAttempt(tmp_path))
-
-
-def test_a_process_number_that_is_used_again_does_not_keep_the_lock(tmp_path: Path) -> None:
-    write(tmp_path, process=gone(tmp_path))
+    child.process.join()
+    (tmp_path / LOCK).write_text(text)
     take(LockAttempt(tmp_path))
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
+    """That of a process whose number is used again."""
     write(tmp_path, process=gone(tmp_path))
-    others = [Other(tmp_path, fork_context()) for _ in range(6)]
+    others = [Other(tmp_path) for _ in range(6)]
     words = [other.says() for other in others]
     assert words.count("held") == 1
     for other, word in zip(others, words):
@@ -226,14 +233,18 @@ def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
     take(attempt)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks that are renewed often."""
-    monkeypatch.setattr(lock_module, "RENEWAL", 0.05)
+SECOND_RUN = f"""
+import sys
+from pathlib import Path
+from megatron.checkpoint.lock import acquire
+lock = acquire(Path(sys.argv[1]), {QUICK})
+print("TAKEN", flush=True)
+sys.stdin.readline()
+"""
 
 
-def in_another_namespace(program: str, root: Path) -> "subprocess.Popen[str]":
-    """A program in a PID namespace of its own, on the same host under the same name."""
+def test_a_run_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_over(tmp_path: Path) -> None:
+    """There it is number 1 or so, which is somebody else's here."""
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     try:
         allowed = subprocess.run([*unshare, "true"], capture_output=True, text=True)
@@ -241,47 +252,14 @@ def in_another_namespace(program: str, root: Path) -> "subprocess.Popen[str]":
         pytest.skip("there is no unshare")
     if allowed.returncode != 0:
         pytest.skip(f"this process may not make a PID namespace: {allowed.stderr.strip()}")
-    return subprocess.Popen(
-        [*unshare, sys.executable, "-c", program, str(root)],
-        stdout=subprocess.PIPE,
-        stdin=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-
-
-SECOND_RUN = """
-import sys
-from pathlib import Path
-from megatron.checkpoint.lock import acquire
-try:
-    lock = acquire(Path(sys.argv[1]))
-except Exception as error:
-    print(error, flush=True)
-else:
-    print("TAKEN", flush=True)
-    sys.stdin.readline()
-"""
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_run_in_another_pid_namespace_is_refused_while_the_owner_lives(tmp_path: Path) -> None:
-    lock = acquire(tmp_path)
-    second = in_another_namespace(SECOND_RUN, tmp_path)
-    words, _ = second.communicate(timeout=6 * RENEWAL + 30)
-    assert f"in use by process {os.getpid()}" in words and "renewed its lock while this run was waiting" in words
-    lock.check()
-    lock.release()
-
-
-def test_the_owner_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_over(tmp_path: Path) -> None:
-    owner = in_another_namespace(SECOND_RUN, tmp_path)
-    assert owner.stdout is not None and owner.stdout.readline() == "TAKEN\n"
-    # There it is number 1 or so, which is somebody else's here.
+    command = [*unshare, sys.executable, "-c", SECOND_RUN, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stdin=pipe, text=True, cwd=REPOSITORY) as owner:
+        assert owner.stdout is not None and owner.stdout.readline() == "TAKEN\n"
+        with pytest.raises(CheckpointError, match="renewed its lock while this run was waiting"):
+            acquire(tmp_path)
+        owner.kill()
     clock = Clock()
-    assert LockAttempt(tmp_path, clock).poll() is None
-    owner.kill()
-    owner.wait()
     attempt = LockAttempt(tmp_path, clock)
     assert attempt.poll() is None
     clock.now += LEASE + RENEWAL + 1
@@ -337,9 +315,8 @@ def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypa
 # --- the owner ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) -> None:
-    lock = acquire(tmp_path)
+    lock = acquire(tmp_path, QUICK)
     wait_until(lambda: content(tmp_path)["renewals"] >= 2, 30)
     lock.check()
     stranger = content(tmp_path) | {"token": "another", "host": "elsewhere", "pid": 7}
@@ -357,9 +334,8 @@ def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) ->
     assert content(tmp_path) == stranger, "it is not ours to remove"
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
-    lock = acquire(tmp_path)
+    lock = acquire(tmp_path, QUICK)
     wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
     (tmp_path / LOCK).unlink()
     wait_until((tmp_path / LOCK).exists, 30)
@@ -368,58 +344,14 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.usefixtures("quick")
-def test_an_owner_that_was_suspended_for_a_lease_does_not_put_its_lock_back(tmp_path: Path) -> None:
-    clock, owner = Clock(), lock_module.Owner.this_process()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    lock = RunLock(tmp_path / LOCK, owner, clock)
-    wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
-    # Meanwhile another run has taken the lock, saved, and released it.
-    clock.now += LEASE + 1
-    (tmp_path / LOCK).unlink()
-
-    def is_lost() -> bool:
-        try:
-            lock.check()
-        except LockLostError:
-            return True
-        except CheckpointError:
-            pass
-        return False
-
-    wait_until(is_lost, 30)
-    assert not (tmp_path / LOCK).exists()
-    lock.release()
-
-
-def held_elsewhere(root: Path, clock: Clock) -> RunLock:
-    """A lock of this process, of which other runs cannot know whether it is alive."""
-    owner = replace(lock_module.Owner.this_process(), host="elsewhere", process="another boot/12345")
-    (root / LOCK).write_text(json.dumps(asdict(owner)))
-    return RunLock(root / LOCK, owner, clock)
-
-
-def stall_a_renewal(monkeypatch: pytest.MonkeyPatch, during: Callable[[], None]) -> None:
-    """Run ``during`` in the next renewal, after it has read the lock and before it replaces it."""
-    draft, stalls = lock_module._draft, [during]
-
-    @contextmanager
-    def stalled(path: Path, owner: lock_module.Owner) -> Iterator[Path]:
-        if stalls:
-            stalls.pop()()
-        with draft(path, owner) as written:
-            yield written
-
-    monkeypatch.setattr(lock_module, "_draft", stalled)
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("meanwhile", ["taken", "taken and released", "nothing"])
-def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: str
-) -> None:
+def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(tmp_path: Path, meanwhile: str) -> None:
+    """It stalls after it has read the lock and before it replaces it. The next one finds a lock that was released."""
     clock, taken, has_stalled = Clock(), list[RunLock | None](), threading.Event()
-    lock = held_elsewhere(tmp_path, clock)
+    # Other runs cannot know whether this process is alive.
+    owner = replace(Owner.this_process(), host="elsewhere", process="another boot/12345")
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
 
     def stall() -> None:
         attempt = LockAttempt(tmp_path, clock)
@@ -432,7 +364,7 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(
             (tmp_path / LOCK).unlink()
         has_stalled.set()
 
-    stall_a_renewal(monkeypatch, stall)
+    clock.meanwhile.append(stall)
     assert has_stalled.wait(30)
     if meanwhile == "nothing":
         # The file is away for a moment while it is put back.
@@ -454,35 +386,35 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(
     assert os.listdir(tmp_path) == []
 
 
-def renew_on_a_full_disk(place: Path, pipe: Connection) -> None:
-    """Hold a lock while the disk is full, and report that it changes."""
-    try:
-        leave = small_disk(place)
-    except NotAllowed as error:
-        pipe.send(str(error))
-        return
-    lock = acquire(place)
+def lock_on_a_full_disk(place: Path, pipe: Connection) -> None:
+    """Hold a lock while the disk is full until it has changed twice, and try to lock again."""
+    leave = small_files(place)
+    lock = acquire(place, QUICK)
     leave(0)
-    before = (place / LOCK).stat().st_mtime_ns
     renewals = content(place)["renewals"]
-    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
-    before = (place / LOCK).stat().st_mtime_ns
-    wait_until(lambda: (place / LOCK).stat().st_mtime_ns != before, 30)
+    times = {(place / LOCK).stat().st_mtime_ns}
+
+    def has_changed_twice() -> bool:
+        times.add((place / LOCK).stat().st_mtime_ns)
+        return len(times) > 2
+
+    wait_until(has_changed_twice, 30)
     lock.check()
     assert content(place)["renewals"] <= renewals + 1, "the disk is not full"
-    pipe.send("renewed")
+    lock.release()
+    with pytest.raises(CheckpointError, match="Cannot lock"):
+        acquire(place)
+    pipe.send(os.listdir(place))
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_full_disk_does_not_keep_a_lock_from_being_renewed(tmp_path: Path) -> None:
+    """But a new one is refused, and leaves nothing."""
     ours, theirs = mp.Pipe()
-    process = mp.get_context("fork").Process(target=renew_on_a_full_disk, args=(tmp_path, theirs), daemon=True)
+    process = mp.get_context("fork").Process(target=lock_on_a_full_disk, args=(tmp_path, theirs), daemon=True)
     process.start()
-    assert ours.poll(60)
-    words = ours.recv()
+    theirs.close()
+    assert ours.poll(60) and ours.recv() == []
     process.join(30)
-    if words != "renewed":
-        pytest.skip(words)
 
 
 # --- the fencing token ----------------------------------------------------------------------------------------
@@ -507,20 +439,15 @@ def test_a_rename_needs_the_token_of_the_lock(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path) -> None:
     """The lock is left to its lease: at the end of a run nothing else waits for the file system."""
-    is_over, has_begun = threading.Event(), threading.Event()
-    monkeypatch.setattr(lock_module, "RENEWAL", 0.01)
-    monkeypatch.setattr(lock_module, "RELEASE_SECONDS", 0.2, raising=False)
-
-    def stall(lock: RunLock) -> None:
-        has_begun.set()
-        is_over.wait()
-
-    monkeypatch.setattr(RunLock, "_renew", stall)
-    lock = acquire(tmp_path)
+    clock, is_over, has_begun = Clock(), threading.Event(), threading.Event()
+    owner = Owner.this_process()
+    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
+    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
+    clock.meanwhile += [is_over.wait, has_begun.set]
     assert has_begun.wait(60)
-    releasing = threading.Thread(target=lock.release, daemon=True)
+    releasing = threading.Thread(target=lock.release, args=(0.2,), daemon=True)
     releasing.start()
     releasing.join(20)
     is_waiting = releasing.is_alive()
@@ -529,44 +456,21 @@ def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path, m
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="asks ps")
-@pytest.mark.parametrize("ending", ["killed", "running"])
-def test_without_proc_the_owner_is_looked_up_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
-) -> None:
+def test_without_proc_the_owner_is_looked_up_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS, where the lock of a crashed run is free at once."""
-    monkeypatch.setattr(lock_module, "_PROC", "/nowhere", raising=False)
-    programs = tmp_path / "programs"
-    programs.mkdir()
     # As macOS's: after "=" the rest of the argument is the heading of a column.
     ps = 'for word; do case $word in *=?*) echo "a heading: $word"; exit;; esac; done\n'
     ps += f'exec {shutil.which("ps")} "$@"'
     for name, script in (("sysctl", '[ "$*" = "-n kern.bootsessionuuid" ] && echo 4A0C6F'), ("ps", ps)):
-        (programs / name).write_text(f"#!/bin/sh\n{script}\n")
-        (programs / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: other.pid)
-        owner = lock_module.Owner.this_process()
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    owner = Owner.this_process("/nowhere")
     assert re.fullmatch(r"4A0C6F/\w+ \w+ \d+ \d\d:\d\d:\d\d \d{4}", owner.process)
-    if ending == "killed":
-        other.kill()
-        other.wait()
-    (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    try:
-        if ending == "running":
-            assert owner.fate() == "alive"
-        else:
-            take(LockAttempt(tmp_path))
-    finally:
-        other.kill()
-        other.wait()
-
-
-def test_without_proc_another_process_of_the_same_number_is_not_the_owner(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock_module, "_PROC", "/nowhere", raising=False)
-    monkeypatch.setattr(lock_module, "_boot", lambda: "4A0C6F")
-    owner = replace(lock_module.Owner.this_process(), process="4A0C6F/Thu Jan  1 00:00:00 1970")
-    assert owner.fate() == "gone"
+    assert owner.fate("/nowhere") == "alive"
+    assert replace(owner, process="4A0C6F/Thu Jan  1 00:00:00 1970").fate("/nowhere") == "gone"
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    for _ in ("a zombie", "waited for"):
+        assert replace(owner, pid=child.pid).fate("/nowhere") == "gone"
+        child.wait()

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Mapping
@@ -34,13 +33,13 @@ from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, Megat
 from megatron.checkpoint.megatron_lm.pickle_opcodes import Global, Record
 from megatron.checkpoint.megatron_lm.torch_dist import Chunk, SavedTensor, TorchDistCheckpoint
 from megatron.checkpoint.megatron_lm.weights import grouped_rows, matrices, place_of
-from megatron.checkpoint.names import MODEL
-from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands.convert_checkpoint import FromMegatron, convert
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError, UserError
 from tests.checkpoint.megatron_core import ITERATION, TOKENS, unpack_fixtures
+from tests.checkpoint.models import assert_equal
 from tests.end_to_end.converted import our_model
+from tests.end_to_end.converted import tensors_of as global_tensors
 from tests.end_to_end.run_process import call_training
 from tests.messages import assert_helpful
 from tests.whole_model import logits_of
@@ -105,29 +104,13 @@ def test_the_converted_model_has_the_logits_of_megatron_core(name: str, fixtures
     [("llama_tp2_pp2", "llama"), ("mixtral_ep2", "mixtral"), ("mixtral_grouped_ep2", "mixtral")],
 )
 def test_every_layout_and_form_of_the_writer_gives_the_same_weights(other: str, name: str, fixtures: Path) -> None:
-    found, wanted = tensors_of(fixtures / other / ITERATION), tensors_of(fixtures / name / ITERATION)
-    assert found.keys() == wanted.keys()
-    for tensor in wanted:
-        assert torch.equal(found[tensor], wanted[tensor]), tensor
-
-
-def test_layers_and_experts_may_be_stacked_or_separate(fixtures: Path) -> None:
-    stacked = TorchDistCheckpoint(fixtures / "mixtral" / ITERATION).tensors
-    separate = TorchDistCheckpoint(fixtures / "mixtral_ep2" / ITERATION).tensors
-    layers = TorchDistCheckpoint(fixtures / "qwen3_moe" / ITERATION).tensors
-    grouped = TorchDistCheckpoint(fixtures / "mixtral_grouped_ep2" / ITERATION).tensors
-    assert stacked["decoder.layers.mlp.experts.experts.linear_fc1.weight"].shape == (2, 4, 16, 16)
-    chunks = grouped["decoder.layers.mlp.experts.experts.linear_fc1.weight"].chunks
-    assert {chunk.shape for chunk in chunks} == {(1, 2, 8, 16)}
-    assert separate["decoder.layers.1.mlp.experts.experts.3.linear_fc1.weight_v"].shape == (8, 16)
-    assert layers["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (4, 16, 16)
+    """Layers and experts stacked in one tensor, or a tensor for each."""
+    assert_equal(tensors_of(fixtures / other / ITERATION), tensors_of(fixtures / name / ITERATION))
 
 
 def test_gains_that_are_stored_minus_one_are_kept(fixtures: Path) -> None:
     directory = fixtures / "llama" / ITERATION
-    found, wanted = tensors_of(directory, apply_layernorm_1p=True), tensors_of(directory)
-    for tensor in wanted:
-        assert torch.equal(found[tensor], wanted[tensor]), tensor
+    assert_equal(tensors_of(directory, apply_layernorm_1p=True), tensors_of(directory))
     source = MegatronCheckpoint(directory)
     source.arguments = {**source.arguments, "apply_layernorm_1p": True}
     assert MegatronImport(source, 29, None, lambda count: None).architecture.apply_layernorm_1p
@@ -138,21 +121,7 @@ def test_training_starts_with_the_advised_flags(fixtures: Path, tmp_path: Path) 
     words = shlex.split(advice.splitlines()[-1].partition("pretrain_llama.py ")[2])
     step = "--mock-data --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --num-workers 0 --device cpu --lr 0"
     call_training([*words, *step.split(), "--train-iters", "1", "--save", str(tmp_path / "run")]).succeeded()
-    before, after = (read_weights(tmp_path / name, iteration) for name, iteration in (("ours", 0), ("run", 1)))
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor), name
-
-
-def read_weights(root: Path, iteration: int) -> dict[str, Tensor]:
-    """The weights of one of our checkpoints."""
-    saved = SavedTensors(root, iteration)
-    weights = {}
-    for name, described in saved.manifest.tensors.items():
-        if name.startswith(MODEL):
-            weights[name] = torch.empty(described.shape, dtype=described.dtype)
-            saved.read_into(weights[name], name, tuple(slice(0, size) for size in described.shape))
-    assert weights
-    return weights
+    assert_equal(global_tensors(tmp_path / "run"), global_tensors(tmp_path / "ours"))
 
 
 def test_the_state_of_the_optimizer_is_left_out(fixtures: Path) -> None:
@@ -427,11 +396,9 @@ def test_another_format_is_refused(fields: Mapping[str, object], words: str, wri
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 100_000, '{"sharded_backend": "torch_dist"}'])
 def test_a_format_that_is_none_is_refused(content: str, writable: Path) -> None:
+    """And the old one is named."""
     (writable / "metadata.json").write_text(content)
     refusal_of(writable)
-
-
-def test_the_old_format_is_named(writable: Path) -> None:
     (writable / "metadata.json").unlink()
     (writable / "mp_rank_00").mkdir()
     assert "the format torch" in refusal_of(writable)
@@ -453,15 +420,15 @@ def test_a_converted_release_is_found(writable: Path, tmp_path: Path) -> None:
     assert f"of {writable.parent / 'release'} to" in converted(writable.parent, tmp_path / "ours")
 
 
-def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has neither .* nor .*: give --load"):
-        converted(tmp_path, tmp_path / "ours")
-
-
-def test_bad_flags_are_refused() -> None:
-    with pytest.raises(ConfigError, match="--ckpt-step -1"):
-        convert(FromMegatron("a", "b", ckpt_step=-1))
-    with pytest.raises(ConfigError, match="--vocab-size 0"):
-        convert(FromMegatron("a", "b", vocab_size=0))
-    with pytest.raises(ConfigError, match=re.escape("--load s3://a")):
-        convert(FromMegatron("s3://a", "b"))
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (FromMegatron("a", "b", ckpt_step=-1), "--ckpt-step -1"),
+        (FromMegatron("a", "b", vocab_size=0), "--vocab-size 0"),
+        (FromMegatron("s3://a", "b"), "--load s3://a"),
+        (FromMegatron(str(Path(__file__).parent), "b"), r"has neither .* nor .*: give --load"),
+    ],
+)
+def test_bad_requests_are_refused(request_: FromMegatron, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        convert(request_)

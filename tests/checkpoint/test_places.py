@@ -1,4 +1,4 @@
-"""Parts of tensors: which boxes overlap."""
+"""Parts of tensors: which boxes overlap, and what two ranges share."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.places import boxes_are_disjoint
+from megatron.checkpoint.places import boxes_are_disjoint, overlap
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) for every dim."""
@@ -36,13 +36,6 @@ def test_boxes_are_disjoint_where_no_element_is_in_two(case: tuple[int, list[Box
     assert boxes_are_disjoint(*arrays(boxes, dims)) == (len(counted) == len(set(counted)))
 
 
-def test_flat_ranges_of_a_matrix_are_disjoint() -> None:
-    """A range of the flattened matrix is up to three boxes, and ranks meet in the middle of a row."""
-    boxes: list[Box] = [((0, 3), (0, 5)), ((3, 4), (0, 2)), ((3, 4), (2, 5)), ((4, 7), (0, 5))]
-    assert boxes_are_disjoint(*arrays(boxes, 2))
-    assert not boxes_are_disjoint(*arrays([*boxes, ((6, 7), (4, 5))], 2))
-
-
 def test_boxes_that_no_plane_divides_are_compared_in_pairs() -> None:
     """Four boxes around a hole, like a pinwheel."""
     pinwheel: list[Box] = [((0, 1), (0, 2)), ((0, 2), (2, 3)), ((2, 3), (1, 3)), ((1, 3), (0, 1))]
@@ -55,3 +48,12 @@ def test_many_shards_are_compared_in_little_time() -> None:
     starts = np.arange(50_000, dtype=np.int64)[:, None]
     assert boxes_are_disjoint(starts, starts + 1)
     assert not boxes_are_disjoint(starts, starts + np.where(starts == 777, 2, 1))
+
+
+@given(st.integers(0, 9), st.integers(0, 20), st.integers(1, 3), st.integers(0, 9), st.integers(0, 20))
+def test_overlap_is_what_two_ranges_share(start: int, length: int, step: int, first: int, size: int) -> None:
+    wanted = slice(start, start + length, step)
+    taken, inside = overlap(wanted, first, size)
+    elements = list(range(wanted.start, wanted.stop, step))
+    assert elements[taken] == [element for element in elements if first <= element < first + size]
+    assert list(range(first, first + size))[inside] == elements[taken]

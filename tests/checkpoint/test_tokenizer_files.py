@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, SavedState
 from megatron.checkpoint.tokenizer_files import COPY, keep_copy, tokenizer_of
@@ -16,8 +15,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.data_record import tokenizer_digest
 from megatron.data.tokenizers import tokenizer_files
 from megatron.training.checkpoints.saved_run import state_of_weights
-
-ARCHITECTURE = TransformerConfig(1, 8, 8, 1, 1, 8, 16, 16, 8)
+from tests.checkpoint.models import LLAMA
 
 
 def write(directory: Path, files: Mapping[str, str]) -> None:
@@ -39,7 +37,7 @@ def tokenizers(directory: Path) -> dict[str, TokenizerConfig]:
 
 
 def state_of(flags: TokenizerConfig, digest: str | None) -> SavedState:
-    state = state_of_weights(3, ARCHITECTURE, {"tokenizer": asdict(flags)})
+    state = state_of_weights(3, LLAMA, {"tokenizer": asdict(flags)})
     return replace(state, data_stages=(DataStage("main", 0, 0, {"tokenizer_digest": digest}),))
 
 

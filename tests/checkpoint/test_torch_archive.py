@@ -30,6 +30,7 @@ from megatron.checkpoint.megatron_lm.torch_archive import Range, TorchArchive, r
 from megatron.checkpoint.megatron_lm.torch_dist import TorchDistCheckpoint
 from megatron.errors import CheckpointError
 from tests.checkpoint.megatron_core import ITERATION, unpack_fixtures
+from tests.checkpoint.models import Bomb
 from tests.messages import assert_helpful
 
 DTYPES = (
@@ -121,31 +122,11 @@ def test_a_part_of_a_tensor_takes_the_memory_of_the_part(tmp_path: Path) -> None
 # --- damage --------------------------------------------------------------------------------------------------
 
 
-def test_every_truncation_is_refused() -> None:
-    content = saved(torch.arange(6.0))
-    for size in range(0, len(content), 7):
-        refusal(content[:size])
-
-
-def test_a_flipped_byte_is_refused_or_changes_nothing() -> None:
-    tensor = torch.arange(64.0)
-    content = saved(tensor)
-    choose, refused = random.Random(1), 0
-    for _ in range(300):
-        damaged = bytearray(content)
-        damaged[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
-        try:
-            assert torch.equal(rows_of(bytes(damaged), slice(0, 64)), tensor)
-        except CheckpointError as error:
-            assert_helpful(str(error), WHERE)
-            refused += 1
-    assert refused > 60
-
-
-def test_a_compressed_member_is_refused() -> None:
+def test_other_archives_than_those_of_torch_are_refused() -> None:
     content = saved(torch.zeros(1000))
     packed = replaced(content, "data/0", b"\0" * 4000, compress_type=zipfile.ZIP_DEFLATED)
     assert "compressed" in refusal(packed)
+    assert "big-endian" in refusal(replaced(content, "byteorder", b"big"))
 
 
 @pytest.mark.parametrize(
@@ -174,10 +155,6 @@ def test_a_pickle_that_lies_is_refused(change: Callable[[bytes], bytes], words: 
     text = zipfile.ZipFile(io.BytesIO(content)).read("archive/data.pkl")
     assert change(text) != text
     assert words in refusal(replaced(content, "data.pkl", change(text)))
-
-
-def test_a_big_endian_archive_is_refused() -> None:
-    assert "big-endian" in refusal(replaced(saved(torch.zeros(1)), "byteorder", b"big"))
 
 
 @pytest.mark.parametrize("field", [42, 46], ids=["offset of the local header", "size"])
@@ -239,10 +216,10 @@ def test_tensors_are_those_that_dcp_reads(directory: Path) -> None:
 def test_damaged_files_are_refused_or_harmless(name: str, directory: Path) -> None:
     path, wanted = directory / name, read_all(directory)
     content, choose = path.read_bytes(), random.Random(2)
-    for size in (0, 1, len(content) // 2, len(content) - 1):
+    for size in (*range(0, len(content), max(1, len(content) // 40)), len(content) - 1):
         path.write_bytes(content[:size])
         refused(directory)
-    for _ in range(40):
+    for _ in range(120):
         damaged = bytearray(content)
         damaged[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
         path.write_bytes(bytes(damaged))
@@ -313,12 +290,7 @@ def test_a_chunk_of_another_shape_than_described_is_refused(directory: Path) -> 
 
 @pytest.mark.parametrize("name", ["common.pt", ".metadata"])
 def test_a_pickle_that_would_run_a_command_is_refused(name: str, directory: Path, tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return open, (str(tmp_path / "mark"), "w")
-
-    path = directory / name
-    content = {"args": Bomb()}
-    path.write_bytes(saved(content) if name == "common.pt" else pickle.dumps(content))
+    content = {"args": Bomb(tmp_path / "mark")}
+    (directory / name).write_bytes(saved(content) if name == "common.pt" else pickle.dumps(content))
     assert "nothing was imported or executed" in refused(directory)
     assert not (tmp_path / "mark").exists()

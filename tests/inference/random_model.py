@@ -10,6 +10,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.initialization import initialize_parameters
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.topology import RankGrid, Topology, single_process
+from megatron.inference.cached_model import CachedModel
 from megatron.inference.loading import build_model
 from tests.model.llama4 import CASES, CHUNK, llama4_config
 from tests.model.reference import CPU, architecture
@@ -52,6 +53,12 @@ def random_model(config: TransformerConfig, topology: Topology, with_cache: bool
     model = build_model(config, topology, torch.float64, with_cache)
     initialize_parameters(model.parameters(), seed=3)
     return model
+
+
+def cached(name: str, topology: Topology | None = None, num_ids: int | None = None) -> CachedModel:
+    """One of the models with a cache; without a topology in one process."""
+    topology = topology or single_process()
+    return CachedModel(random_model(MODELS[name], topology, with_cache=True), topology, num_ids)
 
 
 def texts_of(config: TransformerConfig) -> list[list[int]]:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.topology import Topology, single_process
-from megatron.inference.cached_model import CachedModel
 from tests.inference.random_model import (
     MODELS,
     PROMPTS,
@@ -16,18 +14,18 @@ from tests.inference.random_model import (
     STEPS,
     TOLERANCE,
     Layout,
-    random_model,
+    cached,
     texts_of,
     whole_logits,
 )
 from tests.rank_pool import RankPool
 
 
-def largest_error(config: TransformerConfig, topology: Topology) -> float:
+def largest_error(name: str, topology: Topology) -> float:
     """Of the logits at all steps of a batch, some of whose rows end before others."""
-    texts = texts_of(config)
-    wanted = [whole_logits(config, text) for text in texts]
-    model = CachedModel(random_model(config, topology, with_cache=True), topology)
+    texts = texts_of(MODELS[name])
+    wanted = [whole_logits(MODELS[name], text) for text in texts]
+    model = cached(name, topology)
     rows, errors = list(range(len(texts))), [0.0]
 
     def compare(logits: Tensor | None, step: int) -> None:
@@ -50,12 +48,12 @@ def largest_error(config: TransformerConfig, topology: Topology) -> float:
 
 def errors_on_rank(layout: Layout, names: list[str]) -> dict[str, float]:
     topology = layout.topology
-    return {name: largest_error(MODELS[name], topology) for name in names}
+    return {name: largest_error(name, topology) for name in names}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_without_a_cache(name: str) -> None:
-    assert largest_error(MODELS[name], single_process()) < TOLERANCE
+    assert largest_error(name, single_process()) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_ranks_compute_the_logits_of_one_process(four_ranks: RankPool, layout: L
 def test_a_text_that_goes_on_computes_the_rest_alone(name: str) -> None:
     """Also a text that changed after its beginning, and one that outgrows the memory of the cache."""
     config, (_, _, text) = MODELS[name], texts_of(MODELS[name])
-    model = CachedModel(random_model(config, single_process(), with_cache=True), single_process())
+    model = cached(name)
     changed = [*text[:7], 60 - text[7], *text[8:12]]
     for ids, computed in ((text[:5], 5), (text[:10], 5), (text[:10], 1), (text, len(text) - 10), (changed, 5)):
         logits = model.start([ids], capacity=len(ids))

@@ -9,23 +9,19 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.generation import GenerationConfig
-from megatron.core.topology import Topology, single_process
+from megatron.core.topology import single_process
 from megatron.data.tokenizers import NullTokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import Completion, NewToken, Speed, complete, generate_ids
 from megatron.inference.loading import build_model
-from tests.inference.random_model import MODELS, Layout, random_model
+from tests.inference.random_model import MODELS, Layout, cached
 from tests.model import reference as parity
 from tests.rank_pool import RankPool
 
 GREEDY = GenerationConfig(max_new_tokens=16, temperature=0.0)
 DRAWN = replace(GREEDY, temperature=1.5, seed=7)
 PROMPTS = ([5, 7, 11], [2], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5])
-
-
-def cached(name: str, topology: Topology) -> CachedModel:
-    return CachedModel(random_model(MODELS[name], topology, with_cache=True), topology)
 
 
 def ids_of(
@@ -61,7 +57,7 @@ def test_greedy_ids_are_those_that_transformers_generates(name: str) -> None:
 
 @pytest.mark.parametrize("config", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_batch_has_the_text_of_each_prompt_alone(config: GenerationConfig) -> None:
-    model = cached("llama4_text", single_process())
+    model = cached("llama4_text")
     alone = [
         ids_of(model, [prompt], replace(config, seed=config.seed + number))[0] for number, prompt in enumerate(PROMPTS)
     ]
@@ -70,7 +66,7 @@ def test_a_batch_has_the_text_of_each_prompt_alone(config: GenerationConfig) -> 
 
 
 def test_the_seed_determines_the_text() -> None:
-    model = cached("llama", single_process())
+    model = cached("llama")
     first, same, other = (ids_of(model, PROMPTS, replace(DRAWN, seed=seed)) for seed in (7, 7, 8))
     assert first == same and first != other
     assert first[1] != other[0], "texts with the same seed have different prompts"
@@ -97,7 +93,7 @@ def test_all_ranks_have_the_ids_of_one_process(four_ranks: RankPool, layout: Lay
 
 def test_texts_end_for_three_reasons() -> None:
     """Each at its own token; the others go on."""
-    model = cached("llama", single_process())
+    model = cached("llama")
     free = ids_of(model, PROMPTS, GREEDY)
     stop = next(token for token in free[0] if token not in free[1] + free[2])
     length = len(PROMPTS[2]) + 5
@@ -110,7 +106,7 @@ def test_texts_end_for_three_reasons() -> None:
 
 
 def test_a_text_may_use_every_position_and_no_more() -> None:
-    model = cached("llama", single_process())
+    model = cached("llama")
     prompt = [token % 60 for token in range(model.max_length - 3)]
     assert [len(ids) for ids in ids_of(model, [prompt, prompt[3:]], GREEDY)] == [3, 6]
     with pytest.raises(DataError, match="Prompt 1 has 64 tokens, and a text has at most 64"):
@@ -120,7 +116,7 @@ def test_a_text_may_use_every_position_and_no_more() -> None:
 
 
 def test_completions_have_the_new_text_and_count_its_tokens() -> None:
-    model, speed = cached("llama", single_process()), Speed()
+    model, speed = cached("llama"), Speed()
     tokenizer = NullTokenizer(60)
     free = ids_of(model, PROMPTS[:2], GREEDY)
     stop = next(token for token in free[0] if token not in free[1])

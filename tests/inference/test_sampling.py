@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron.config.generation import GenerationConfig
-from megatron.errors import ConfigError
 from megatron.inference.sampling import Sampler
 
 CONFIG = GenerationConfig(temperature=1.0, top_p=1.0)
@@ -66,9 +65,3 @@ def test_a_text_draws_the_same_with_any_others_beside_it() -> None:
     first, second = together.draw(logits, range(4)), together.draw(logits[2:], [2, 3])
     alone = Sampler(replace(CONFIG, seed=CONFIG.seed + 2), [0])
     assert [alone.draw(logits[2:3], [0]), alone.draw(logits[2:3], [0])] == [[first[2]], [second[0]]]
-
-
-@pytest.mark.parametrize("top_p", [0.0, 1.5])
-def test_a_top_p_that_is_no_share_is_refused(top_p: float) -> None:
-    with pytest.raises(ConfigError, match=f"--top-p {top_p} must be above 0 and at most 1"):
-        GenerationConfig(top_p=top_p).check()

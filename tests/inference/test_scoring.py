@@ -5,9 +5,8 @@ import torch
 
 from megatron.core.topology import Topology, single_process
 from megatron.inference import cached_model
-from megatron.inference.cached_model import CachedModel
 from megatron.inference.scoring import Score, score_continuations
-from tests.inference.random_model import MODELS, TOLERANCE, Layout, random_model, texts_of, whole_logits
+from tests.inference.random_model import MODELS, TOLERANCE, Layout, cached, texts_of, whole_logits
 from tests.rank_pool import RankPool
 
 NAMES = ("llama", "mixtral", "llama4_text")
@@ -32,8 +31,7 @@ def expected(name: str) -> list[Score]:
 
 
 def scores_on(name: str, topology: Topology, batch_size: int = 3) -> list[Score]:
-    model = CachedModel(random_model(MODELS[name], topology, with_cache=True), topology)
-    return score_continuations(model, pairs_of(name), batch_size)
+    return score_continuations(cached(name, topology), pairs_of(name), batch_size)
 
 
 def assert_equal(found: list[Score], wanted: list[Score]) -> None:
@@ -72,7 +70,7 @@ def test_ranks_give_the_scores_of_one_process(four_ranks: RankPool, layout: Layo
 
 
 def test_texts_longer_than_the_model_lose_their_beginning() -> None:
-    model = CachedModel(random_model(MODELS["llama"], single_process(), with_cache=True), single_process())
+    model = cached("llama")
     ids = [number * 7 % 60 for number in range(model.max_length + 9)]
     (whole, cut) = score_continuations(model, [(ids[:-5], ids[-5:]), (ids[8:-5], ids[-5:])], batch_size=2)
     assert whole.log_probability == pytest.approx(cut.log_probability, abs=TOLERANCE)
@@ -82,12 +80,6 @@ def test_texts_longer_than_the_model_lose_their_beginning() -> None:
 
 
 def test_generation_draws_no_id_that_the_tokenizer_lacks() -> None:
-    model = random_model(MODELS["llama"], single_process(), with_cache=True)
-    whole = CachedModel(model, single_process()).start([[1, 2, 3]], 4)
-    assert whole is not None
-    limited = CachedModel(
-        random_model(MODELS["llama"], single_process(), with_cache=True), single_process(), num_ids=40
-    )
-    logits = limited.start([[1, 2, 3]], 4)
-    assert logits is not None and logits.shape == (1, 40)
+    whole, logits = cached("llama").start([[1, 2, 3]], 4), cached("llama", num_ids=40).start([[1, 2, 3]], 4)
+    assert whole is not None and logits is not None and logits.shape == (1, 40)
     torch.testing.assert_close(logits, whole[:, :40])

@@ -241,15 +241,21 @@ def step_in_fp8(
     return inputs.grad
 
 
-def test_delayed_scales_follow_the_magnitudes(bench: Bench) -> None:
-    """State has our form, whoever computes: columns by role, the newest magnitude first."""
+def after_three_steps(bench: Bench) -> tuple[nn.Module, TransformerEngineFp8]:
+    """A layer with delayed scales, after magnitudes of 1, 4 and 2."""
     context = bench.context(DELAYED)
     layer = bench.row(context)
     with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
-    assert context.fp8 is not None
     for scale in (1.0, 4.0, 2.0):
         step_in_fp8(bench, layer, context, scale)
-    state = context.fp8.state()
+    assert isinstance(context.fp8, TransformerEngineFp8)
+    return layer, context.fp8
+
+
+def test_delayed_scales_follow_the_magnitudes(bench: Bench) -> None:
+    """State has our form, whoever computes: columns by role, the newest magnitude first."""
+    layer, fp8 = after_three_steps(bench)
+    state = fp8.state()
     amax = torch.stack(
         [
             bench.inputs().detach().abs().amax(),
@@ -268,13 +274,7 @@ def test_delayed_scales_follow_the_magnitudes(bench: Bench) -> None:
 
 def test_delayed_state_comes_back(bench: Bench) -> None:
     """Into as long a history, and into shorter ones the newest."""
-    context = bench.context(DELAYED)
-    layer = bench.row(context)
-    with_main_grads(layer, torch.promote_types(bench.dtype, torch.float32))
-    assert context.fp8 is not None
-    for scale in (1.0, 4.0, 2.0):
-        step_in_fp8(bench, layer, context, scale)
-    saved = {name: tensor.clone() for name, tensor in context.fp8.state().items()}
+    saved = {name: tensor.clone() for name, tensor in after_three_steps(bench)[1].state().items()}
     for length in (1, 2, 3, 5):
         other = bench.context(replace(DELAYED, fp8_amax_history_len=length))
         bench.row(other)

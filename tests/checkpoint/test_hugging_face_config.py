@@ -1,4 +1,4 @@
-"""Every architecture from and to Hugging Face's files: its features, config.json, and every tensor."""
+"""config.json of every architecture: its features, the presets, and what would be another model."""
 
 import json
 from dataclasses import replace
@@ -7,35 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint import conversion
-from megatron.checkpoint.hugging_face import HuggingFaceMapping
 from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
-from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
 from megatron.commands.weight_checkpoints import model_flags
-from megatron.config.model import preset
+from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture
-from tests.checkpoint.models import (
-    LLAMA,
-    MAVERICK,
-    MIXTRAL,
-    QWEN3_MOE,
-    SCOUT,
-    assert_equal,
-    import_of,
-    random_model,
-    weights_under,
-)
+from tests.checkpoint.models import LLAMA, MIXTRAL, QWEN3_MOE, SCOUT
 
 transformers: Any = pytest.importorskip("transformers")
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 """The fields of config.json in published models."""
+LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def fields_of(config: TransformerConfig, **changes: Any) -> dict[str, Any]:
+    """The fields of a model without those of rotary embeddings, some changed, or (None) null."""
+    fields = config_fields(config, "float32")
+    return {name: value for name, value in fields.items() if not name.startswith("rope")} | changes
+
 
 # --- features ------------------------------------------------------------------------------------------------
 
@@ -88,6 +81,7 @@ def test_features_distinguish_architectures_and_survive_config_json(config: Tran
         (SCOUT, {"moe_apply_probs_on_input": False}, "moe_router_score_function sigmoid"),
         (SCOUT, {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias True"),
         (SCOUT, {"num_experts": None}, "dense layers"),
+        (LLAMA, {"num_attention_heads": 5}, "not divisible by its heads (5)"),
     ],
 )
 def test_features_of_no_architecture_are_refused_by_name(
@@ -115,6 +109,10 @@ def test_a_checkpoint_with_other_experts_is_refused(
         check_architecture(vars(wanted), vars(saved), "X")
 
 
+def test_flags_made_of_an_architecture_resolve_to_it() -> None:
+    assert ModelConfig.of(LLAMA).resolve(17, 1, 1) == replace(LLAMA, padded_vocab_size=128)
+
+
 # --- presets -------------------------------------------------------------------------------------------------
 
 
@@ -138,21 +136,38 @@ def test_the_fields_of_a_published_model_are_the_preset(name: str) -> None:
         assert wanted.rope_layers() == (True, True, True, False) * 12
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "mixtral-8x22b", "qwen3-30b-a3b", "llama4-scout", "llama4-maverick"])
-def test_the_parameters_of_a_preset_are_all_there(name: str) -> None:
-    """And tests/model compares the number with transformers."""
-    config = preset(name).resolve(PRESET_VOCABULARIES[name], 1, 1)
-    sections = HuggingFaceMapping.of(config).theirs.values()
-    assert sum(torch.Size(section.shape).numel() for section in sections) == config.num_parameters()
-
-
 def test_the_small_llama4_has_every_kind_of_layer() -> None:
     config = preset("tiny-llama4").resolve(1000, 1, 64)
     assert set(config.moe_layers()) == set(config.rope_layers()) == {True, False}
     assert config.attention_chunk_size is not None and config.attention_temperature_tuning
 
 
-# --- config.json ---------------------------------------------------------------------------------------------
+# --- fields --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "base", "factor"),
+    [
+        ({"rope_theta": 7.0, "rope_scaling": None}, 7.0, None),
+        ({}, 10000.0, None),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "llama3", **LLAMA3}}, 7.0, 32.0),
+        ({"rope_theta": 7.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}, 7.0, 32.0),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, 7.0, None),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 7, **LLAMA3}}, 7.0, 32.0),
+    ],
+)
+def test_both_spellings_of_rotary_embeddings(spelling: dict[str, Any], base: float, factor: float | None) -> None:
+    config = transformer_config_of(fields_of(LLAMA, **spelling), "config.json")
+    assert (config.rotary_base, config.use_rope_scaling) == (base, factor is not None)
+    if factor is not None:
+        assert (config.rope_scaling_factor, config.rope_scaling_original_length) == (factor, 512)
+
+
+def test_the_factors_between_which_frequencies_are_interpolated_are_read_and_written() -> None:
+    scaling = {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 1.5, "high_freq_factor": 1.5}
+    config = transformer_config_of(fields_of(LLAMA, rope_scaling=scaling), "config.json")
+    assert (config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor) == (1.5, 1.5)
+    assert config_fields(config, "float32")["rope_scaling"] == scaling
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -224,6 +239,29 @@ def test_chunks_can_be_absent(changes: dict[str, Any], chunk: int | None) -> Non
 @pytest.mark.parametrize(
     ("config", "changes", "words"),
     [
+        (LLAMA, {"model_type": "mistral"}, "model_type is 'mistral'"),
+        (LLAMA, {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        (LLAMA, {"attention_bias": True}, "attention_bias is True"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias is True"),
+        (LLAMA, {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantization_config"),
+        (LLAMA, {"auto_map": {"AutoModel": "code.py"}}, "auto_map"),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor is 0"),
+        (
+            LLAMA,
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 5}},
+            "high_freq_factor 4.0 is below",
+        ),
+        (LLAMA, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+        (LLAMA, {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        (LLAMA, {"rope_parameters": [1]}, "rope_parameters is"),
+        (LLAMA, {"vocab_size": None}, "vocab_size is missing"),
+        (LLAMA, {"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
+        (LLAMA, {"num_key_value_heads": 3}, "not divisible by num_key_value_heads 3"),
+        (LLAMA, {"head_dim": 5}, "head_dim 5 is odd"),
+        (LLAMA, {"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
         (MIXTRAL, {"sliding_window": 4096}, "sliding_window is 4096, not None: attention has no sliding window"),
         (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         (MIXTRAL, {"num_local_experts": 0}, "num_local_experts is 0"),
@@ -259,78 +297,5 @@ def test_a_config_json_of_another_model_is_refused_by_field(
     config: TransformerConfig, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(CheckpointError) as refusal:
-        transformer_config_of(config_fields(config, "float32") | changes, "DIR/config.json")
+        transformer_config_of(fields_of(config, **changes), "DIR/config.json")
     assert words in str(refusal.value) and str(refusal.value).startswith("DIR/config.json: ")
-
-
-# --- tensors: tests/model and tests/end_to_end compare what they compute with transformers -----------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype"),
-    [
-        (MIXTRAL, torch.float32),
-        (QWEN3_MOE, torch.float32),
-        (SCOUT, torch.float32),
-        (MAVERICK, torch.float32),
-        (MAVERICK, torch.bfloat16),
-    ],
-    ids=["mixtral", "qwen3_moe", "scout", "maverick", "maverick in bf16"],
-)
-def test_back_again_every_bit_is_the_same_and_transformers_loads_it(
-    config: TransformerConfig, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In blocks that end inside an expert, and with the experts of a layer in several files."""
-    monkeypatch.setattr(conversion, "BLOCK_BYTES", 640)
-    random_model(config).to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="10KB")
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    convert(FromHuggingFace(str(tmp_path / "hf"), str(tmp_path / "ours")))
-    convert(ToHuggingFace(str(tmp_path / "ours"), str(tmp_path / "back"), max_shard_size="8000", tokenizer=False))
-    assert_equal(weights_under(tmp_path / "back"), weights_under(tmp_path / "hf"))
-    model, again = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=dtype) for name in ("hf", "back")
-    )
-    assert type(again) is type(model)
-    tokens = torch.arange(34).remainder(config.vocab_size).view(2, 17)
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, model(tokens).logits)
-
-
-def test_a_dense_layer_in_the_place_of_experts_is_refused(tmp_path: Path) -> None:
-    random_model(QWEN3_MOE).save_pretrained(tmp_path)
-    config = tmp_path / "config.json"
-    fields = json.loads(config.read_text())
-    config.write_text(json.dumps(fields | {"mlp_only_layers": []}))
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.mlp\.gate\.weight and 12 others"):
-        import_of(tmp_path)
-    config.write_text(json.dumps(fields | {"mlp_only_layers": [0, 2]}))
-    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.mlp\.gate_proj\.weight"):
-        import_of(tmp_path)
-
-
-MISSING = "model.layers.2.block_sparse_moe.experts.3.w3.weight"
-SURPLUS = MISSING.replace("3.w3", "4.w3")
-STACKED = "model.layers.2.feed_forward.experts.gate_up_proj"
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "changed", "words"),
-    [
-        (MIXTRAL, MISSING, None, rf"lacks {MISSING}"),
-        (MIXTRAL, SURPLUS, torch.zeros(24, 16), r"experts\.4\.w3\.weight, which a Mixtral model does not have"),
-        (SCOUT, STACKED, torch.zeros(3, 16, 12), r"has shape \[3, 16, 12\], but config\.json requires \[4, 16, 12\]"),
-        (SCOUT, STACKED, torch.zeros(4, 12, 16), r"has shape \[4, 12, 16\], but config\.json requires \[4, 16, 12\]"),
-    ],
-    ids=["missing", "surplus", "an expert too few", "not transposed"],
-)
-def test_other_experts_than_those_of_config_json_are_refused(
-    config: TransformerConfig, name: str, changed: Tensor | None, words: str, tmp_path: Path
-) -> None:
-    random_model(config).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file) | ({} if changed is None else {name: changed})
-    if changed is None:
-        del tensors[name]
-    save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(CheckpointError, match=words):
-        import_of(tmp_path)
