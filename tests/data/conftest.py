@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, trained or written here, or Llama 3's."""
+"""The golden corpora; tokenizers of every kind, trained or written here, or Llama 3's."""
 
 import base64
 import importlib.metadata
@@ -10,6 +10,16 @@ from typing import Any
 import pytest
 
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
+
+
+@pytest.fixture
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Corpora ``a`` and ``b`` in the working directory: their names are part of cache keys."""
+    monkeypatch.chdir(tmp_path)
+    write("a", golden_documents(CORPUS_A))
+    write("b", golden_documents(CORPUS_B, start=500))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

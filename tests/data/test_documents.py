@@ -1,6 +1,6 @@
 """Where documents begin in samples, and which part of a sample each context-parallel rank reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSe
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets, build_loader
 from megatron.data.order_cache import description_hash
-from megatron.errors import DataError
 from tests.data.corpora import write
 
 END, SYNTHETIC_END = 999, 7
@@ -236,36 +235,3 @@ def test_loader_processes_hand_over_the_same_parts(prefix: str) -> None:
         one, other = next(here), next(there)
         assert one.keys() == other.keys()
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-class _OneBadSample:
-    """A dataset whose second sample is spoilt."""
-
-    def __init__(self, dataset: Dataset, spoil: Callable[[Any], None]) -> None:
-        self._dataset, self._spoil = dataset, spoil
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        sample = {name: array.copy() for name, array in self._dataset[index].items()}
-        if index == 1:
-            self._spoil(sample)
-        return sample
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", [0, 6])
-def test_an_id_beyond_the_vocabulary_stops_all_ranks_that_share_the_sample(rank: int, place: int) -> None:
-    """Also those whose chunks do not hold it, which would wait for the others in vain."""
-
-    def spoil(sample: Any) -> None:
-        sample["tokens"][place] = END + 1
-
-    dataset = _OneBadSample(MockDataset(3, LENGTH, END, 10), spoil)
-    microbatches = loader(
-        dataset, rank, 2, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1
-    )
-    next(microbatches)
-    with pytest.raises(DataError, match=r"^Sample 1 has token id 1000, but the largest id of the tokenizer is 999"):
-        next(microbatches)
