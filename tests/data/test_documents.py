@@ -58,19 +58,20 @@ def starts_of(tokens: list[int], end: int = END) -> list[bool]:
 # --- where documents begin -----------------------------------------------------------------------------------
 
 
-def walk(order: Any, lengths: list[int]) -> Iterator[bool]:
-    """Token by token through the documents in their order: whether the token is the first of one."""
-    for document in order.document_index[:].tolist():
-        for place in range(lengths[document]):
-            yield place == 0
-
-
-def assert_starts_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], seq_length: int) -> None:
-    firsts = list(walk(dataset.order, lengths))
+def assert_samples_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], seq_length: int) -> None:
+    """Through the documents in their order, token by token: its id, and whether it is the first of a document."""
+    documents = documents_of(lengths)
+    order = dataset.order.document_index[:].tolist()
+    stream = [(token, place == 0) for number in order for place, token in enumerate(documents[number])]
+    tokens, firsts = map(list, zip(*stream))
     assert len(dataset) > 0
+    assert sorted(dataset.order.shuffle_index[:].tolist()) == list(range(len(dataset)))
     for index in range(len(dataset)):
         begin = int(dataset.order.shuffle_index[index]) * seq_length
-        starts = dataset[index]["document_starts"]
+        sample = dataset[index]
+        assert sample["tokens"].tolist() == tokens[begin : begin + seq_length]
+        assert sample["labels"].tolist() == tokens[begin + 1 : begin + seq_length + 1]
+        starts = sample["document_starts"]
         assert starts.dtype == np.bool_ and starts.shape == (seq_length,)
         # Attention and positions know nothing of the sample before.
         assert starts.tolist() == [True, *firsts[begin + 1 : begin + seq_length]]
@@ -82,19 +83,19 @@ def assert_starts_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], s
     seq_length=st.integers(1, 12),
     epochs=st.integers(1, 3),
 )
-def test_documents_begin_where_a_walk_over_the_corpus_meets_their_first_token(
+def test_samples_have_the_tokens_that_a_walk_over_the_corpus_meets_and_documents_begin_there(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epochs: int
 ) -> None:
     corpus = IndexedDataset(write(tmp_path_factory.mktemp("any") / "corpus", documents_of(lengths)))
     wanted = epochs * sum(lengths) // seq_length
     dataset = GPTDataset(corpus, 0, wanted, sample_settings(seq_length))
-    assert_starts_are_those_of_a_walk(dataset, lengths, seq_length)
+    assert_samples_are_those_of_a_walk(dataset, lengths, seq_length)
 
 
 def test_documents_of_one_token_and_ends_at_both_ends_of_a_sample_are_seen(prefix: str) -> None:
     """What the walk above must have met, here on one corpus that surely has it."""
     dataset = GPTDataset(IndexedDataset(prefix), 0, 60, sample_settings(LENGTH))
-    assert_starts_are_those_of_a_walk(dataset, LENGTHS, LENGTH)
+    assert_samples_are_those_of_a_walk(dataset, LENGTHS, LENGTH)
     samples = [dataset[index] for index in range(len(dataset))]
     assert any(sample["tokens"][0] == END and sample["document_starts"][1] for sample in samples)
     assert any(sample["tokens"][-1] == END for sample in samples)
@@ -153,6 +154,7 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
             assert sample.keys() == without[index].keys()
             assert all(np.array_equal(sample[name], array) for name, array in without[index].items())
         assert documents > count
+    assert marked[0][0]["tokens"].tolist() != marked[1][0]["tokens"].tolist()
     if kind == "corpus":
         assert description_hash(marked[0].description) == description_hash(plain[0].description)
 
