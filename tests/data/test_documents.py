@@ -14,9 +14,9 @@ from megatron.config.data import DataConfig
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import Microbatch, build_datasets, build_loader
+from megatron.data.loader import Microbatch, build_datasets
 from megatron.data.order_cache import description_hash
-from tests.data.corpora import write
+from tests.data.corpora import load, write
 
 END, SYNTHETIC_END = 999, 7
 LENGTH = 16
@@ -185,15 +185,8 @@ def chunks_from_either_side(rank: int, size: int) -> list[int]:
 def loader(dataset: Dataset, rank: int | None, size: int = 1, **changes: Any) -> Iterator[Microbatch]:
     """Microbatches of three samples of data-parallel rank 1 of 2; of a context-parallel rank, or whole."""
     positions = None if rank is None else ContextSplit(rank, size).positions(LENGTH).numpy()
-    place: dict[str, Any] = {
-        "vocab_size": END + 1,
-        "consumed_samples": 6,
-        "micro_batch_size": 3,
-        "data_parallel_rank": 1,
-        "data_parallel_size": 2,
-        "num_workers": 0,
-    }
-    return build_loader(dataset, **{**place, **changes}, positions=positions)
+    place = {"consumed_samples": 6, "micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
+    return load(dataset, **{**place, **changes}, positions=positions)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -219,11 +219,11 @@ def test_there_is_no_advice_where_no_order_is_better(grid: RankGrid) -> None:
     assert expert_placement_advice(grid, 8) is None
 
 
-@pytest.mark.parametrize(("ep", "etp"), [(8, None), (4, 2)])
+@pytest.mark.parametrize(("ep", "etp"), [(8, 1), (4, 2)])
 @pytest.mark.parametrize(("node_size", "is_spread"), [(4, False), (8, True), (16, True), (32, False), (72, False)])
-def test_the_advice_depends_on_the_size_of_a_node(node_size: int, is_spread: bool, ep: int, etp: int | None) -> None:
+def test_the_advice_depends_on_the_size_of_a_node(node_size: int, is_spread: bool, ep: int, etp: int) -> None:
     """Eight experts every second of 32 ranks: they fit in a node of 32, and no order brings them into one of 4."""
-    grid = RankGrid(tp=2, pp=4, dp=8, ep=ep, **({} if etp is None else {"etp": etp}))
+    grid = RankGrid(tp=2, pp=4, dp=8, ep=ep, etp=etp)
     assert (expert_placement_advice(grid, node_size) is not None) == is_spread
 
 
