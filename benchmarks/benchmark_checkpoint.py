@@ -20,7 +20,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -184,9 +184,9 @@ def verdict(row: Mapping[str, Any]) -> str:
     return f"at least {row['aim']:.2f}{meaning}: {'met' if row['is_met'] else 'MISSED'}"
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; the exit code."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
+    config = tyro.cli(BenchmarkConfig, args=arguments, description=__doc__)
     try:
         config.check()
         measured = measure(config)

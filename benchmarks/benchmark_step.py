@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from benchmarks.rank_slice import SliceConfig
 from benchmarks.step_contenders import Contender, Samples, bound, our_slice, transformers_slice
 from benchmarks.step_profile import StepProfile, profile_step
 from benchmarks.step_report import report
-from benchmarks.step_sweep import SweepName, rows
+from benchmarks.step_sweep import Row, SweepName, rows
 from benchmarks.step_timing import Clock, Times, spread, take_turns
 from megatron.config.command_line import preset_of
 from megatron.config.model import ModelConfig
@@ -226,10 +226,10 @@ def append_line(config: BenchmarkConfig, figures: dict[str, Any]) -> None:
             file.write(json.dumps(figures) + "\n")
 
 
-def run_sweep(config: BenchmarkConfig, sweep: SweepName, arguments: Sequence[str]) -> int:
-    """Measure every row of ``--sweep``; the number of rows that failed."""
+def run_sweep(config: BenchmarkConfig, sweep: Iterable[Row], arguments: Sequence[str]) -> int:
+    """Measure every row of a sweep; the number of rows that failed."""
     failures = 0
-    for row in rows(sweep, config.tiny):
+    for row in sweep:
         print(f"\n== {row.name}: {' '.join(row.flags)}", flush=True)
         try:
             one = replace(parse([*arguments, *row.flags]), sweep=None, tiny=False)
@@ -258,13 +258,14 @@ def parse(arguments: Sequence[str]) -> BenchmarkConfig:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and report; the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        config = parse(sys.argv[1:])
+        config = parse(words)
         config.check()
         if config.sweep is not None:
-            return 1 if run_sweep(config, config.sweep, sys.argv[1:]) else 0
+            return 1 if run_sweep(config, rows(config.sweep, config.tiny), words) else 0
         measure_and_report(config)
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)

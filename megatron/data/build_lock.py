@@ -21,27 +21,33 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-_HEARTBEAT_SECONDS = 5.0  # between two renewals
-_STALE_AFTER = 120.0  # seconds without renewal; a shuffle of billions blocks the interpreter for a while
 _POLL = 0.2
 _SUFFIX = ".incomplete"
 
 
-def load_or_build_once(stem: str, load: Callable[[], T | None], build: Callable[[], T]) -> T:
+def load_or_build_once(
+    stem: str,
+    load: Callable[[], T | None],
+    build: Callable[[], T],
+    *,
+    heartbeat_seconds: float = 5.0,
+    stale_after: float = 120.0,
+) -> T:
     """The result of ``load``, or of ``build``, which stores it; one process at a time builds under a ``stem``.
 
-    The others wait until ``load`` succeeds or the building process has ended. Raises :class:`OSError` if the directory
-    is not writable.
+    The others wait until ``load`` succeeds or the building process has ended, or has not renewed the lock for
+    ``stale_after`` seconds: long, since a shuffle of billions blocks the interpreter for a while. Raises
+    :class:`OSError` if the directory is not writable.
     """
     lock = f"{stem}.lock"
     watch: _Watch | None = None
     while (found := load()) is None:
         os.makedirs(os.path.dirname(lock) or ".", exist_ok=True)
         if _take(lock):
-            with _renewed(lock):
+            with _renewed(lock, heartbeat_seconds):
                 found = load()  # it may have been completed just before the lock was free
                 return build() if found is None else found
-        watch = watch or _Watch(lock)
+        watch = watch or _Watch(lock, stale_after)
         if not watch.owner_is_alive():
             watch.remove_leftovers(stem)
         time.sleep(_POLL)
@@ -91,12 +97,12 @@ def _host() -> str:
 
 
 @contextmanager
-def _renewed(lock: str) -> Iterator[None]:
+def _renewed(lock: str, heartbeat_seconds: float) -> Iterator[None]:
     """Rewrite the lock periodically, and remove it at the end."""
     done = threading.Event()
 
     def beat() -> None:
-        while not done.wait(_HEARTBEAT_SECONDS):
+        while not done.wait(heartbeat_seconds):
             # Without creating it: a waiter may have removed it.
             with suppress(OSError), open(lock, "r+", encoding="utf-8") as file:
                 file.write(_heartbeat())
@@ -116,8 +122,8 @@ def _renewed(lock: str) -> Iterator[None]:
 class _Watch:
     """A lock as seen by a waiting process."""
 
-    def __init__(self, lock: str) -> None:
-        self._lock = lock
+    def __init__(self, lock: str, stale_after: float) -> None:
+        self._lock, self._stale_after = lock, stale_after
         self._text = ""
         self._seen = time.monotonic()
         _logger.info("Waiting for another process to build %s", lock.removesuffix(".lock"))
@@ -131,7 +137,7 @@ class _Watch:
             return True
         if text != self._text:
             self._text, self._seen = text, time.monotonic()
-        return time.monotonic() - self._seen < _STALE_AFTER and not self._owner_has_ended()
+        return time.monotonic() - self._seen < self._stale_after and not self._owner_has_ended()
 
     def remove_leftovers(self, stem: str) -> None:
         """Remove the lock, and its owner's temporary files if the owner has certainly ended."""

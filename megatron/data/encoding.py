@@ -69,9 +69,9 @@ def encode(part: Batch | SourceRange, task: EncodeTask) -> list[EncodedBatch]:
     return [encode_batch(batch, task) for batch in batches]
 
 
-def encode_batch(batch: Batch, task: EncodeTask) -> EncodedBatch:
+def encode_batch(batch: Batch, task: EncodeTask, tokenizer: Tokenizer | None = None) -> EncodedBatch:
     """Tokenize a batch. Raises :class:`DataError` with the place of a bad document, unless they are skipped."""
-    tokenizer = shared_tokenizer(task.tokenizer)
+    tokenizer = tokenizer or shared_tokenizer(task.tokenizer)
     good: list[tuple[int, list[str]]] = []
     bad: list[tuple[int, str]] = []
     for number, texts in parse_documents(batch, task.form.keys, "--json-keys"):

@@ -29,8 +29,6 @@ POLL = 1.0
 """Seconds between two polls; also the ``timeout`` of the ``DataLoader``."""
 GRACE = 10.0
 """Seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it."""
-START_WAIT = 60.0
-"""Seconds after which loader processes are started again that have delivered nothing and are not reading."""
 _JOIN = 5.0  # seconds to wait for a killed process
 
 
@@ -75,6 +73,8 @@ class Patience:
     """Seconds (``--dataloader-timeout``); 0: no limit."""
     stop_signal: Callable[[], str | None] = lambda: None
     """Returns the name of the signal that requested a stop, if any."""
+    start_limit: float = 60.0
+    """Seconds after which loader processes are started again that have delivered nothing and are not reading."""
 
 
 UNLIMITED = Patience()
@@ -174,7 +174,7 @@ class LoaderProcesses(Iterator[T]):
         # Processes deliver in turn, so each of them has its first microbatch among as many as there are processes.
         if self._starts is None or self._num_delivered >= self._starts.num_workers:
             return
-        if worker is None or seconds < START_WAIT or self._starts.is_reading(worker):
+        if worker is None or seconds < self._patience.start_limit or self._starts.is_reading(worker):
             return
         raise LoaderNotStartedError(
             f"Loader process {process} was started {seconds:.0f} s ago, and neither reads nor delivers a microbatch."

@@ -24,7 +24,6 @@ SplitMatrix = list[tuple[float, float] | None]
 _LAST_EPOCH_APART_BELOW = 0.80
 
 MID_LEVEL_SURPLUS = 0.005  # surplus of the samples that a blended corpus builds
-_DOCUMENTS_AT_ONCE = 1 << 22  # of build_sample_index in memory
 _BLEND_SEGMENT = 2048  # sequential steps of the blend order
 _MAX_BLEND_LANES = 4096  # parallel segments ...
 _MAX_BLEND_STATES = 1 << 20  # ... but at most this many lanes x corpora
@@ -173,17 +172,18 @@ def build_sample_index(
     document_index: npt.NDArray[np.int32],
     seq_length: int,
     num_samples: int,
+    documents_at_once: int = 1 << 22,
 ) -> npt.NDArray[Any]:
     """Position of token ``k * seq_length`` in the stream, for k in 0..num_samples: [num_samples + 1, 2].
 
-    int32, or int64 if the document index is too long for it.
+    int32, or int64 if the document index is too long for it. ``documents_at_once`` limits what is in memory.
     """
     dtype = np.int64 if len(document_index) > np.iinfo(np.int32).max else np.int32
     rows = np.zeros((num_samples + 1, 2), dtype=dtype)
     # Row 0 stays (0, 0) even when the first document is empty; the others pass over empty documents.
     done, tokens = 1, 0
-    for start in range(0, len(document_index), _DOCUMENTS_AT_ONCE):
-        lengths = sequence_lengths[document_index[start : start + _DOCUMENTS_AT_ONCE]]
+    for start in range(0, len(document_index), documents_at_once):
+        lengths = sequence_lengths[document_index[start : start + documents_at_once]]
         ends = np.cumsum(lengths, dtype=np.int64) + tokens
         tokens = int(ends[-1])
         complete = max(done, min(num_samples, (tokens - 1) // seq_length) + 1)

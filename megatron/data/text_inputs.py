@@ -32,8 +32,6 @@ with suppress(ImportError):  # it is in the extra "data"
 
 Separation = Literal["file", "paragraph", "line"]
 
-BATCH_BYTES = 1 << 22
-MAX_DOCUMENT_BYTES = 1 << 28
 DATASET_PREFIX = "dataset:"
 
 _TEXT_ENDINGS = (".txt", ".text", ".md")
@@ -48,6 +46,10 @@ class InputFormat(NamedTuple):
     """How plain-text files are divided into documents."""
     dataset_config: str | None = None
     dataset_split: str = "train"
+    batch_bytes: int = 1 << 22
+    """Of a :class:`Batch`, about."""
+    max_document_bytes: int = 1 << 28
+    """Longer documents are refused: there is probably no end of a document in the file."""
 
 
 class SourceRange(NamedTuple):
@@ -149,8 +151,8 @@ def divide_among_workers(ranges: Iterable[SourceRange], form: InputFormat) -> It
     sources that cannot be cut, and of URLs, a batch that is read here."""
     for source in ranges:
         if _can_be_cut(source.path, form.separation) and not is_url(source.path):
-            for start in range(source.start, source.stop, BATCH_BYTES):
-                yield SourceRange(source.path, start, min(start + BATCH_BYTES, source.stop))
+            for start in range(source.start, source.stop, form.batch_bytes):
+                yield SourceRange(source.path, start, min(start + form.batch_bytes, source.stop))
         else:
             yield from read_batches([source], form)
 
@@ -160,7 +162,7 @@ def read_batches(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[B
     for source in ranges:
         if source.path.startswith(DATASET_PREFIX):
             dataset = _open_dataset(source.path.removeprefix(DATASET_PREFIX), form)
-            yield from _batch_rows(source.path, ((*map(row.get, form.keys),) for row in dataset), 0)
+            yield from _batch_rows(source.path, ((*map(row.get, form.keys),) for row in dataset), 0, form)
         else:
             yield from _read_range(source, form)
 
@@ -172,12 +174,12 @@ def _read_range(source: SourceRange, form: InputFormat) -> Iterator[Batch]:
             if kind.endswith(".parquet"):
                 yield from _read_parquet(source, stored, form)
             elif not kind.endswith(_TEXT_ENDINGS):
-                yield from _read_lines(source, stored, "json")
+                yield from _read_lines(source, stored, "json", form)
             elif form.separation == "line":
-                yield from _read_lines(source, stored, "line")
+                yield from _read_lines(source, stored, "line", form)
             else:
-                whole = form.separation == "file"
-                yield from _read_whole(source, stored) if whole else _read_paragraphs(source, stored)
+                read = _read_whole if form.separation == "file" else _read_paragraphs
+                yield from read(source, stored, form)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a complete gzip file ({error}): copy it again.") from error
     except FileNotFoundError as error:
@@ -188,21 +190,23 @@ def _read_range(source: SourceRange, form: InputFormat) -> Iterator[Batch]:
         raise DataError(f"{path} cannot be read ({error.strerror or error}): check --input.") from error
 
 
-def _read_lines(source: SourceRange, stored: BinaryIO, kind: Literal["json", "line"]) -> Iterator[Batch]:
+def _read_lines(
+    source: SourceRange, stored: BinaryIO, kind: Literal["json", "line"], form: InputFormat
+) -> Iterator[Batch]:
     """Blocks of whole lines that start in the range."""
     content = decompressed(source.path, stored)
     position, number, reported = source.start, 1, source.start
     if source.start:  # the line of the byte before belongs to the previous range
         stored.seek(source.start - 1)
-        position += len(_rest_of_line(content, source)) - 1
+        position += len(_rest_of_line(content, source, form)) - 1
         reported = position
     while position < source.stop or content is not stored:
-        size = BATCH_BYTES if content is not stored else min(BATCH_BYTES, source.stop - position)
+        size = form.batch_bytes if content is not stored else min(form.batch_bytes, source.stop - position)
         block = content.read(size)
         if not block:
             break
         if not block.endswith(b"\n"):
-            block += _rest_of_line(content, source)
+            block += _rest_of_line(content, source, form)
         at = stored.tell() if content is not stored else position + len(block)
         # Counting lines is left to place_of where it can find the batch again.
         begin = position if content is stored else source.start
@@ -212,46 +216,47 @@ def _read_lines(source: SourceRange, stored: BinaryIO, kind: Literal["json", "li
             number += block.count(b"\n")
 
 
-def _rest_of_line(content: IO[bytes], source: SourceRange) -> bytes:
-    rest = content.readline(MAX_DOCUMENT_BYTES)
-    if len(rest) == MAX_DOCUMENT_BYTES:
+def _rest_of_line(content: IO[bytes], source: SourceRange, form: InputFormat) -> bytes:
+    rest = content.readline(form.max_document_bytes)
+    if len(rest) == form.max_document_bytes:
         raise DataError(
-            f"{source.path} has a line of more than {MAX_DOCUMENT_BYTES >> 20} MiB: --input reads files by their "
+            f"{source.path} has a line of more than {form.max_document_bytes >> 20} MiB: --input reads files by their "
             f"names' endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
         )
     return rest
 
 
-def _read_whole(source: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
-    text = decompressed(source.path, stored).read(MAX_DOCUMENT_BYTES + 1)
-    if len(text) > MAX_DOCUMENT_BYTES:
+def _read_whole(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
+    text = decompressed(source.path, stored).read(form.max_document_bytes + 1)
+    if len(text) > form.max_document_bytes:
         raise DataError(
-            f"{source.path} has more than {MAX_DOCUMENT_BYTES >> 20} MiB, which is too long for one document: say with "
-            "--text-documents paragraph, or line, where documents end."
+            f"{source.path} has more than {form.max_document_bytes >> 20} MiB, which is too long for one document: say "
+            "with --text-documents paragraph, or line, where documents end."
         )
     yield Batch(source.path, "document", 1, 0, source.stop, [(text,)])
 
 
-def _read_paragraphs(source: SourceRange, stored: BinaryIO) -> Iterator[Batch]:
+def _read_paragraphs(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
     """Paragraphs, separated by blank lines."""
     content = decompressed(source.path, stored)
     documents: list[tuple[bytes]] = []
     lines: list[bytes] = []
     size, size_of_lines, first, reported = 0, 0, 1, 0
     while True:
-        line = _rest_of_line(content, source)
+        line = _rest_of_line(content, source, form)
         if line.strip():
             lines.append(line)
             size_of_lines += len(line)
-            if size_of_lines > MAX_DOCUMENT_BYTES:
+            if size_of_lines > form.max_document_bytes:
                 raise DataError(
-                    f"{source.path} has no blank line in {MAX_DOCUMENT_BYTES >> 20} MiB: try --text-documents line."
+                    f"{source.path} has no blank line in {form.max_document_bytes >> 20} MiB: try --text-documents "
+                    "line."
                 )
             continue
         if lines:
             documents.append((b"".join(lines).rstrip(b"\r\n"),))
             size, size_of_lines, lines = size + size_of_lines, 0, []
-        if documents and (size >= BATCH_BYTES or not line):
+        if documents and (size >= form.batch_bytes or not line):
             yield Batch(source.path, "document", first, 0, stored.tell() - reported, [*documents])
             size, first, reported, documents = 0, first + len(documents), stored.tell(), []
         if not line:
@@ -277,7 +282,7 @@ def _read_parquet(source: SourceRange, stored: BinaryIO, form: InputFormat) -> I
         batches = file.iter_batches(batch_size=256, columns=list(form.keys))
         columns = ([batch.column(key).to_pylist() for key in form.keys] for batch in batches)
         records = (row for batch in columns for row in zip(*batch))
-        yield from _batch_rows(source.path, records, source.stop / rows)
+        yield from _batch_rows(source.path, records, source.stop / rows, form)
     except pyarrow.ArrowException as error:
         raise DataError(f"{source.path} is not a complete parquet file ({error}): copy it again.") from error
 
@@ -309,13 +314,15 @@ def _open_dataset(name: str, form: InputFormat) -> Any:
     return dataset
 
 
-def _batch_rows(path: str, rows: Iterable[tuple[Any, ...]], stored_bytes_per_row: float) -> Iterator[Batch]:
+def _batch_rows(
+    path: str, rows: Iterable[tuple[Any, ...]], stored_bytes_per_row: float, form: InputFormat
+) -> Iterator[Batch]:
     records: list[tuple[Any, ...]] = []
     size, first = 0, 1
     for row in rows:
         records.append(row)
         size += 16 + sum(len(text) for text in row if isinstance(text, str))
-        if size >= BATCH_BYTES:
+        if size >= form.batch_bytes:
             yield Batch(path, "row", first, 0, round(len(records) * stored_bytes_per_row), records)
             size, first, records = 0, first + len(records), []
     if records:

@@ -15,18 +15,10 @@ from benchmarks.checkpoint_contenders import COMPARISONS, CONTENDERS, KINDS, Ten
 pytestmark = pytest.mark.slow(reason="a benchmark")
 
 
-def run_tool(monkeypatch: pytest.MonkeyPatch, *flags: object) -> int:
-    """The tool with such flags; its exit code."""
-    monkeypatch.setattr("sys.argv", ["benchmark_checkpoint.py", *map(str, flags)])
-    return benchmark_checkpoint.main()
-
-
-def test_every_row_is_measured_and_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_row_is_measured_and_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, output = tmp_path / "files", tmp_path / "figures.json"
-    flags = ("--size-mb", 4, "--repeats", 1, "--directory", files, "--json", output)
-    assert run_tool(monkeypatch, *flags) == 0
+    flags = f"--size-mb 4 --repeats 1 --directory {files} --json {output}"
+    assert benchmark_checkpoint.main(flags.split()) == 0
     figures = json.loads(output.read_text())
     assert 3e6 < figures["bytes"] < 5e6
     assert figures["flags"]["repeats"] == 1
@@ -82,8 +74,6 @@ def test_two_ranks_hold_the_halves_of_every_tensor() -> None:
         assert [offset[0] for offset in offsets] == [0, sizes[0]], name
 
 
-def test_a_wrong_number_is_refused_in_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run_tool(monkeypatch, "--repeats", 0) == 1
+def test_a_wrong_number_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert benchmark_checkpoint.main(["--repeats", "0"]) == 1
     assert capsys.readouterr().err == "ERROR: --repeats 0 must be at least 1.\n"

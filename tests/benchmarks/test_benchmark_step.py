@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import benchmark_step
-from benchmarks.benchmark_step import measure, parse
+from benchmarks.benchmark_step import measure, parse, run_sweep
 from benchmarks.product_rates import copy_rate, product_rates
 from benchmarks.rank_slice import SilentCommunicator, SliceConfig
 from benchmarks.step_bound import linear_shapes
@@ -21,14 +21,11 @@ from benchmarks.step_sweep import SWEEPS, Row, SweepName, rows
 from benchmarks.step_timing import Clock, take_turns
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.fp8 import Fp8Gemm, Fp8Role, Fp8Scaling
+from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.transformer import TransformerModel
 from megatron.core.parameter import info_of
-from megatron.core.quantized import Layout, QuantizedTensor
-from megatron.core.topology import Topology
+from megatron.core.quantized import QuantizedTensor
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 
@@ -46,6 +43,32 @@ def slice_of(*flags: str) -> SliceConfig:
 def cpu_slice(config: SliceConfig, with_optimizer: bool = False) -> Contender:
     kernels = config.choose_kernels(config.topology(CPU))
     return our_slice(config, Samples.random(config, CPU), CPU, with_optimizer, kernels)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """The arguments and the result of every call of a method from now on."""
+    calls: list[tuple[tuple[Any, ...], Any]] = []
+    method = getattr(owner, name)
+
+    def record(*arguments: Any) -> Any:
+        calls.append((arguments, method(*arguments)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(owner, name, record)
+    return calls
+
+
+def output_of(*flags: str) -> Tensor:
+    """What the forward passes of a slice compute."""
+    config = slice_of(*flags)
+    topology = config.topology(CPU)
+    model = config.build(topology)
+    config.data_parallel(topology, model)
+    torch.manual_seed(0)
+    passes = our_passes(config, Samples.random(config, CPU), model)
+    passes.forward()
+    assert passes.output is not None
+    return passes.output
 
 
 # What is built
@@ -85,14 +108,7 @@ def test_a_slice_runs_forward_and_backward_in_the_shapes_of_its_rank(layout: tup
 
 
 def test_with_the_head_a_step_begins_at_the_loss_of_random_weights() -> None:
-    config = slice_of("--with-head")
-    topology = config.topology(CPU)
-    model = config.build(topology)
-    config.data_parallel(topology, model)
-    passes = our_passes(config, Samples.random(config, CPU), model)
-    passes.forward()
-    assert passes.output is not None
-    assert passes.output.item() == pytest.approx(math.log(250), rel=0.05)
+    assert output_of("--with-head").item() == pytest.approx(math.log(250), rel=0.05)
 
 
 def test_silent_collectives_have_the_shapes_of_real_ones() -> None:
@@ -106,63 +122,36 @@ def test_silent_collectives_have_the_shapes_of_real_ones() -> None:
     assert output.flatten().tolist() == [2.0, 3.0]
 
 
-def slices_model(config: SliceConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Contender, TransformerModel]:
-    """A slice's contender, and the model that it has built."""
-    models: list[TransformerModel] = []
-    build = SliceConfig.build
-
-    def recorded(*arguments: Any) -> TransformerModel:
-        models.append(build(*arguments))
-        return models[-1]
-
-    monkeypatch.setattr(SliceConfig, "build", recorded)
-    return cpu_slice(config, with_optimizer=True), models[0]
-
-
 def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     flags = ("--bf16", "--fp8-format", "hybrid", "--tensor-model-parallel-size", "2", "--sequence-parallel")
-    contender, model = slices_model(slice_of(*flags, "--microbatches", "2"), monkeypatch)
-    fp8 = model.context.fp8
+    built = recorded(monkeypatch, SliceConfig, "build")
+    contender = cpu_slice(slice_of(*flags, "--microbatches", "2"), with_optimizer=True)
+    fp8 = built[0][1].context.fp8
     assert isinstance(fp8, Fp8Scaling)
-    quantised = 0
     gemms = fp8._layers
     assert len(gemms) == 8
-    quantize = type(gemms[0])._quantize
-
-    def counted(gemm: Fp8Gemm, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
-        nonlocal quantised
-        quantised += role == "weight"
-        return quantize(gemm, role, tensor, layout)
-
-    monkeypatch.setattr(type(gemms[0]), "_quantize", counted)
+    quantized = recorded(monkeypatch, type(gemms[0]), "_quantize")
     for step in range(2):
         contender.step()
         assert all(gemm.has_scales for gemm in gemms)
-        assert quantised == 8 * (step + 1)
+        assert sum(role == "weight" for (_, role, *_), _ in quantized) == 8 * (step + 1)
 
 
 def test_gradients_of_later_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = cpu_slice(slice_of("--microbatches", "3"), with_optimizer=True)
+    announced = recorded(monkeypatch, DataParallel, "start_grad_accumulation")
     accumulated: list[bool] = []
     add = MainGrad.add
 
-    def recorded(main_grad: MainGrad, gradient: Gradient) -> None:
+    def count(main_grad: MainGrad, gradient: Gradient) -> None:
         accumulated.append(not main_grad.is_filled)
         add(main_grad, gradient)
 
-    contender, _ = slices_model(slice_of("--microbatches", "3"), monkeypatch)
-    announced: list[int] = []
-    start = DataParallel.start_grad_accumulation
-
-    def announce(data_parallel: DataParallel, count: int) -> None:
-        announced.append(count)
-        start(data_parallel, count)
-
-    monkeypatch.setattr(DataParallel, "start_grad_accumulation", announce)
-    monkeypatch.setattr(MainGrad, "add", recorded)
+    monkeypatch.setattr(MainGrad, "add", count)
     contender.step()
-    assert announced == [3]
+    assert [arguments[1] for arguments, _ in announced] == [3]
     assert [action.phase for action in contender.actions].count("forward") == 1 + 3
     assert accumulated.count(True) * 3 == len(accumulated)
 
@@ -180,18 +169,7 @@ def test_documents_have_the_mean_length_and_differ_between_microbatches() -> Non
 
 
 def test_documents_restrict_attention() -> None:
-    outputs = []
-    for documents in ((), ("--documents", "4")):
-        config = slice_of(*documents)
-        topology = config.topology(CPU)
-        model = config.build(topology)
-        config.data_parallel(topology, model)
-        torch.manual_seed(0)
-        passes = our_passes(config, Samples.random(config, CPU), model)
-        passes.forward()
-        assert passes.output is not None
-        outputs.append(passes.output)
-    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(output_of(), output_of("--documents", "4"))
 
 
 def test_stand_ins_for_collectives_are_counted() -> None:
@@ -234,14 +212,7 @@ def test_kernels_are_chosen_once_and_once_more_without_documents(
     flags: tuple[str, ...], choices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the trials of a choice take a third of a row."""
-    chosen: list[SliceConfig] = []
-    choose = SliceConfig.choose_kernels
-
-    def recorded(config: SliceConfig, topology: Topology) -> Kernels:
-        chosen.append(config)
-        return choose(config, topology)
-
-    monkeypatch.setattr(SliceConfig, "choose_kernels", recorded)
+    chosen = recorded(monkeypatch, SliceConfig, "choose_kernels")
     measure(parse([*TINY, *flags, "--warmup", "0", "--repeats", "1", "--peak-tflops", "1"]))
     assert len(chosen) == choices
 
@@ -286,12 +257,9 @@ def test_flops_are_those_of_the_products_and_half_of_the_attention() -> None:
 def test_shapes_of_linear_layers_are_those_of_the_weights() -> None:
     config = slice_of("--tensor-model-parallel-size", "2", "--with-head")
     names = ("linear", "output_layer")
-    weights = [
-        p
-        for p in config.build(config.topology(CPU)).parameters()
-        if info_of(p).name.split(".")[-2][:6] in {name[:6] for name in names}
-    ]
-    assert sorted((p.shape[1], p.shape[0]) for p in weights) == sorted(linear_shapes(config.architecture, 2))
+    parameters = config.build(config.topology(CPU)).parameters()
+    weights = [one for one in parameters if info_of(one).name.split(".")[-2].startswith(names)]
+    assert sorted((one.shape[1], one.shape[0]) for one in weights) == sorted(linear_shapes(config.architecture, 2))
 
 
 @pytest.mark.parametrize(
@@ -367,25 +335,18 @@ def test_the_peak_of_a_step_is_what_it_had_allocated_at_once() -> None:
 # The tool
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *flags: str) -> int:
+def run(*flags: str) -> int:
     """The tool in this process."""
-    monkeypatch.setattr("sys.argv", ["benchmark_step.py", *TINY, "--warmup", "1", "--repeats", "3", *flags])
-    return benchmark_step.main()
+    return benchmark_step.main([*TINY, "--warmup", "1", "--repeats", "3", *flags])
 
 
-def test_a_run_reports_every_contender(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_run_reports_every_contender(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     flags = ("--with-head", "--with-optimizer", "--compare", "transformers", "--bf16", "--json", str(path))
-    assert run(monkeypatch, *flags, "--peak-tflops", "2") == 0
+    assert run(*flags, "--peak-tflops", "2") == 0
     figures = json.loads(path.read_text())
-    assert list(figures["rows"]) == [
-        "megatron-llama",
-        "bound, our kernels",
-        "bound, torch kernels",
-        "transformers eager",
-    ]
+    bounds = ["bound, our kernels", "bound, torch kernels"]
+    assert list(figures["rows"]) == ["megatron-llama", *bounds, "transformers eager"]
     ours, floor, _, theirs = figures["rows"].values()
     assert list(ours["ms"]) == ["forward", "backward", "optimizer", "step"]
     assert [len(times) for times in ours["seconds"].values()] == [3, 3, 3]
@@ -408,17 +369,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_figures_are_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_figures_are_appended(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     for flags in (("--documents", "6"), ("--bf16", "--fp8-format", "hybrid", "--microbatches", "2")):
-        assert run(monkeypatch, *flags, "--peak-tflops", "1", "--json", str(path)) == 0
+        assert run(*flags, "--peak-tflops", "1", "--json", str(path)) == 0
     documents, fp8 = lines(path)
-    assert list(documents["rows"]) == [
-        "megatron-llama",
-        "without documents",
-        "bound, our kernels",
-        "bound, torch kernels",
-    ]
+    assert list(documents["rows"])[:2] == ["megatron-llama", "without documents"]
     assert list(fp8["rows"])[-1] == "bound, FP8 kernels"
     ours = fp8["rows"]["megatron-llama"]
     assert ours["tokens_per_s"] == pytest.approx(2 * 16 / ours["ms"]["step"] * 1e3)
@@ -427,18 +383,12 @@ def test_figures_are_appended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert sum(ours["kernel_seconds"].values()) >= sum(kernel[1] for kernel in ours["longest_kernels"])
 
 
-def test_a_sweep_goes_on_after_a_row_that_fails(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_goes_on_after_a_row_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
-    few = [
-        Row("first", ("--model", "tiny", "--num-layers", "1", "--seq-length", "16")),
-        Row("bad", ("--fp64", "--bf16")),
-    ]
-    monkeypatch.setattr(benchmark_step, "rows", lambda sweep, tiny: [*few, replace(few[0], name="last")])
-    flags = ["--sweep", "bf16", "--device", "cpu", "--warmup", "0", "--repeats", "1", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["benchmark_step.py", *flags, "--peak-tflops", "1"])
-    assert benchmark_step.main() == 1
+    small = Row("first", ("--model", "tiny", "--num-layers", "1", "--seq-length", "16"))
+    sweep = [small, Row("bad", ("--fp64", "--bf16")), replace(small, name="last")]
+    flags = f"--sweep bf16 --device cpu --warmup 0 --repeats 1 --json {path} --peak-tflops 1".split()
+    assert run_sweep(parse(flags), sweep, flags) == 1
     first, bad, last = lines(path)
     assert (first["row"], bad["row"], last["row"]) == ("first", "bad", "last")
     assert "rows" in first and "rows" in last
@@ -477,7 +427,7 @@ def test_rows_of_sweeps_can_be_built(sweep: SweepName) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(
-    flags: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *flags) == 1
+    assert run(*flags) == 1
     assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, trained or written here, or Llama 3's."""
+"""The golden corpora; tokenizers of every kind, trained or written here, or Llama 3's."""
 
 import base64
 import importlib.metadata
@@ -10,6 +10,19 @@ from typing import Any
 import pytest
 
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
+from megatron.config.data import TokenizerConfig
+from megatron.data.gpt2_files import END_OF_TEXT
+from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.data.texts import AWKWARD_TEXTS
+
+
+@pytest.fixture
+def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Corpora ``a`` and ``b`` in the working directory: their names are part of cache keys."""
+    monkeypatch.chdir(tmp_path)
+    write("a", golden_documents(CORPUS_A))
+    write("b", golden_documents(CORPUS_B, start=500))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +102,22 @@ def hugging_face_directory(tmp_path: Path) -> Path:
     fast.enable_padding(length=8)
     fast.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def gpt2_files(tmp_path_factory: pytest.TempPathFactory, python_sources: list[str]) -> TokenizerConfig:
+    """vocab.json and merges.txt, as GPT-2's, of a small byte-level BPE."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    fast.train_from_iterator([*python_sources[:3], *AWKWARD_TEXTS], trainer)
+    vocabulary, merges = fast.model.save(str(tmp_path_factory.mktemp("gpt2")))
+    ids = json.loads(Path(vocabulary).read_text())
+    Path(vocabulary).write_text(json.dumps(ids | {END_OF_TEXT: len(ids)}))
+    return TokenizerConfig("GPT2BPETokenizer", vocab_file=vocabulary, merge_file=merges)
 
 
 @pytest.fixture

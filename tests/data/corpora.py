@@ -1,13 +1,16 @@
-"""Small corpora, and the specification of their sample orders, token by token."""
+"""Small corpora, their datasets and microbatches, and the specification of their sample orders, token by token."""
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron.config.data import DataConfig
 from megatron.data.gpt_dataset import SampleSettings
 from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.loader import Microbatch, build_datasets, build_loader
 from megatron.data.order_cache import Description
 
 CORPUS_A = [5, 3, 7, 4, 6, 2, 8, 5, 9, 1]
@@ -45,6 +48,30 @@ def settings_of(split: str = "100,0,0", cache: str | None = None, **other: Any) 
     return SampleSettings(
         seq_length=8, seed=1234, split=split, tokenizer=NULL_TOKENIZER, cache_directory=cache, **other
     )
+
+
+def build(*data_path: str, counts: Any = (12, 0, 0), **flags: Any) -> Any:
+    """The datasets of a run of golden corpora with such flags; of a ``data_path`` all documents are for training."""
+    of_path = {"data_path": data_path, "split": "100,0,0"} if data_path else {}
+    data = DataConfig(**{"seq_length": 8, **of_path, **flags})
+    return build_datasets(
+        data, vocab_size=1000, eod=999, seed=1234, sample_counts=counts, tokenizer_description=NULL_TOKENIZER
+    )
+
+
+def load(dataset: Any, **changes: Any) -> Iterator[Microbatch]:
+    """Microbatches of one sample of a single rank that reads by itself, but for ``changes``."""
+    place = {"consumed_samples": 0, "micro_batch_size": 1, "data_parallel_rank": 0, "data_parallel_size": 1}
+    return build_loader(dataset, **{"vocab_size": 1000, "num_workers": 0, **place, **changes})
+
+
+def tokens_of(dataset: Any) -> list[list[int]]:
+    return [dataset[index]["tokens"].tolist() for index in range(len(dataset))]
+
+
+def stamps(directory: Path | str) -> dict[str, int]:
+    """When each file of a directory was written: equal ones say that nothing was built or copied again."""
+    return {path.name: path.stat().st_mtime_ns for path in Path(directory).iterdir()}
 
 
 def slow_order(lengths: list[int], first: int, end: int, s: int, wanted: int | None, seed: int) -> Any:

@@ -14,10 +14,18 @@ def _overwrite(path: Path, start: int, content: bytes) -> None:
         file.write(content)
 
 
+def flip(path: Path | str, bit: int) -> None:
+    """The bit with this number; flipped again, the file is as before."""
+    with open(path, "r+b") as file:
+        file.seek(bit // 8)
+        (byte,) = file.read(1)
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
 def flip_a_bit(path: Path, chance: random.Random) -> None:
     """One bit anywhere."""
-    place = chance.randrange(path.stat().st_size)
-    _overwrite(path, place, bytes([path.read_bytes()[place] ^ 1 << chance.randrange(8)]))
+    flip(path, chance.randrange(8 * path.stat().st_size))
 
 
 def cut(path: Path, chance: random.Random) -> None:

@@ -12,17 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from megatron.data import build_lock
 from megatron.data.build_lock import load_or_build_once
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.data.corpora import CORPUS_A, golden_documents, write
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("corpora")]
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -53,12 +52,6 @@ os.replace = give_a_name
 dataset = GPTDataset(IndexedDataset("a"), 0, 16, SampleSettings(8, 1234, "1", cache_directory="cache"))
 print(dataset.order.shuffle_index[:].tolist(), flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write("a", golden_documents(CORPUS_A))
 
 
 @pytest.fixture
@@ -138,17 +131,21 @@ def build_thing() -> str:
     return "built here"
 
 
-def test_a_holder_elsewhere_that_shows_no_life_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_lock, "_STALE_AFTER", 1.0)
-    write_lock(1, "another host")
+@pytest.mark.parametrize("host", ["another host", f"{socket.gethostname()} pid:[1]"])
+def test_a_holder_elsewhere_that_shows_no_life_is_given_up(host: str) -> None:
+    """Another container may have the host's name: its process number means nothing here, and its files must stay."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_lock(ended.pid, host)
+    half_written = Path(f"thing.npy.{ended.pid}-01234567.incomplete")
+    half_written.write_bytes(b"half")
     begun = time.monotonic()
-    assert load_or_build_once("thing", load_thing, build_thing) == "built here"
+    assert load_or_build_once("thing", load_thing, build_thing, stale_after=1.0) == "built here"
     assert 1.0 <= time.monotonic() - begun < 10
-    assert not os.path.exists("thing.lock")
+    assert half_written.exists() and not os.path.exists("thing.lock")
 
 
-def test_a_holder_elsewhere_that_shows_life_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_lock, "_STALE_AFTER", 1.0)
+def test_a_holder_elsewhere_that_shows_life_is_waited_for() -> None:
     write_lock(1, "another host")
 
     def build_elsewhere() -> None:
@@ -162,26 +159,12 @@ def test_a_holder_elsewhere_that_shows_life_is_waited_for(monkeypatch: pytest.Mo
     elsewhere = threading.Thread(target=build_elsewhere)
     elsewhere.start()
     try:
-        assert load_or_build_once("thing", load_thing, build_thing) == "built elsewhere"
+        assert load_or_build_once("thing", load_thing, build_thing, stale_after=1.0) == "built elsewhere"
     finally:
         elsewhere.join()
 
 
-def test_a_process_of_another_container_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have the host's name; its process number means nothing here, and its files must stay."""
-    monkeypatch.setattr(build_lock, "_STALE_AFTER", 1.0)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    write_lock(ended.pid, f"{socket.gethostname()} pid:[1]")
-    half_written = Path(f"thing.npy.{ended.pid}-01234567.incomplete")
-    half_written.write_bytes(b"half")
-    begun = time.monotonic()
-    assert load_or_build_once("thing", load_thing, build_thing) == "built here"
-    assert time.monotonic() - begun >= 1.0 and half_written.exists()
-
-
-def test_a_holder_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_lock, "_HEARTBEAT_SECONDS", 0.05)
+def test_a_holder_beats() -> None:
     seen = set()
 
     def build() -> str:
@@ -190,7 +173,7 @@ def test_a_holder_beats(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.05)
         return build_thing()
 
-    load_or_build_once("thing", load_thing, build)
+    load_or_build_once("thing", load_thing, build, heartbeat_seconds=0.05)
     assert len(seen - {""}) > 2
 
 
@@ -203,15 +186,13 @@ def test_an_error_of_the_builder_frees_the_lock() -> None:
     assert load_or_build_once("thing", load_thing, build_thing) == "built here"
 
 
-def test_order_on_disk_is_whole_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_on_disk_is_whole_under_its_name() -> None:
     """A full disk leaves nothing that a later run could take for an order."""
 
     def full(file: object, array: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(np, "save", full)
-        with pytest.raises(Exception, match="No space left on device"):
-            order_of_the_corpus()
+    with mock.patch.object(np, "save", full), pytest.raises(Exception, match="No space left on device"):
+        order_of_the_corpus()
     assert [name for name in os.listdir("cache") if not name.endswith("description.txt")] == []
     assert sorted(order_of_the_corpus()) == list(range(18))

@@ -14,20 +14,13 @@ import numpy.typing as npt
 import pytest
 
 from megatron.data.block_use import block_uses, corpora_of
-from megatron.data.corpus_check import (
-    BackgroundComparison,
-    BlockComparison,
-    Damage,
-    SampleRange,
-    Share,
-    check_indexes,
-)
+from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, SampleRange, Share, check_indexes
 from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
-from tests.data.file_damage import DAMAGES, flip_a_bit
+from tests.data.file_damage import DAMAGES, flip, flip_a_bit
 
 ALONE = Share()
 SETTINGS = SampleSettings(seq_length=500, seed=1, split="1")
@@ -130,11 +123,7 @@ def test_a_short_run_compares_what_it_reads_alone(tmp_path: Path) -> None:
 def damaged(folder: Path, target: Path, kind: str, place: int) -> Path:
     """A copy of the corpora in which one byte of ``a`` is another."""
     shutil.copytree(folder, target)
-    with open(target / f"a{kind}", "r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 4]))
+    flip(target / f"a{kind}", 8 * place + 2)
     return target
 
 

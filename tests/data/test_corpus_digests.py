@@ -1,17 +1,14 @@
 """The digests beside a corpus: equal to a slow computation, made by every tool that writes one, and damage is named."""
 
-import json
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
+from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.data import corpus_digests
 from megatron.data.corpus_digests import (
     BLOCK_BYTES,
@@ -28,19 +25,11 @@ from megatron.data.corpus_digests import (
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.merging import merge_datasets
 from megatron.errors import DataError
+from tests.data.corpora import write_corpus
+from tests.data.file_damage import flip
+from tests.data.texts import LINES, NULL
 
 pytestmark = pytest.mark.processes
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def write_large(prefix: Path, megabytes: int = 3, seed: int = 0) -> str:
-    """A corpus of random tokens over several blocks, whose last block is not full."""
-    generator = np.random.default_rng(seed)
-    with IndexedDatasetWriter(str(prefix), 60_000) as writer:
-        for _ in range(megabytes * 5 + 1):
-            writer.add_documents(generator.integers(60_000, size=100_100, dtype=np.uint16), [50, 100_000, 0, 50])
-    return str(prefix)
 
 
 def slow_digests(path: str) -> list[int]:
@@ -60,7 +49,7 @@ def assert_right(prefix: str) -> None:
 
 
 def test_a_writer_leaves_the_digests_of_what_it_wrote(tmp_path: Path) -> None:
-    prefix = write_large(tmp_path / "large")
+    prefix = write_corpus(tmp_path / "large", 0, 1_600_000)
     assert os.path.getsize(f"{prefix}.bin") > 3 * BLOCK_BYTES
     assert_right(prefix)
     with IndexedDatasetWriter(str(tmp_path / "empty"), 100):
@@ -69,7 +58,7 @@ def test_a_writer_leaves_the_digests_of_what_it_wrote(tmp_path: Path) -> None:
 
 
 def test_merging_leaves_digests_too(tmp_path: Path) -> None:
-    prefixes = [write_large(tmp_path / "one", 1), write_large(tmp_path / "two", 1, seed=1)]
+    prefixes = [write_corpus(tmp_path / "one", 0, 700_000), write_corpus(tmp_path / "two", 1, 700_000)]
     merge_datasets(prefixes, str(tmp_path / "both"))
     assert_right(str(tmp_path / "both"))
 
@@ -88,7 +77,7 @@ def test_digests_do_not_depend_on_how_a_file_is_given(sizes: list[int]) -> None:
 
 
 def test_the_fingerprint_changes_with_any_byte(tmp_path: Path) -> None:
-    prefix = write_large(tmp_path / "corpus", 1)
+    prefix = write_corpus(tmp_path / "corpus", 0, 700_000)
     before = corpus_fingerprint(prefix)
     seen = {before}
     for kind in (".bin", ".idx"):
@@ -103,14 +92,10 @@ def test_the_fingerprint_changes_with_any_byte(tmp_path: Path) -> None:
 
 
 def test_a_damaged_block_is_named(tmp_path: Path) -> None:
-    prefix = write_large(tmp_path / "corpus")
+    prefix = write_corpus(tmp_path / "corpus", 0, 1_600_000)
     digests = read_digests(prefix)
     assert digests is not None
-    with open(f"{prefix}.bin", "r+b") as file:
-        file.seek(BLOCK_BYTES + 17)
-        byte = file.read(1)[0]
-        file.seek(BLOCK_BYTES + 17)
-        file.write(bytes([byte ^ 1]))
+    flip(f"{prefix}.bin", 8 * (BLOCK_BYTES + 17))
     sentence = (
         rf"corpus\.bin is damaged in bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} \(block 1\), .*corpus\.digests\.json"
     )
@@ -125,7 +110,7 @@ def test_a_damaged_block_is_named(tmp_path: Path) -> None:
 
 def test_a_damaged_file_of_digests_is_refused_and_never_taken_for_none(tmp_path: Path) -> None:
     """Every byte counts: the file has a digest of itself."""
-    prefix = write_large(tmp_path / "corpus", 1)
+    prefix = write_corpus(tmp_path / "corpus", 0, 700_000)
     path = Path(digests_path(prefix))
     good = path.read_bytes()
     chance = random.Random(17)
@@ -143,7 +128,7 @@ def test_a_damaged_file_of_digests_is_refused_and_never_taken_for_none(tmp_path:
 
 
 def test_another_format_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = write_large(tmp_path / "corpus", 1)
+    prefix = write_corpus(tmp_path / "corpus", 0, 700_000)
     monkeypatch.setattr(corpus_digests, "FORMAT_VERSION", 2)
     write_digests(prefix, compute_digests(prefix))
     monkeypatch.undo()
@@ -153,7 +138,7 @@ def test_another_format_version_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_no_reader_finds_old_digests_beside_new_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step of the replacement: what can be opened fits its digests."""
-    prefix = write_large(tmp_path / "corpus", 1)
+    prefix = write_corpus(tmp_path / "corpus", 0, 700_000)
     steps = 0
     real = os.replace
 
@@ -169,31 +154,27 @@ def test_no_reader_finds_old_digests_beside_new_tokens(tmp_path: Path, monkeypat
             assert_right(prefix)
 
     monkeypatch.setattr(os, "replace", replace_and_look)
-    write_large(tmp_path / "corpus", 1, seed=1)
+    write_corpus(tmp_path / "corpus", 1, 700_000)
     assert steps == 6
 
 
-def preprocess(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    (folder / "in.jsonl").write_text("".join(json.dumps({"text": f"{n} {n + 1}"}) + "\n" for n in range(50)))
-    command = [sys.executable, str(REPOSITORY / "tools" / "preprocess_data.py"), "--input", "in.jsonl"]
-    command += ["--output-prefix", "out", "--tokenizer-type", "NullTokenizer", "--vocab-size", "99", *more]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-
-
-@pytest.mark.parametrize("more", [(), ("--partitions", "2", "--workers", "2")])
-def test_the_tool_writes_digests_and_says_what_it_overwrites(tmp_path: Path, more: tuple[str, ...]) -> None:
-    assert "overwriting" not in preprocess(tmp_path, *more).stderr
-    prefix = str(tmp_path / "out_text_document")
+@pytest.mark.parametrize("more", [{}, {"partitions": 2, "workers": 2}])
+def test_the_tool_writes_digests_and_says_what_it_overwrites(
+    tmp_path: Path, more: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(LINES)
+    config = PreprocessConfig((str(tmp_path / "in.jsonl"),), str(tmp_path / "out"), NULL, **more)  # type: ignore[arg-type]
+    preprocess(config)
+    assert "overwriting" not in caplog.text
+    prefix = f"{tmp_path}/out_text_document"
     assert_right(prefix)
     before = Path(digests_path(prefix)).read_bytes()
-    for name in os.listdir(tmp_path):
-        if name.endswith("_partitions"):
-            (tmp_path / name / "merged.json").unlink()
-    said = preprocess(tmp_path, *more).stderr
+    for merged in tmp_path.glob("*_partitions/merged.json"):
+        merged.unlink()
+    preprocess(config)
     size = os.path.getsize(f"{prefix}.bin")
-    assert re.search(
-        rf"WARNING: overwriting out_text_document\.bin \({size} bytes, written 20\d\d-.*\) and out_text_document\.idx "
-        r"\(.*\): use another --output-prefix",
-        said,
+    wanted = (
+        rf"{prefix}\.bin \({size:,} bytes, written 20\d\d-.*\) and {prefix}\.idx \(.*\): use another --output-prefix"
     )
+    assert re.search(f"WARNING: overwriting {wanted}", caplog.text)
     assert Path(digests_path(prefix)).read_bytes() == before

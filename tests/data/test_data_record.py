@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatron.data.corpus_digests import digests_path
 from megatron.data.data_record import (
     BLOCK_BYTES,
     SAMPLED_BLOCKS,
-    DataRecord,
     build_record,
     evaluation_differences,
     record_corpus,
@@ -157,13 +155,6 @@ def test_a_difference_names_both_sides(prefixes: list[str]) -> None:
     assert differences(*same, eod_mask_loss=True) == ["--eod-mask-loss: off in the checkpoint, on now"]
     assert differences(*same, dataloader_type="cyclic") == ["--dataloader-type: single in the checkpoint, cyclic now"]
     assert differences(mock_data=True, data_path=()) == ["--mock-data: off in the checkpoint, on now"]
-
-
-def replaced(name: str, value: object) -> Callable[[DataRecord], None]:
-    def change(record: DataRecord) -> None:
-        record[name] = value
-
-    return change
 
 
 def test_every_setting_counts(prefixes: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Where documents begin in samples, and which part of a sample each context-parallel rank reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from megatron.config.data import DataConfig
 from megatron.core.context_parallel.split import ContextSplit
 from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import Microbatch, build_datasets, build_loader
+from megatron.data.loader import Microbatch, build_datasets
 from megatron.data.order_cache import description_hash
-from megatron.errors import DataError
-from tests.data.corpora import write
+from tests.data.corpora import load, write
 
 END, SYNTHETIC_END = 999, 7
 LENGTH = 16
@@ -59,19 +58,20 @@ def starts_of(tokens: list[int], end: int = END) -> list[bool]:
 # --- where documents begin -----------------------------------------------------------------------------------
 
 
-def walk(order: Any, lengths: list[int]) -> Iterator[bool]:
-    """Token by token through the documents in their order: whether the token is the first of one."""
-    for document in order.document_index[:].tolist():
-        for place in range(lengths[document]):
-            yield place == 0
-
-
-def assert_starts_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], seq_length: int) -> None:
-    firsts = list(walk(dataset.order, lengths))
+def assert_samples_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], seq_length: int) -> None:
+    """Through the documents in their order, token by token: its id, and whether it is the first of a document."""
+    documents = documents_of(lengths)
+    order = dataset.order.document_index[:].tolist()
+    stream = [(token, place == 0) for number in order for place, token in enumerate(documents[number])]
+    tokens, firsts = map(list, zip(*stream))
     assert len(dataset) > 0
+    assert sorted(dataset.order.shuffle_index[:].tolist()) == list(range(len(dataset)))
     for index in range(len(dataset)):
         begin = int(dataset.order.shuffle_index[index]) * seq_length
-        starts = dataset[index]["document_starts"]
+        sample = dataset[index]
+        assert sample["tokens"].tolist() == tokens[begin : begin + seq_length]
+        assert sample["labels"].tolist() == tokens[begin + 1 : begin + seq_length + 1]
+        starts = sample["document_starts"]
         assert starts.dtype == np.bool_ and starts.shape == (seq_length,)
         # Attention and positions know nothing of the sample before.
         assert starts.tolist() == [True, *firsts[begin + 1 : begin + seq_length]]
@@ -83,19 +83,19 @@ def assert_starts_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], s
     seq_length=st.integers(1, 12),
     epochs=st.integers(1, 3),
 )
-def test_documents_begin_where_a_walk_over_the_corpus_meets_their_first_token(
+def test_samples_have_the_tokens_that_a_walk_over_the_corpus_meets_and_documents_begin_there(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epochs: int
 ) -> None:
     corpus = IndexedDataset(write(tmp_path_factory.mktemp("any") / "corpus", documents_of(lengths)))
     wanted = epochs * sum(lengths) // seq_length
     dataset = GPTDataset(corpus, 0, wanted, sample_settings(seq_length))
-    assert_starts_are_those_of_a_walk(dataset, lengths, seq_length)
+    assert_samples_are_those_of_a_walk(dataset, lengths, seq_length)
 
 
 def test_documents_of_one_token_and_ends_at_both_ends_of_a_sample_are_seen(prefix: str) -> None:
     """What the walk above must have met, here on one corpus that surely has it."""
     dataset = GPTDataset(IndexedDataset(prefix), 0, 60, sample_settings(LENGTH))
-    assert_starts_are_those_of_a_walk(dataset, LENGTHS, LENGTH)
+    assert_samples_are_those_of_a_walk(dataset, LENGTHS, LENGTH)
     samples = [dataset[index] for index in range(len(dataset))]
     assert any(sample["tokens"][0] == END and sample["document_starts"][1] for sample in samples)
     assert any(sample["tokens"][-1] == END for sample in samples)
@@ -154,6 +154,7 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
             assert sample.keys() == without[index].keys()
             assert all(np.array_equal(sample[name], array) for name, array in without[index].items())
         assert documents > count
+    assert marked[0][0]["tokens"].tolist() != marked[1][0]["tokens"].tolist()
     if kind == "corpus":
         assert description_hash(marked[0].description) == description_hash(plain[0].description)
 
@@ -184,15 +185,8 @@ def chunks_from_either_side(rank: int, size: int) -> list[int]:
 def loader(dataset: Dataset, rank: int | None, size: int = 1, **changes: Any) -> Iterator[Microbatch]:
     """Microbatches of three samples of data-parallel rank 1 of 2; of a context-parallel rank, or whole."""
     positions = None if rank is None else ContextSplit(rank, size).positions(LENGTH).numpy()
-    place: dict[str, Any] = {
-        "vocab_size": END + 1,
-        "consumed_samples": 6,
-        "micro_batch_size": 3,
-        "data_parallel_rank": 1,
-        "data_parallel_size": 2,
-        "num_workers": 0,
-    }
-    return build_loader(dataset, **{**place, **changes}, positions=positions)
+    place = {"consumed_samples": 6, "micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
+    return load(dataset, **{**place, **changes}, positions=positions)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -236,36 +230,3 @@ def test_loader_processes_hand_over_the_same_parts(prefix: str) -> None:
         one, other = next(here), next(there)
         assert one.keys() == other.keys()
         assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
-class _OneBadSample:
-    """A dataset whose second sample is spoilt."""
-
-    def __init__(self, dataset: Dataset, spoil: Callable[[Any], None]) -> None:
-        self._dataset, self._spoil = dataset, spoil
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        sample = {name: array.copy() for name, array in self._dataset[index].items()}
-        if index == 1:
-            self._spoil(sample)
-        return sample
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("place", [0, 6])
-def test_an_id_beyond_the_vocabulary_stops_all_ranks_that_share_the_sample(rank: int, place: int) -> None:
-    """Also those whose chunks do not hold it, which would wait for the others in vain."""
-
-    def spoil(sample: Any) -> None:
-        sample["tokens"][place] = END + 1
-
-    dataset = _OneBadSample(MockDataset(3, LENGTH, END, 10), spoil)
-    microbatches = loader(
-        dataset, rank, 2, consumed_samples=0, micro_batch_size=1, data_parallel_rank=0, data_parallel_size=1
-    )
-    next(microbatches)
-    with pytest.raises(DataError, match=r"^Sample 1 has token id 1000, but the largest id of the tokenizer is 999"):
-        next(microbatches)

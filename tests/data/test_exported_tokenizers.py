@@ -13,47 +13,13 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
 from megatron.config.data import TokenizerConfig
-from megatron.data.gpt2_files import END_OF_TEXT
-from megatron.data.tokenizer_json import byte_characters, sentencepiece_description
+from megatron.data.tokenizer_json import sentencepiece_description
 from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
-from tests.data.texts import read_model, unlikely_texts
+from tests.data.texts import AWKWARD_TEXTS, NAMES, read_model, unlikely_texts
 
 transformers: Any = pytest.importorskip("transformers")
 
-TEXTS = (
-    "",
-    "import os",
-    " import os",
-    "  two before",
-    "two after  ",
-    "two  between   three",
-    " ",
-    "        ",
-    "line\nline\r\n\n\n  indented\n",
-    "\ttab\t\ttabs",
-    "na\u00efve \u00bfqu\u00e9?",
-    "\u043f\u0440\u0438\u0432\u0435\u0442 \u4e2d\u6587\u3002\u65e5\u672c\u8a9e \u0939\u093f\u0928\u094d\u0926\u0940",
-    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \ud55c\uad6d\uc5b4 \u1112\u1161\u11ab",
-    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
-    "e\u0301 a\u0323\u0302 o\u0302\u0323 \ufb01 \uff21",
-    "\u00a0 \u2003\u3000 \ufeff \u2581 \u2581\u2581",
-    "======================== aaaaaaaaaaaaaaaaa ------------- 12345678901234567890",
-    "I'm they'LL \u017f's '\u017f 1,234.5e-6",
-    "nul \0 bell \a \x7f \x85 \u2028",
-)
-NAMES = ("<s>", "</s>", "<unk>", "<0x0A>", "<|end_of_text|>", "<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>")
-"""Names of special tokens, which transformers finds in a text unless it is told to split them."""
-
-
-@pytest.fixture
-def gpt2_files(tmp_path: Path) -> TokenizerConfig:
-    """GPT-2's two files, with few tokens."""
-    tokens = [*byte_characters().values(), "\u0120t", "he", "\u0120the", END_OF_TEXT]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n\u0120 t\nh e\n\u0120t he\n")
-    return TokenizerConfig(
-        "GPT2BPETokenizer", vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")
-    )
+TEXTS = (*AWKWARD_TEXTS, "\u2581 \u2581\u2581")
 
 
 SENTENCEPIECE_MODELS: Mapping[str, dict[str, Any]] = {

@@ -39,8 +39,13 @@ def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[s
     assert tokens.tolist() == [token for ids in expected for token in ids]
 
 
-def test_fast_ids_are_those_of_sentencepiece(sentencepiece_model: str, python_sources: list[str]) -> None:
-    tokenizer = SentencePieceTokenizer(sentencepiece_model)
+@pytest.mark.parametrize("model", ["sentencepiece_model", "llama2_model"])
+def test_fast_ids_are_those_of_sentencepiece(
+    request: pytest.FixtureRequest, model: str, python_sources: list[str]
+) -> None:
+    tokenizer = SentencePieceTokenizer(request.getfixturevalue(model))
+    if model == "llama2_model":  # as its publishers tokenize it
+        assert tokenizer.tokenize("Hello world") == [15043, 3186]
     assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
 
 
@@ -65,13 +70,6 @@ def test_fast_ids_are_those_of_unusual_sentencepiece_models(
     assert_fast_ids_are_those_of_the_library(tokenizer, texts)
 
 
-def test_fast_ids_are_those_of_llama2(llama2_model: str, python_sources: list[str]) -> None:
-    tokenizer = SentencePieceTokenizer(llama2_model)
-    # As its publishers tokenize it.
-    assert tokenizer.tokenize("Hello world") == [15043, 3186]
-    assert_fast_ids_are_those_of_the_library(tokenizer, [*python_sources, *unlikely_texts(5000)])
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -93,10 +91,9 @@ def test_other_sentencepiece_models_are_left_to_the_library(
 
 
 def test_fast_ids_are_those_of_tiktoken(llama3_model: str) -> None:
-    """For every character in places where its kind matters (what lies beyond U+33500 has none), and for mixtures."""
+    """For every character in places where its kind matters, and for mixtures."""
     tokenizer = TikTokenizer(llama3_model)
-    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
-    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
+    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in CHARACTERS]
     texts = ["".join(around[start : start + 500]) for start in range(0, len(around), 500)]
     assert_fast_ids_are_those_of_the_library(tokenizer, [*texts, *unlikely_texts(5000)])
 
@@ -142,6 +139,8 @@ def test_other_tokenizer_json_are_left_to_the_library(hugging_face_directory: Pa
 
 
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+CHARACTERS = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
+"""What lies beyond has no kind that matters."""
 
 
 @pytest.mark.parametrize("split", [LLAMA3_SPLIT, QWEN2_SPLIT])
@@ -149,8 +148,7 @@ def test_fast_ids_are_those_of_splits_of_hugging_face(hugging_face_directory: Pa
     path = hugging_face_directory / "tokenizer.json"
     cuts = {"type": "Sequence", "pretokenizers": [split_at(split), BYTE_LEVEL | {"use_regex": False}]}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cuts}))
-    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
-    texts = ["".join(f"{one},e {one}1234\n" for one in characters[start::500]) for start in range(500)]
+    texts = ["".join(f"{one},e {one}1234\n" for one in CHARACTERS[start::500]) for start in range(500)]
     assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), [*texts, *unlikely_texts(1500)])
 
 

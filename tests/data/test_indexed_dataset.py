@@ -11,12 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data.indexed_dataset import (
-    IndexedDataset,
-    IndexedDatasetWriter,
-    check_token_range,
-    token_dtype,
-)
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_token_range
 from megatron.errors import DataError
 from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, md5, write
 
@@ -64,11 +59,6 @@ def test_round_trip(tmp_path: Path, mmap: bool, vocab_size: int) -> None:
         assert copy.get(3, 10, 5).tolist() == documents[3][10:15]
     with pytest.raises(IndexError):
         dataset.get(0, 2, 2)
-
-
-def test_dtype_rule() -> None:
-    assert token_dtype(65_499) == np.uint16
-    assert token_dtype(65_500) == np.int32
 
 
 def test_empty_corpus_and_trailing_modes_are_readable(tmp_path: Path) -> None:
@@ -145,32 +135,12 @@ def test_a_corpus_that_is_not_there_is_answered_with_what_is(tmp_path: Path, pre
 DAMAGE = {
     "no index": (".idx", remove, r"corpus\.idx does not exist: set --data-path to prefixes"),
     "no tokens": (".bin", remove, r"corpus\.bin does not exist: set --data-path to prefixes"),
-    "empty index": (
-        ".idx",
-        truncate_to_nothing,
-        r"corpus\.idx is too short to be an index: write the data again",
-    ),
-    "wrong magic": (
-        ".idx",
-        patch(0, b"PARQUET"),
-        r"corpus\.idx is not an index of tokens.*: write the data again",
-    ),
-    "other version": (
-        ".idx",
-        patch(9, b"\x02"),
-        r"corpus\.idx has format version 2, .*: write the data again",
-    ),
-    "bad dtype": (
-        ".idx",
-        patch(17, b"\x09"),
-        r"corpus\.idx has unknown token dtype code 9 .*: write the data",
-    ),
+    "empty index": (".idx", truncate_to_nothing, r"corpus\.idx is too short to be an index: write the data again"),
+    "wrong magic": (".idx", patch(0, b"PARQUET"), r"corpus\.idx is not an index of tokens.*: write the data again"),
+    "other version": (".idx", patch(9, b"\x02"), r"corpus\.idx has format version 2, .*: write the data again"),
+    "bad dtype": (".idx", patch(17, b"\x09"), r"corpus\.idx has unknown token dtype code 9 .*: write the data"),
     "short index": (".idx", truncate, r"corpus\.idx has 101 bytes, but its header requires 102: write the"),
-    "short tokens": (
-        ".bin",
-        truncate,
-        r"corpus\.bin has 39 bytes, but .*corpus\.idx requires 40: copy it again",
-    ),
+    "short tokens": (".bin", truncate, r"corpus\.bin has 39 bytes, but .*corpus\.idx requires 40: copy it again"),
     "bad documents": (
         ".idx",
         patch(94, struct.pack("<q", 7)),

@@ -15,40 +15,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import DataConfig
+from megatron.core.context_parallel.split import ContextSplit
 from megatron.data.corpus_check import Share, check_indexes
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset, SampleSettings
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import (
     build_datasets,
-    build_loader,
     cyclic_microbatches,
     microbatch_sample_indices,
     single_pass_microbatches,
 )
 from megatron.data.order_cache import description_hash
 from megatron.data.sources import parse_data_path
-from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.data.corpora import CORPUS_A, build, golden_documents, load, settings_of, stamps, tokens_of, write
 from tests.forked import fork_context
 
-
-@pytest.fixture(autouse=True)
-def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write("a", golden_documents(CORPUS_A))
-    write("b", golden_documents(CORPUS_B, start=500))
-    return tmp_path
-
-
-def build(*data_path: str, counts: tuple[int, int, int] = (12, 0, 0), **flags: Any) -> Any:
-    """Datasets for the golden corpora."""
-    data = DataConfig(**{"data_path": data_path, "seq_length": 8, "split": "100,0,0", **flags})
-    tokenizer = describe_tokenizer(TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=999))
-    return build_datasets(
-        data, vocab_size=1000, eod=999, seed=1234, sample_counts=counts, tokenizer_description=tokenizer
-    )
+pytestmark = pytest.mark.usefixtures("corpora")
 
 
 def test_microbatch_is_a_slice_of_the_chunk_of_all_ranks() -> None:
@@ -100,19 +84,10 @@ def test_cyclic_order_refuses_what_it_cannot_do() -> None:
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> None:
     (dataset, _, _) = build("0.7", "a", "0.3", "b")
-    loader = build_loader(
-        dataset,
-        vocab_size=1000,
-        consumed_samples=4,
-        micro_batch_size=2,
-        data_parallel_rank=1,
-        data_parallel_size=2,
-        num_workers=num_workers,
-        dataloader_type=kind,
-    )
-    place = (13, 4, 2, 1, 2)
-    indices = single_pass_microbatches(*place) if kind == "single" else cyclic_microbatches(*place)
-    for samples in take(indices, 2):
+    place = {"consumed_samples": 4, "micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
+    loader = load(dataset, **place, num_workers=num_workers, dataloader_type=kind)
+    of_rank = single_pass_microbatches if kind == "single" else cyclic_microbatches
+    for samples in take(of_rank(13, *place.values()), 2):
         microbatch = next(loader)
         assert set(microbatch) == {"tokens", "labels", "loss_mask"}
         for key, dtype in (("tokens", torch.int64), ("labels", torch.int64), ("loss_mask", torch.float32)):
@@ -123,15 +98,7 @@ def test_loader_yields_the_samples_of_its_rank(num_workers: int, kind: Any) -> N
 @pytest.mark.processes
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_running_out_of_samples_is_an_error(num_workers: int) -> None:
-    loader = build_loader(
-        MockDataset(0, 4, 10, 5),
-        vocab_size=10,
-        consumed_samples=0,
-        micro_batch_size=2,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=num_workers,
-    )
+    loader = load(MockDataset(0, 4, 10, 5), micro_batch_size=2, num_workers=num_workers)
     assert len(take(loader, 2)) == 2
     with pytest.raises(DataError, match="All 5 samples of the dataset have been consumed: train for fewer"):
         next(loader)
@@ -147,15 +114,7 @@ class SignalledDataset(MockDataset):
 
 
 def test_workers_read_on_when_all_processes_of_a_run_are_signalled() -> None:
-    loader = build_loader(
-        SignalledDataset(0, 8, 1000, 5),
-        vocab_size=1000,
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=1,
-    )
+    loader = load(SignalledDataset(0, 8, 1000, 5), num_workers=1)
     assert next(loader)["tokens"].shape == (1, 8)
 
 
@@ -166,20 +125,12 @@ def test_datasets_travel_without_their_orders(data_path: tuple[str, ...]) -> Non
     packed = pickle.dumps(dataset)
     assert len(packed) < 3000
     copy = pickle.loads(packed)
-    assert len(copy) == len(dataset) >= 5000 and type(copy) is type(dataset)
-    for index in (0, 1, 2500, 4999):
-        assert {name: array.tolist() for name, array in copy[index].items()} == {
-            name: array.tolist() for name, array in dataset[index].items()
-        }
+    assert tokens_of(copy) == tokens_of(dataset) and type(copy) is type(dataset)
 
 
 def test_a_dataset_without_a_cache_travels_with_its_order() -> None:
-    settings_ = SampleSettings(8, 1234, "1")
-    dataset = BlendedDataset([GPTDataset(IndexedDataset("a"), 0, 40, settings_)], [1.0], 40, 0)
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert [copy[index]["tokens"].tolist() for index in range(40)] == [
-        dataset[index]["tokens"].tolist() for index in range(40)
-    ]
+    dataset = BlendedDataset([GPTDataset(IndexedDataset("a"), 0, 40, settings_of())], [1.0], 40, 0)
+    assert tokens_of(pickle.loads(pickle.dumps(dataset))) == tokens_of(dataset)
 
 
 class _Fails:
@@ -200,12 +151,10 @@ class _Killed(_Fails):
 
 
 def test_memory_is_blamed_for_workers_that_died_alone() -> None:
-    options: dict[str, Any] = {"vocab_size": 10, "consumed_samples": 0, "micro_batch_size": 2}
-    options |= {"data_parallel_rank": 0, "data_parallel_size": 1, "num_workers": 1}
     with pytest.raises(RuntimeError, match="shapes differ"):
-        next(build_loader(_Fails(), **options))
+        next(load(_Fails(), num_workers=1))
     with pytest.raises(DataError, match=r"A loader process ended .*: use fewer --num-workers if memory ran out"):
-        next(build_loader(_Killed(), **options))
+        next(load(_Killed(), num_workers=1))
 
 
 def test_data_path_is_prefixes_or_pairs() -> None:
@@ -218,24 +167,21 @@ def test_data_path_is_prefixes_or_pairs() -> None:
             parse_data_path(bad)
 
 
-def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name() -> None:
     for words in (("0.5", "a", "0.5"), ("a", "0.5", "b", "0.5"), ("0.5", "a", "b")):
         with pytest.raises(ConfigError, match=r"--data-path .* has the weight 0.5 without a prefix after it: write a"):
             parse_data_path(words)
-    (tmp_path / "2024.idx").touch()
+    Path("2024.idx").touch()
     assert parse_data_path(("a", "b", "2024")) == (["a", "b", "2024"], None)
 
 
-def test_one_corpus_and_its_default_cache(corpora: Path) -> None:
+def test_one_corpus_and_its_default_cache() -> None:
     train, valid, test = build("a", counts=(7, 0, 0))
     assert isinstance(train, GPTDataset) and valid is None and test is None
     assert description_hash(train.description) == "7eed49f6baa69ba17261e1457380063c"
-    assert len(list((corpora / "cache" / "GPTDataset_indices").iterdir())) == 5
+    assert len(stamps("cache/GPTDataset_indices")) == 5
     build("a", counts=(7, 0, 0), data_cache_path="elsewhere")
-    assert len(list((corpora / "elsewhere").iterdir())) == 5
+    assert stamps("elsewhere").keys() == stamps("cache/GPTDataset_indices").keys()
 
 
 def test_weighted_blend_is_that_of_megatron() -> None:
@@ -249,14 +195,14 @@ def test_blend_without_weights_is_proportional_to_the_samples() -> None:
     assert len(train) == 8 and np.bincount(train.dataset_index[:]).tolist() == [6, 2]
     train, _, _ = build("a", "b", counts=(80, 0, 0))  # ten epochs
     assert len(train) == 80 and np.bincount(train.dataset_index[:]).tolist() == [60, 20]
-    assert len({tuple(train[i]["tokens"].tolist()) for i in range(80)}) > 40
+    assert len(set(map(tuple, tokens_of(train)))) > 40
 
 
 def test_blend_of_many_small_shares_gets_enough_samples() -> None:
     """Rounding every share up makes the blend outgrow what the large corpus was built for."""
     pairs = [word for _ in range(40) for word in ("0.001", "b")]
     train, _, _ = build("0.9", "a", *pairs, counts=(20, 0, 0))
-    assert [train[i]["tokens"].shape for i in range(len(train))] == [(8,)] * len(train)
+    assert {len(tokens) for tokens in tokens_of(train)} == {8}
 
 
 @pytest.mark.parametrize("order", ["extendable", "best-fit"])
@@ -265,8 +211,7 @@ def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, .
     """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
 
     def samples(count: int, order: str, shown: int) -> list[list[int]]:
-        train, _, _ = build(*words, counts=(count, 0, 0), sample_order=order)
-        return [train[index]["tokens"].tolist() for index in range(shown)]
+        return tokens_of(build(*words, counts=(count, 0, 0), sample_order=order)[0])[:shown]
 
     for shorter, longer in ((5, 8), (8, 90), (30, 31)):
         assert samples(longer, order, shorter) == samples(shorter, order, shorter)
@@ -287,78 +232,26 @@ def test_end_of_document_mask_reaches_the_samples() -> None:
     assert any((mock[i]["loss_mask"] == 0).any() for i in range(500))
 
 
-def test_mock_splits_differ() -> None:
-    train, valid, test = build(mock_data=True, counts=(5, 4, 0))
-    assert (len(train), len(valid), test) == (5, 4, None)
-    assert train[0]["tokens"].tolist() != valid[0]["tokens"].tolist()
-
-
-@pytest.mark.parametrize(
-    ("data_path", "flags", "sentence"),
-    [
-        ((), {}, "There is no corpus: set --data-path"),
-        (("a",), {"seq_length": None}, "--seq-length is missing"),
-        (("nowhere",), {}, r"nowhere\.idx does not exist"),
-        (
-            ("a",),
-            {"counts": (1, 5, 0)},
-            "5 samples of the valid split are needed, but --split '100,0,0' gives it nothing",
-        ),
-        (("b",), {"counts": (1, 1, 0), "split": "2,1"}, "The valid split of b has 6 tokens in 1 documents"),
-        (
-            ("b", "b"),
-            {"counts": (1, 1, 0), "split": "2,1"},
-            "No corpus of --data-path has tokens for one sample",
-        ),
-        (("a",), {"split": "x"}, "--split 'x' must be"),
-    ],
-)
-def test_user_errors_are_one_sentence(data_path: tuple[str, ...], flags: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence) as caught:
-        build(*data_path, **flags)
-    assert "\n" not in str(caught.value)
-
-
 def test_tokens_beyond_the_vocabulary_are_refused() -> None:
     data = DataConfig(data_path=("a",), seq_length=8)
     with pytest.raises(DataError, match=r"a\.bin holds token id 999, but the vocabulary has ids 0\.\.511"):
         build_datasets(data, vocab_size=512, eod=2, seed=1, sample_counts=(1, 0, 0), tokenizer_description=None)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(num_workers: int) -> None:
-    loader = build_loader(
-        MockDataset(0, 64, 10, 5),
-        vocab_size=9,
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=num_workers,
-    )
-    with pytest.raises(DataError, match=r"^Sample \d has token id 9, but the largest id of the tokenizer is 8: set"):
-        take(loader, 5)
-
-
-def test_a_negative_id_is_refused_too() -> None:
-    """Such as those of a corpus stored as int16; looked up, it would fail somewhere on the device."""
-
-    class Negative(MockDataset):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            sample = super().__getitem__(index)
-            return {**sample, "labels": np.array([*sample["labels"][:-1], -7])}
-
-    loader = build_loader(
-        Negative(0, 64, 10, 5),
-        vocab_size=10,
-        consumed_samples=0,
-        micro_batch_size=1,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=0,
-    )
-    with pytest.raises(DataError, match="Sample 0 has token id -7, but"):
-        take(loader, 1)
+@pytest.mark.parametrize(("num_workers", "rank"), [(0, None), (1, None), (0, 0), (0, 1)])
+@pytest.mark.parametrize(("name", "place", "token"), [("tokens", 0, 1000), ("tokens", 6, 1000), ("labels", 15, -7)])
+def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(
+    num_workers: int, rank: int | None, name: str, place: int, token: int
+) -> None:
+    """By all context-parallel ranks that share the sample: those whose chunks do not hold it would wait for the others
+    in vain. A corpus stored as int16 has negative ids, which would fail somewhere on the device."""
+    samples = [{name: array.copy() for name, array in MockDataset(3, 16, 999, 2)[n].items()} for n in range(2)]
+    samples[1][name][place] = token
+    positions = None if rank is None else ContextSplit(rank, 2).positions(16).numpy()
+    microbatches = load(samples, num_workers=num_workers, positions=positions)
+    next(microbatches)
+    with pytest.raises(DataError, match=rf"^Sample 1 has token id {token}, but the largest id of the tokenizer is 999"):
+        next(microbatches)
 
 
 def read_a_blend(directory: Path, hard: int, pipe: Connection) -> None:
@@ -366,14 +259,9 @@ def read_a_blend(directory: Path, hard: int, pipe: Connection) -> None:
     os.chdir(directory)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     prefixes = tuple(f"corpus{number}" for number in range(40))
-    data = DataConfig(data_path=prefixes, seq_length=8, split="1")
     try:
         check_indexes(prefixes, None, Share())
-        dataset, _, _ = build_datasets(
-            data, vocab_size=1000, eod=999, seed=1, sample_counts=(80, 0, 0), tokenizer_description=None
-        )
-        assert dataset is not None
-        pipe.send(str(len(dataset[79]["tokens"])))
+        pipe.send(str(len(build(*prefixes, counts=(80, 0, 0))[0][79]["tokens"])))
     except UserError as error:
         pipe.send(str(error))
 

@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import pytest
 from torch.utils.data import get_worker_info
 
 from megatron.data import loader as loader_module
-from megatron.data import loader_processes
 from megatron.data.gpt_dataset import Sample
-from megatron.data.loader import build_loader
-from megatron.data.loader_processes import GRACE, POLL, LoaderStalledError, Patience, Wait
+from megatron.data.loader_processes import GRACE, POLL, LoaderProcesses, LoaderStalledError, Patience, Wait
 from megatron.errors import DataError, LoaderError
+from tests.data.corpora import load
 
 pytestmark = pytest.mark.processes
 
@@ -83,8 +82,11 @@ class Numbers:
 
 
 def loader(num_workers: int, patience: Patience, dataset: Any = None) -> Any:
-    place = {"consumed_samples": 0, "micro_batch_size": 2, "data_parallel_rank": 0, "data_parallel_size": 1}
-    return build_loader(dataset or Numbers(), vocab_size=1000, num_workers=num_workers, patience=patience, **place)  # type: ignore[arg-type]
+    return load(dataset or Numbers(), micro_batch_size=2, num_workers=num_workers, patience=patience)
+
+
+def first_samples(batches: Any, count: int = 20) -> list[int]:
+    return [int(next(batches)["tokens"][0, 0]) for _ in range(count)]
 
 
 def loader_pids() -> list[int]:
@@ -107,15 +109,14 @@ def test_a_stopped_process_is_named_and_nothing_of_the_loader_remains() -> None:
 
 
 def test_a_process_that_comes_back_delivers_what_it_owes() -> None:
-    expected = [batch["tokens"][0, 0].item() for batch, _ in zip(loader(0, Patience()), range(20))]
+    expected = first_samples(loader(0, Patience()))
     before = set(loader_pids())
     batches = loader(1, Patience(60.0))
-    found = [next(batches)["tokens"][0, 0].item() for _ in range(5)]
+    found = first_samples(batches, 5)
     (pid,) = set(loader_pids()) - before
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(2.5 * POLL, os.kill, (pid, signal.SIGCONT)).start()
-    found += [next(batches)["tokens"][0, 0].item() for _ in range(15)]
-    assert found == expected
+    assert found + first_samples(batches, 15) == expected
     batches.close()
 
 
@@ -125,10 +126,6 @@ class SlowNumbers(Numbers):
     def __getitem__(self, index: int) -> Sample:
         time.sleep(2.5 * POLL if index == 0 else 0.0)
         return super().__getitem__(index)
-
-
-def first_samples(batches: Any) -> list[int]:
-    return [int(batch["tokens"][0, 0]) for batch, _ in zip(batches, range(20))]
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -151,9 +148,8 @@ def test_a_process_that_never_delivers_is_started_again(
         return original(*arguments, **keywords) if result is None else result
 
     monkeypatch.setattr(loader_module, where, hang_once)
-    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
     before = set(loader_pids())
-    batches = loader(2, Patience(600.0))
+    batches = loader(2, Patience(600.0, start_limit=1.0))
     assert first_samples(batches) == expected
     assert caplog.text.count("The loader processes are started again.") == 1
     assert len(set(loader_pids()) - before) == 2
@@ -161,11 +157,8 @@ def test_a_process_that_never_delivers_is_started_again(
     assert set(loader_pids()) <= before
 
 
-def test_a_process_that_reads_slowly_is_not_started_again(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
-    batches = loader(1, Patience(), SlowNumbers())
+def test_a_process_that_reads_slowly_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    batches = loader(1, Patience(start_limit=1.0), SlowNumbers())
     assert first_samples(batches) == first_samples(loader(0, Patience()))
     assert not caplog.text
     batches.close()
@@ -173,9 +166,8 @@ def test_a_process_that_reads_slowly_is_not_started_again(
 
 def test_a_process_that_never_delivers_is_not_started_a_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader_module, "_prepare_worker", lambda worker, starts: time.sleep(3600))
-    monkeypatch.setattr(loader_processes, "START_WAIT", 1.0)
     with pytest.raises(DataError, match=r"has delivered no microbatch for 3 s \(--dataloader-timeout 3\)"):
-        next(loader(1, Patience(3.0)))
+        next(loader(1, Patience(3.0, start_limit=1.0)))
 
 
 @pytest.mark.parametrize(
@@ -183,19 +175,15 @@ def test_a_process_that_never_delivers_is_not_started_a_third_time(monkeypatch: 
     [
         (ConnectionResetError(104, "Connection reset by peer"), True),
         (EOFError(), True),
-        (
-            ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0."),
-            False,
-        ),
+        (ConnectionResetError("Caught ConnectionResetError in DataLoader worker process 0."), False),
     ],
 )
 def test_a_process_that_ends_while_it_delivers_is_named(error: Exception, is_of_loader: bool) -> None:
     """torch fetches the memory of a microbatch through a socket of the process."""
 
-    class Batches:
-        def __next__(self) -> Any:
-            raise error
+    def broken() -> Iterator[Any]:
+        raise error
+        yield
 
-    processes: loader_processes.LoaderProcesses[Any] = loader_processes.LoaderProcesses(Batches(), Patience())
     with pytest.raises(LoaderError if is_of_loader else ConnectionResetError):
-        next(processes)
+        next(LoaderProcesses[Any](broken(), Patience()))

@@ -78,51 +78,14 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
     assert len(os.listdir(tmp_path)) == 2 + 12
 
 
-BAD_LINES = {
-    "malformed": ('{"text": "1"', r"in.jsonl, line 3 is not valid JSON"),
-    "no object": ("[1]", "in.jsonl, line 3 is not a JSON object"),
-    "no key": ('{"content": "1"}', "in.jsonl, line 3 has no key 'text': name the right key with --json-keys"),
-    "no text": ('{"text": 1}', "in.jsonl, line 3 has no text under the key 'text'"),
-    "half a surrogate pair": ('{"text": "\\ud800"}', "in.jsonl, line 3 holds half of a surrogate pair"),
-    "unknown id": (
-        '{"text": "1000"}',
-        "in.jsonl, line 3 cannot be tokenized: Token id 1000 in the text is outside 0..999",
-    ),
-}
-
-
-@pytest.mark.parametrize(("case", "workers"), [*((case, "1") for case in BAD_LINES), ("malformed", "2")])
-def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, case: str, workers: str) -> None:
-    line, sentence = BAD_LINES[case]
-    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n\n' + line + "\n")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n\n{"text": "1"\n')
     done = preprocess(tmp_path, "--input", "in.jsonl", "--output-prefix", "out", "--workers", workers, *NULL)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("ERROR: ") and sentence in done.stderr
+    assert done.stderr.startswith("ERROR: ") and "in.jsonl, line 3 is not valid JSON" in done.stderr
     assert done.stderr.count("\n") == 1, "one line, no traceback"
     assert os.listdir(tmp_path) == ["in.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--input", "nowhere.jsonl", *NULL], "nowhere.jsonl does not exist"),
-        (["--input", "empty.jsonl", *NULL, "--output-prefix", "broken.gz/out"], "cannot be written"),
-        (["--input", "empty.jsonl", *NULL], "have no document with text"),
-        (["--input", "broken.gz", *NULL], "broken.gz is not a complete gzip file"),
-        (["--input", "empty.jsonl"], "A tokenizer is required: set --tokenizer-type"),
-        (
-            ["--input", "empty.jsonl", "--workers", "0", *NULL],
-            "--workers and --log-interval must be at least 1",
-        ),
-        (["--input", "empty.jsonl", "--json-keys", "a", "a", *NULL], "names a key twice"),
-    ],
-)
-def test_bad_flags_and_files_are_one_sentence(tmp_path: Path, flags: list[str], sentence: str) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    (tmp_path / "broken.gz").write_bytes(gzip.compress(b'{"text": "1"}\n' * 1000)[:-20])
-    done = preprocess(tmp_path, "--output-prefix", "out", *flags)
-    assert done.returncode == 1 and done.stderr.startswith("ERROR: ") and sentence in done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["broken.gz", "empty.jsonl"]
 
 
 def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterable
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.commands.inspect_dataset import InspectConfig, inspect
@@ -16,13 +18,13 @@ from megatron.commands.merge_datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.preprocessing.progress import Counts
 from megatron.config.data import TokenizerConfig
-from megatron.data import text_inputs
 from megatron.data.corpus_digests import corpus_fingerprint
-from megatron.data.encoding import shared_tokenizer
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.encoding import EncodedKey, EncodeTask, encode_batch, shared_tokenizer
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from megatron.data.merging import merge_datasets
 from megatron.data.storage import find_files, open_stored
 from megatron.data.text_inputs import (
+    Batch,
     InputFormat,
     SourceRange,
     cut_in_partitions,
@@ -33,8 +35,10 @@ from megatron.data.text_inputs import (
     read_batches,
     whole_ranges,
 )
-from megatron.errors import ConfigError, DataError
+from megatron.data.tokenizers import NullTokenizer
+from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import md5, write
+from tests.data.file_damage import flip
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
 
 pytestmark = pytest.mark.processes
@@ -90,15 +94,23 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("batch_bytes", [300, 1 << 19])
+PLAIN = InputFormat()
+
+
+def texts_of(ranges: Iterable[SourceRange], form: InputFormat = PLAIN) -> list[str]:
+    """The documents of ranges as their readers find them."""
+    parsed = (parse_documents(batch, ("text",), "--json-keys") for batch in read_batches(ranges, form))
+    return [texts[0] for documents in parsed for _, texts in documents]
+
+
 @pytest.mark.parametrize("case", FORMATS)
-def test_every_format_gives_the_same_documents(
-    inputs: Path, case: str, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(text_inputs, "BATCH_BYTES", batch_bytes)
+def test_every_format_gives_the_same_documents(inputs: Path, case: str) -> None:
     name, flags = FORMATS[case]
     assert run(inputs, "out", str(inputs / name), **flags).documents == len(TEXTS)
     assert documents_of(inputs, "out") == TEXTS
+    small = InputFormat(separation=flags.get("text_documents", "file"), batch_bytes=300)
+    read = texts_of(whole_ranges(list_sources([str(inputs / name)])), small)
+    assert [text.replace("\n", " ") for text in read] == TEXTS
 
 
 def test_datasets(tmp_path: Path) -> None:
@@ -134,7 +146,7 @@ def test_files_behind_a_url(inputs: Path) -> None:
         assert documents_of(inputs, "out") == 4 * TEXTS
         assert run(inputs, "one", "memory://corpus/*.parquet").documents == len(TEXTS)
         (piece,) = cut_in_partitions(list_sources(["memory://corpus/in.jsonl"]), 3, "file")[1]
-        assert piece.start > 0 and len(list(read_batches([piece], InputFormat()))) == 1
+        assert piece.start > 0 and 50 < len(texts_of([piece])) < 80
     finally:
         memory.rm("/corpus", recursive=True)
 
@@ -166,45 +178,123 @@ def test_bad_documents_are_counted_and_named(tmp_path: Path, workers: int) -> No
     assert "5 bad documents skipped:" in counts.summary() and "line 4 has no key 'text'" in counts.summary()
 
 
-def test_bad_text_and_rows_are_named(tmp_path: Path) -> None:
-    (tmp_path / "bad.txt").write_bytes(b"1 2\n\xff\n")
-    with pytest.raises(DataError, match=r"bad.txt, line 2 is not valid UTF-8 .*--skip-bad-documents"):
-        run(tmp_path, "out", str(tmp_path / "bad.txt"), text_documents="line")
-    with pytest.raises(DataError, match=r"bad.txt, document 1 is not valid UTF-8"):
-        run(tmp_path, "out", str(tmp_path / "bad.txt"))
-    write_parquet(tmp_path / "bad.parquet", ["1", None])
-    with pytest.raises(DataError, match=r"bad.parquet, row 2 has no text under the key 'text'"):
-        run(tmp_path, "out", str(tmp_path / "bad.parquet"))
-    (tmp_path / "short.parquet").write_bytes((tmp_path / "bad.parquet").read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"short.parquet is not a complete parquet file"):
-        run(tmp_path, "out", str(tmp_path / "short.parquet"))
-    (tmp_path / "short.jsonl.zst").write_bytes(zstd(LINES)[:-9])
-    with pytest.raises(DataError, match=r"short.jsonl.zst is not a complete zstd file"):
-        run(tmp_path, "out", str(tmp_path / "short.jsonl.zst"))
-    assert not list(tmp_path.glob("out*"))
+BAD_INPUTS: list[tuple[str, Any, str]] = [
+    ("a.jsonl", b'{"text": "1"', "line 3 is not valid JSON"),
+    ("a.jsonl", b"[1]", "line 3 is not a JSON object"),
+    ("a.jsonl", b'{"content": "1"}', "line 3 has no key 'text': name the right key with --json-keys"),
+    ("a.jsonl", b'{"text": 1}', "line 3 has no text under the key 'text'"),
+    ("a.jsonl", b'{"text": "\\ud800"}', "line 3 holds half of a surrogate pair"),
+    ("a.jsonl", b'{"text": "1000"}', "line 3 cannot be tokenized: Token id 1000 in the text is outside 0..999"),
+    ("a.txt", b"\xff", r"document 1 is not valid UTF-8 .*--skip-bad-documents"),
+    ("lines.txt", b"\xff", "line 3 is not valid UTF-8"),
+    ("a.parquet", ["1", None], "row 2 has no text under the key 'text'"),
+]
 
 
-def test_a_document_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_inputs, "MAX_DOCUMENT_BYTES", 1000)
-    monkeypatch.setattr(text_inputs, "BATCH_BYTES", 100)
-    for name, sentence in (("a.jsonl", "has a line of more than"), ("a.txt", "too long for one document")):
-        (tmp_path / name).write_text("1 " * 2000)
-        with pytest.raises(DataError, match=sentence):
-            run(tmp_path, "out", str(tmp_path / name))
+@pytest.mark.parametrize(("name", "content", "sentence"), BAD_INPUTS)
+def test_a_bad_document_is_named_and_leaves_nothing(tmp_path: Path, name: str, content: Any, sentence: str) -> None:
+    path = tmp_path / name
+    if isinstance(content, list):
+        write_parquet(path, content)
+    else:
+        first = b'{"text": "1"}\n\n' if name == "a.jsonl" else b"1\n\n"
+        path.write_bytes(first + content + b"\n")
+    with pytest.raises(DataError, match=f"{path}, {sentence}"):
+        run(tmp_path, "out", str(path), text_documents="line" if name == "lines.txt" else "file")
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "sentence"),
+    [
+        ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
+        ("empty.jsonl", {}, "have no document with text"),
+        ("short.jsonl.gz", {}, "short.jsonl.gz is not a complete gzip file"),
+        ("short.jsonl.zst", {}, "short.jsonl.zst is not a complete zstd file"),
+        ("short.parquet", {}, "short.parquet is not a complete parquet file"),
+        ("empty.jsonl", {"output_prefix": "empty.jsonl/out"}, "cannot be written"),
+        ("empty.jsonl", {"tokenizer": TokenizerConfig()}, "A tokenizer is required: set --tokenizer-type"),
+        ("empty.jsonl", {"workers": 0}, "--workers and --log-interval must be at least 1"),
+        ("empty.jsonl", {"json_keys": ("a", "a")}, "names a key twice"),
+    ],
+)
+def test_bad_flags_and_files_are_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, flags: dict[str, Any], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.jsonl").write_text('{"text": ""}\n')
+    Path("short.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
+    Path("short.jsonl.zst").write_bytes(zstd(LINES)[:-9])
+    write_parquet(Path("short.parquet"), ["1"])
+    os.truncate("short.parquet", os.path.getsize("short.parquet") - 9)
+    before = sorted(os.listdir())
+    with pytest.raises(UserError, match=sentence):
+        preprocess(PreprocessConfig((name,), **{"output_prefix": "out", "tokenizer": NULL, **flags}))
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "separation", "sentence"),
+    [
+        ("a.jsonl", "file", "has a line of more than"),
+        ("a.txt", "file", "too long for one document"),
+        ("a.txt", "paragraph", "has no blank line"),
+    ],
+)
+def test_a_document_without_end_is_refused(tmp_path: Path, name: str, separation: Any, sentence: str) -> None:
+    (tmp_path / name).write_text("1 " * 400 + ("\n1 " * 400 if separation == "paragraph" else "1 " * 400))
+    form = InputFormat(separation=separation, batch_bytes=100, max_document_bytes=1000)
+    with pytest.raises(DataError, match=sentence):
+        texts_of(whole_ranges(list_sources([str(tmp_path / name)])), form)
+
+
+# --- tokens --------------------------------------------------------------------------------------------------
+
+
+class UncheckedTokenizer(NullTokenizer):
+    """Returns ids outside of the vocabulary, too, as a defective library might."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def encoded(text: str, vocab_size: int, append_eod: bool) -> EncodedKey:
+    batch = Batch("text.txt", "line", 1, 0, len(text), text.encode())
+    (key,) = encode_batch(
+        batch, EncodeTask(NULL, InputFormat(), append_eod, False), UncheckedTokenizer(vocab_size)
+    ).keys
+    return key
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(100, np.uint16), (100_000, np.int32)])
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_tokens_have_the_dtype_of_the_file(vocab_size: int, dtype: type, append_eod: bool) -> None:
+    key = encoded("1 2 3\n\n4\n   \n5 6\n", vocab_size, append_eod)
+    end = [vocab_size] if append_eod else []
+    assert key.tokens.tolist() == [1, 2, 3, *end, 4, *end, 5, 6, *end]
+    assert key.tokens.dtype == dtype
+    assert key.lengths.tolist() == [length + len(end) for length in (3, 1, 2)]
+
+
+@pytest.mark.parametrize("bad", [65_536 + 7, -1])
+def test_ids_outside_of_the_vocabulary_reach_the_writer_unchanged(tmp_path: Path, bad: int) -> None:
+    key = encoded(f"1 {bad} 3\n", 100, True)
+    with pytest.raises(DataError, match=str(bad)), IndexedDatasetWriter(str(tmp_path / "out"), 100) as writer:
+        writer.add_documents(key.tokens, key.lengths)
+    assert not list(tmp_path.iterdir())
 
 
 # --- parts of workers ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part_bytes", [1, 20, 29, 1000, 1 << 22])
-def test_workers_read_every_byte_of_local_lines_once(
-    inputs: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_read_every_byte_of_local_lines_once(inputs: Path, part_bytes: int) -> None:
     """Lines may be longer than a part, and begin in another."""
-    monkeypatch.setattr(text_inputs, "BATCH_BYTES", part_bytes)
-    parts = list(divide_among_workers(whole_ranges(list_sources([str(inputs / "in.jsonl")])), InputFormat()))
-    assert all(isinstance(part, SourceRange) for part in parts) and len(parts) == -(-len(LINES) // part_bytes)
-    batches = [batch for part in parts for batch in read_batches([part], InputFormat())]  # type: ignore[list-item]
+    form = InputFormat(batch_bytes=part_bytes)
+    parts = list(divide_among_workers(whole_ranges(list_sources([str(inputs / "in.jsonl")])), form))
+    ranges = [part for part in parts if isinstance(part, SourceRange)]
+    assert len(parts) == len(ranges) == -(-len(LINES) // part_bytes)
+    batches = [batch for part in ranges for batch in read_batches([part], form)]
     assert b"".join(batch.records for batch in batches) == LINES  # type: ignore[misc]
     assert sum(batch.stored_bytes for batch in batches) == len(LINES)
 
@@ -308,9 +398,7 @@ def test_no_more_partitions_work_at_a_time_than_there_are_workers(
 def test_partitions_of_other_inputs_or_flags_are_refused(inputs: Path) -> None:
     name = str(inputs / "in.jsonl")
     run(inputs, "out", name, partitions=3, partition=1)
-    with pytest.raises(
-        DataError, match="was made with other skip_bad_documents: set the flags as they were, or remove"
-    ):
+    with pytest.raises(DataError, match="with other skip_bad_documents: set the flags as they were, or remove"):
         run(inputs, "out", name, partitions=3, partition=1, skip_bad_documents=True)
     with open(name, "ab") as file:
         file.write(b'{"text": "1"}\n')
@@ -394,13 +482,12 @@ def test_the_digests_of_a_dataset_are_shown_compared_and_made(tmp_path: Path) ->
     checked = InspectConfig(prefix, check=True)
     assert f"digests    fingerprint {corpus_fingerprint(prefix)}" in "\n".join(inspect(checked))
     assert "digests    match every byte of both files" in list(inspect(checked))
-    for kind in (".bin", ".idx"):
-        good = Path(prefix + kind).read_bytes()
-        Path(prefix + kind).write_bytes(good[:20] + bytes([good[20] ^ 1]) + good[21:] if kind == ".idx" else b"x" * 14)
-        with pytest.raises(DataError, match=r"a\.bin is damaged" if kind == ".bin" else r"a\.idx"):
+    for kind, sentence in ((".idx", r"a\.idx"), (".bin", r"a\.bin is damaged")):
+        flip(prefix + kind, 8 * 12)
+        with pytest.raises(DataError, match=sentence):
             list(inspect(checked))
-        Path(prefix + kind).write_bytes(good)
-    Path(f"{prefix}.bin").write_bytes(b"\1\0" * 7)
+        if kind == ".idx":
+            flip(prefix + kind, 8 * 12)
     list(inspect(InspectConfig(prefix, write_digests=True)))
     assert "digests    match every byte of both files" in list(inspect(checked))
     os.remove(f"{prefix}.digests.json")

@@ -15,44 +15,27 @@ from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.config.data import DataConfig
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
-from megatron.data.loader import build_datasets, build_loader
 from megatron.data.merging import merge_datasets
 from megatron.data.remote import RemoteFile
 from megatron.data.sources import Blend, Sources, read_sources
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
+from tests.data.corpora import CORPUS_A, build, golden_documents, load, stamps, tokens_of, write
 
-
-@pytest.fixture(autouse=True)
-def corpora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write("a", golden_documents(CORPUS_A))
-    write("b", golden_documents(CORPUS_B, start=500))
-    return tmp_path
-
-
-def build(counts: Any = (12, 0, 0), **flags: Any) -> Any:
-    data = DataConfig(**{"seq_length": 8, "data_cache_path": "cache", **flags})
-    data.check()
-    return build_datasets(data, vocab_size=1000, eod=999, seed=1234, sample_counts=counts, tokenizer_description=None)
-
-
-def tokens_of(dataset: Any) -> list[list[int]]:
-    return [dataset[index]["tokens"].tolist() for index in range(len(dataset))]
+pytestmark = pytest.mark.usefixtures("corpora")
+BOTH = ("0.7", "a", "0.3", "b")
 
 
 # --- the forms of the flags ----------------------------------------------------------------------------------
 
 
 def test_every_form_names_the_same_corpora() -> None:
-    pairs = ("0.7", "a", "0.3", "b")
     Path("blend.txt").write_text("0.7 a\n0.3 b\n")
     Path("splits.json").write_text(json.dumps({"train": "0.7 a 0.3 b", "valid": ["b"], "test": None}))
     both = Blend(["a", "b"], [0.7, 0.3])
-    assert read_sources(DataConfig(data_path=pairs)) == Sources((both,) * 3, "969, 30, 1")
+    assert read_sources(DataConfig(data_path=BOTH)) == Sources((both,) * 3, "969, 30, 1")
     assert read_sources(DataConfig(data_args_path="blend.txt")) == Sources((both,) * 3, "969, 30, 1")
     apart = Sources((both, Blend(["b"], None), None), None)
-    assert read_sources(DataConfig(train_data_path=pairs, valid_data_path=("b",))) == apart
+    assert read_sources(DataConfig(train_data_path=BOTH, valid_data_path=("b",))) == apart
     assert read_sources(DataConfig(per_split_data_args_path="splits.json")) == apart
     assert [apart.has(index) for index in range(3)] == [True, True, False]
     assert apart.prefixes == ["a", "b"]
@@ -62,8 +45,8 @@ def test_every_form_names_the_same_corpora() -> None:
 
 def test_corpora_of_a_split_are_that_split_as_a_whole() -> None:
     """With the order that Megatron-LM gives a corpus which is all train (its seed does not know of splits)."""
-    train, valid, test = build((7, 1, 0), train_data_path=("a",), valid_data_path=("b",))
-    whole, _, _ = build((7, 0, 0), data_path=("a",), split="1")
+    train, valid, test = build(counts=(7, 1, 0), train_data_path=("a",), valid_data_path=("b",))
+    whole, _, _ = build("a", counts=(7, 0, 0))
     assert tokens_of(train) == tokens_of(whole)
     assert test is None and sorted(set(valid.order.document_index[:].tolist())) == [0, 1, 2]
     assert train.description["split"] is None and train.description["split_matrix"] is None
@@ -71,61 +54,65 @@ def test_corpora_of_a_split_are_that_split_as_a_whole() -> None:
 
 
 def test_single_corpus_of_a_split_loses_its_weight_and_pairs_keep_theirs() -> None:
-    train, valid, _ = build((7, 5, 0), train_data_path=("1", "a"), valid_data_path=("0.7", "a", "0.3", "b"))
+    train, valid, _ = build(counts=(7, 5, 0), train_data_path=("1", "a"), valid_data_path=BOTH)
     assert isinstance(train, GPTDataset) and train.description["num_samples"] == 7
     assert isinstance(valid, BlendedDataset) and valid.description["weights"] == [0.7, 0.3]
-    weighted, _, _ = build((7, 0, 0), data_path=("1", "a"), split="1")
-    assert isinstance(weighted, BlendedDataset)
+    assert isinstance(build("1", "a")[0], BlendedDataset)
 
 
 def test_surplus_and_threads_change_what_is_built_and_nothing_else() -> None:
-    flags: dict[str, Any] = {"data_path": ("0.7", "a", "0.3", "b"), "split": "1"}
-    (plain, _, _), (more, _, _) = build(**flags), build(**flags, mid_level_dataset_surplus=1.0)
+    (plain, _, _), (more, _, _) = build(*BOTH), build(*BOTH, mid_level_dataset_surplus=1.0)
     assert [child["num_samples"] for child in plain.description["datasets"]] == [10, 5]
     assert [child["num_samples"] for child in more.description["datasets"]] == [18, 8]
-    threaded, _, _ = build(**flags, num_dataset_builder_threads=4, data_cache_path="other")
+    threaded, _, _ = build(*BOTH, num_dataset_builder_threads=4, data_cache_path="other")
     assert tokens_of(threaded) == tokens_of(plain)
 
 
-BAD_FILES = [
-    ({"data_args_path": "nowhere"}, None, r"The file of data arguments nowhere cannot be read \(No such file"),
-    ({"data_args_path": "file"}, " \n", "--data-args-path file lists no corpus"),
-    ({"data_args_path": "file"}, "0 a 0 b", "--data-args-path has weights .*must not be negative or all zero"),
-    ({"data_args_path": "file"}, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
-    ({"per_split_data_args_path": "file"}, "{", "--per-split-data-args-path file is not JSON"),
-    ({"per_split_data_args_path": "file"}, "[" * 100_000, "--per-split-data-args-path file is not JSON"),
-    ({"per_split_data_args_path": "file"}, '["a"]', "must contain one object with the key train"),
-    ({"per_split_data_args_path": "file"}, '{"valid": ["a"]}', "must contain one object with the key train"),
-    ({"per_split_data_args_path": "file"}, '{"train": ["a"], "dev": ["b"]}', "must contain one object with the key"),
-    ({"per_split_data_args_path": "file"}, '{"train": [0, "a"]}', "The train path has weights"),
-    (
-        {"per_split_data_args_path": "file"},
-        '{"train": ["a"], "valid": 1}',
-        "must contain one object with the key train",
-    ),
-    (
-        {"data_args_path": "file"},
-        "1 https://me:hidden@host/a",
-        r"--data-args-path https://\*\*\*@host/a contains a password",
-    ),
-    (
-        {"data_args_path": "file"},
-        "https://hidden@host/a",
-        r"--data-args-path https://\*\*\*@host/a contains a password",
-    ),
-    ({"per_split_data_args_path": "file"}, '{"train": ["ftp://me:hidden@host/a"]}', "The train path ftp://.*password"),
-    ({"data_args_path": "a.bin"}, None, r"a\.bin is not text \(.*\): use another"),
-    ({"train_data_path": ("a",)}, None, "5 samples of the valid split are needed, but --valid-data-path gives it"),
-    ({"train_data_path": ("a",), "valid_data_path": ("b",), "seq_length": 30}, None, "has 20 tokens.*give it more"),
-]
+BLEND = {"data_args_path": "file"}
+PER_SPLIT = {"per_split_data_args_path": "file"}
+ONE_OBJECT = "must contain one object with the key train"
+SECRET = r"--data-args-path https://\*\*\*@host/a contains a password"
+THIRD: dict[str, Any] = {"counts": (1, 1, 0), "split": "2,1"}
 
 
-@pytest.mark.parametrize(("flags", "content", "sentence"), BAD_FILES)
+@pytest.mark.parametrize(
+    ("flags", "content", "sentence"),
+    [
+        ({"data_args_path": "nowhere"}, None, r"The file of data arguments nowhere cannot be read \(No such file"),
+        ({"data_args_path": "a.bin"}, None, r"a\.bin is not text \(.*\): use another"),
+        (BLEND, " \n", "--data-args-path file lists no corpus"),
+        (BLEND, "0 a 0 b", "--data-args-path has weights .*must not be negative or all zero"),
+        (BLEND, "-1 a 2 b", "--data-args-path has weights .*must not be negative"),
+        (BLEND, "1 https://me:hidden@host/a", SECRET),
+        (BLEND, "https://hidden@host/a", SECRET),
+        (PER_SPLIT, "{", "--per-split-data-args-path file is not JSON"),
+        (PER_SPLIT, "[" * 100_000, "--per-split-data-args-path file is not JSON"),
+        (PER_SPLIT, '["a"]', ONE_OBJECT),
+        (PER_SPLIT, '{"valid": ["a"]}', ONE_OBJECT),
+        (PER_SPLIT, '{"train": ["a"], "dev": ["b"]}', ONE_OBJECT),
+        (PER_SPLIT, '{"train": ["a"], "valid": 1}', ONE_OBJECT),
+        (PER_SPLIT, '{"train": [0, "a"]}', "The train path has weights"),
+        (PER_SPLIT, '{"train": ["ftp://me:hidden@host/a"]}', "The train path ftp://.*password"),
+        ({"train_data_path": ("a",)}, None, "5 samples of the valid split are needed, but --valid-data-path gives it"),
+        ({"train_data_path": ("a",), "valid_data_path": ("b",), "seq_length": 30}, None, "has 20 tokens.*give it more"),
+        ({}, None, "There is no corpus: set --data-path"),
+        ({"data_path": ("a",), "seq_length": None}, None, "--seq-length is missing"),
+        ({"data_path": ("nowhere",)}, None, r"nowhere\.idx does not exist"),
+        (
+            {"data_path": ("a",), "split": "1"},
+            None,
+            "5 samples of the valid split are needed, but --split '1' gives it",
+        ),
+        ({"data_path": ("a",), "split": "x"}, None, "--split 'x' must be"),
+        ({"data_path": ("b",), **THIRD}, None, "The valid split of b has 6 tokens in 1 documents"),
+        ({"data_path": ("b", "b"), **THIRD}, None, "No corpus of --data-path has tokens for one sample"),
+    ],
+)
 def test_bad_files_and_splits_are_one_sentence(flags: Any, content: str | None, sentence: str) -> None:
     if content is not None:
         Path("file").write_text(content)
     with pytest.raises(UserError, match=sentence) as caught:
-        build((1, 5, 0), **flags)
+        build(**{"counts": (1, 5, 0), **flags})
     assert "\n" not in str(caught.value)
 
 
@@ -142,7 +129,7 @@ def test_a_sequence_outside_of_the_tokens_is_named(place: int, value: bytes) -> 
         file.seek(place)
         file.write(value)
     with pytest.raises(DataError, match=r"a\.idx places sequence 3 .*outside of a\.bin: write the data again"):
-        build(data_path=("a",), split="1")
+        build("a")
 
 
 # --- ends of documents ---------------------------------------------------------------------------------------
@@ -151,10 +138,10 @@ def test_a_sequence_outside_of_the_tokens_is_named(place: int, value: bytes) -> 
 @pytest.mark.parametrize("flag", ["reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids"])
 def test_flags_for_documents_refuse_a_corpus_without_ends(flag: str) -> None:
     write("endless", [list(range(n)) for n in (9, 0, 30, 4, 40)])
-    build(data_path=("endless",), split="1", eod_mask_loss=True)
+    build("endless", eod_mask_loss=True)
     with pytest.raises(DataError, match=r"None of 4 documents of endless ends with .* 999.*--append-eod, or remove"):
-        build(data_path=("endless",), split="1", **{flag: True})
-    build(data_path=("a",), split="1", **{flag: True})
+        build("endless", **{flag: True})
+    build("a", **{flag: True})
 
 
 def test_some_documents_may_lack_their_end() -> None:
@@ -178,13 +165,11 @@ def remote() -> Any:
     system.rm("/data", recursive=True)
 
 
-REMOTE: dict[str, Any] = {"data_path": ("0.7", "memory://data/a", "0.3", "memory://data/b"), "split": "1"}
+REMOTE = ("0.7", "memory://data/a", "0.3", "memory://data/b")
 
 
 def test_remote_corpora_give_the_samples_of_local_ones(remote: Any) -> None:
-    local, _, _ = build(data_path=("0.7", "a", "0.3", "b"), split="1")
-    there, _, _ = build(**REMOTE)
-    assert tokens_of(there) == tokens_of(local)
+    assert tokens_of(build(*REMOTE, data_cache_path="there")[0]) == tokens_of(build(*BOTH)[0])
     copy = pickle.loads(pickle.dumps(IndexedDataset("memory://data/a", index_cache="cache")))
     assert [copy.get(i).tolist() for i in range(10)] == golden_documents(CORPUS_A)
 
@@ -199,16 +184,8 @@ def test_remote_corpora_are_merged_and_inspected_as_local_ones(remote: Any) -> N
 
 
 def test_loader_processes_open_their_own_file_systems(remote: Any) -> None:
-    dataset, _, _ = build(**REMOTE)
-    loader = build_loader(
-        dataset,
-        vocab_size=1000,
-        consumed_samples=0,
-        micro_batch_size=2,
-        data_parallel_rank=0,
-        data_parallel_size=1,
-        num_workers=2,
-    )
+    dataset, _, _ = build(*REMOTE, data_cache_path="cache")
+    loader = load(dataset, micro_batch_size=2, num_workers=2)
     for start in (0, 2, 4):
         assert next(loader)["tokens"].tolist() == [dataset[start + i]["tokens"].tolist() for i in range(2)]
 
@@ -230,22 +207,19 @@ def test_a_file_system_is_not_shared_over_a_fork(remote: Any, monkeypatch: pytes
     assert opened == ["memory://data/a.bin"]
 
 
-def test_index_is_copied_once_and_again_when_it_changes(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, _, _ = build(**REMOTE, object_storage_cache_path="indices")
+def test_index_is_copied_once_and_again_when_it_changes(remote: Any) -> None:
+    def read() -> list[list[int]]:
+        return tokens_of(build(*REMOTE, data_cache_path="cache", object_storage_cache_path="indices")[0])
+
+    first = read()
     assert sorted(name.partition("-")[2] for name in os.listdir("indices")) == ["a.idx", "b.idx"]
-
-    def refuse(*arguments: object) -> None:
-        raise AssertionError("copied or built again")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(RemoteFile, "_download", refuse)
-        patched.setattr("megatron.data.gpt_dataset.build_sample_order", refuse)
-        assert tokens_of(build(**REMOTE, object_storage_cache_path="indices")[0]) == tokens_of(first)
+    before = stamps("indices"), stamps("cache")
+    assert read() == first
+    assert (stamps("indices"), stamps("cache")) == before, "copied or built again"
     write("a", golden_documents(CORPUS_A[::-1]))
     for kind in (".bin", ".idx"):
         remote.pipe_file(f"/data/a{kind}", Path(f"a{kind}").read_bytes())
-    local, _, _ = build(data_path=("0.7", "a", "0.3", "b"), split="1", data_cache_path="local")
-    assert tokens_of(build(**REMOTE, object_storage_cache_path="indices")[0]) == tokens_of(local)
+    assert read() == tokens_of(build(*BOTH, data_cache_path="local")[0]) != first
 
 
 @pytest.mark.parametrize(
@@ -254,11 +228,7 @@ def test_index_is_copied_once_and_again_when_it_changes(remote: Any, monkeypatch
         ("memory://data/c", {}, "memory://data/c.idx does not exist: set --data-path to prefixes without"),
         ("nosuch://data/a", {}, "nosuch://data/a.idx cannot be opened .*nosuch"),
         ("memory://data/a", {"data_cache_path": None}, "corpus memory://data/a is remote: .*--data-cache-path"),
-        (
-            "memory://data/a",
-            {"object_storage_cache_path": "a.bin/x"},
-            "Cannot write a copy .*a.bin/x .*--object-storage",
-        ),
+        ("memory://data/a", {"object_storage_cache_path": "a.bin/x"}, "Cannot write a copy .*a.bin/x .*--object-stor"),
         ("memory://data/short", {}, r"memory://data/short.bin has 3 bytes, but memory://data/short.idx requires 40"),
         ("memory://data/wrong", {}, r"memory://data/wrong.idx is not an index of tokens.*write the data again"),
     ],
@@ -269,12 +239,12 @@ def test_remote_trouble_is_one_sentence(remote: Any, prefix: str, flags: dict[st
     remote.pipe_file("/data/wrong.bin", b"abc")
     remote.pipe_file("/data/wrong.idx", b"PARQUET" * 20)
     with pytest.raises((ConfigError, DataError), match=sentence) as caught:
-        build(**{"data_path": (prefix,), "split": "1", **flags})
+        build(prefix, **{"data_cache_path": "cache", **flags})
     assert "\n" not in str(caught.value)
 
 
 def test_a_broken_connection_is_named_with_its_file(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, _, _ = build(**REMOTE)
+    dataset, _, _ = build(*REMOTE, data_cache_path="cache")
 
     def fail(*arguments: object, **keywords: object) -> None:
         raise TimeoutError("no answer\nafter 60 s")

@@ -1,14 +1,23 @@
-"""Tokenizers: text comes back unchanged, specials are never parsed out of it, bad files are named."""
+"""Tokenizers: text comes back unchanged, specials are never parsed out of it, bytes add up, bad files are named."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
+from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import RunConfig
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.token_bytes import CountedBytes, TokenBytes, count_token_bytes
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     Llama2Tokenizer,
@@ -21,17 +30,16 @@ from megatron.data.tokenizers import (
 )
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
-from tests.data.texts import AWKWARD_TEXTS, random_texts
+from tests.data.texts import AWKWARD_TEXTS, NAMES, random_texts
+from tests.end_to_end.run_process import call_training
 
 
 def assert_text_survives(tokenizer: Tokenizer) -> None:
-    texts = [*AWKWARD_TEXTS, *random_texts(200)]
+    texts = [*AWKWARD_TEXTS, " ".join(NAMES), *random_texts(200)]
     batch = tokenizer.tokenize_batch(texts)
     for _ in range(2):  # words that are not known, and words that are
         tokens, lengths = tokenizer.tokenize_to_arrays(texts)
-        assert tokens.tolist() == [token for ids in batch for token in ids] and lengths.tolist() == list(
-            map(len, batch)
-        )
+        assert tokens.tolist() == [*chain(*batch)] and lengths.tolist() == [*map(len, batch)]
     for text, ids in zip(texts, batch, strict=True):
         assert list(ids) == list(tokenizer.tokenize(text))
         assert tokenizer.detokenize(ids) == text
@@ -96,12 +104,8 @@ def test_llama3_tokenizer(llama3_model: str) -> None:
     # Published ids of Llama 3.
     assert tokenizer.tokenize("Hello world!") == [9906, 1917, 0]
     assert tokenizer.tokenize("This is a test sentence.") == [2028, 374, 264, 1296, 11914, 13]
-    names = {
-        128_004: "<|finetune_right_pad_id|>",
-        128_009: "<|eot_id|>",
-        128_255: "<|reserved_special_token_247|>",
-    }
-    assert {token: tokenizer.detokenize([token]) for token in names} == names
+    names = ["<|finetune_right_pad_id|>", "<|eot_id|>", "<|reserved_special_token_247|>"]
+    assert [tokenizer.detokenize([token]) for token in (128_004, 128_009, 128_255)] == names
     with pytest.raises(ConfigError, match="--tiktoken-num-special-tokens 5 is too small"):
         TikTokenizer(llama3_model, 5)
 
@@ -163,28 +167,14 @@ TWICE = b"".join(
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "SentencePieceTokenizer",
-        "Llama2Tokenizer",
-        "GPTSentencePieceTokenizer",
-        "TikTokenizer",
-        "HuggingFaceTokenizer",
-    ],
+    ["SentencePieceTokenizer", "Llama2Tokenizer", "GPTSentencePieceTokenizer", "TikTokenizer", "HuggingFaceTokenizer"],
 )
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "does not exist: set --tokenizer-model to the tokenizer file"),
-        (b"", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
-        (b"{}", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
-        (b"IQ== 0\nIQ== 7\n", r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
-        (bytes(range(256)), r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
-        (TWICE, r"is not .*check that --tokenizer-model and --tokenizer-type belong together"),
-    ],
-)
-def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | None, sentence: str) -> None:
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"IQ== 0\nIQ== 7\n", bytes(range(256)), TWICE])
+def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | None) -> None:
     path = tmp_path / "model"
+    sentence = "does not exist: set --tokenizer-model to the tokenizer file"
     if content is not None:
+        sentence = "is not .*check that --tokenizer-model and --tokenizer-type belong together"
         path.write_bytes(content)
     with pytest.raises(DataError, match=sentence) as caught:
         build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path)))
@@ -194,9 +184,7 @@ def test_bad_file_is_one_sentence(tmp_path: Path, kind: Any, content: bytes | No
 def test_a_name_on_the_hub_is_answered_with_its_download(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name = "meta-llama/Llama-3.1-8B"
-    with pytest.raises(
-        DataError, match=rf"^{name} does not exist: .*`hf download {name} --local-dir DIR` and set --tok"
-    ):
+    with pytest.raises(DataError, match=rf"^{name} does not exist: .*`hf download {name} --local-dir DIR` and set"):
         HuggingFaceTokenizer(name)
     (tmp_path / "runs").mkdir()  # then it is a path
     for path in ("runs/one", "elsewhere/tokenizer.model", "/meta-llama/Llama-3.1-8B", "one"):
@@ -222,10 +210,7 @@ def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: s
         ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be at least 1"),
         ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),
-        (
-            {"tokenizer_type": "NullTokenizer", "vocab_size": 9, "trust_remote_code": True},
-            "--trust-remote-code",
-        ),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "trust_remote_code": True}, "--trust-remote-code"),
     ],
 )
 def test_bad_flags_are_one_sentence(flags: dict[str, Any], sentence: str) -> None:
@@ -255,3 +240,145 @@ def test_description_tells_tokenizers_apart() -> None:
     ]
     assert len({tuple(description) for description in others}) == 3
     assert all(description["tokenizer_path"] == "model" for description in others)
+
+
+# --- GPT-2's two files ---------------------------------------------------------------------------------------
+
+
+def test_ids_of_gpt2_s_files_are_those_of_transformers(gpt2_files: TokenizerConfig) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    theirs = transformers.GPT2TokenizerFast.from_pretrained(Path(gpt2_files.vocab_file or "").parent)
+    ours = build_tokenizer(gpt2_files)
+    assert (ours.vocab_size, ours.eod, ours.bos) == (len(theirs), theirs.eos_token_id, theirs.bos_token_id)
+    texts = [*AWKWARD_TEXTS, *random_texts(300)]
+    ids = theirs(texts)["input_ids"]
+    assert [list(ours.tokenize(text)) for text in texts] == ids
+    # The faster library, if it is installed, too.
+    assert ours.tokenize_to_arrays(texts).tokens.tolist() == [*chain(*ids)]
+    assert_text_survives(ours)
+
+
+TINY_RUN = (
+    "--model tiny --seq-length 32 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --num-workers 0 --lr 1e-3 "
+    "--device cpu "
+)
+
+
+def test_a_corpus_is_preprocessed_and_trained_on(gpt2_files: TokenizerConfig, tmp_path: Path) -> None:
+    source, prefix = tmp_path / "text.jsonl", str(tmp_path / "corpus")
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in (*AWKWARD_TEXTS[1:], *random_texts(300))))
+    preprocess(PreprocessConfig((str(source),), prefix, tokenizer=gpt2_files, append_eod=True))
+    tokenizer = build_tokenizer(gpt2_files)
+    first = IndexedDataset(f"{prefix}_text_document").get(0).tolist()
+    assert first == [*tokenizer.tokenize(AWKWARD_TEXTS[1]), tokenizer.eod]
+    places = ["--data-path", f"{prefix}_text_document", "--data-cache-path", str(tmp_path / "cache")]
+    files = ["--vocab-file", str(gpt2_files.vocab_file), "--merge-file", str(gpt2_files.merge_file)]
+    call_training([*TINY_RUN.split(), *places, "--tokenizer-type", "GPT2BPETokenizer", *files]).succeeded()
+
+
+def test_beside_another_tokenizer_the_flags_are_named_and_change_nothing() -> None:
+    words = f"{TINY_RUN} --mock-data --vocab-size 99".split()
+    outcome = call_training([*words, "--vocab-file", "no/vocab.json", "--merge-file", "no/merges.txt"]).succeeded()
+    assert "> no effect here: --vocab-file, --merge-file" in outcome.stdout
+    assert "no effect" not in call_training(words).succeeded().stdout
+    null = TokenizerConfig("NullTokenizer", vocab_size=9, vocab_file="no", merge_file="no")
+    null.check()
+    assert describe_tokenizer(null) == describe_tokenizer(TokenizerConfig("NullTokenizer", vocab_size=9))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "needs --merge-file: add it"),
+        ("--tokenizer-type GPT2BPETokenizer --merge-file m", "needs --vocab-file: add it"),
+        (
+            "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m --tokenizer-model t",
+            "--tokenizer-model t is not used by --tokenizer-type GPT2BPETokenizer",
+        ),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --merge-file m", "--merge-file and --tokenizer-t"),
+    ],
+)
+def test_where_they_would_matter_they_are_refused(words: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_run(parse_command_line(f"{TINY_RUN} --data-path P {words}".split()), 1)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "merges", "sentence"),
+    [
+        ("[", "", r"vocab\.json is not JSON"),
+        ("[" * 100_000, "", r"vocab\.json is not JSON"),
+        ("[1]", "", r"vocab\.json is not a JSON object of tokens and ids"),
+        ('{"a": 0, "b": "1"}', "", r"vocab\.json is not a JSON object of tokens and ids"),
+        ('{"a": 0}', "", r"vocab\.json has no <\|endoftext\|>"),
+        ('{"a": 0, "b": 1, "<|endoftext|>": 2}', "#version: 0.2\na b\n", r"Line 2 of .*merges\.txt, 'a b', merges no"),
+        ('{"a": 0, "<|endoftext|>": 2}', "a\n", r"Line 1 of .*merges\.txt"),
+        (None, "", r"vocab\.json does not exist: set --vocab-file"),
+        ('{"a": 0, "<|endoftext|>": 2}', None, r"merges\.txt does not exist: set --merge-file"),
+    ],
+)
+def test_a_bad_file_of_gpt2_is_one_sentence(
+    tmp_path: Path, vocabulary: str | None, merges: str | None, sentence: str
+) -> None:
+    files = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    for path, content in zip(files, (vocabulary, merges)):
+        if content is not None:
+            path.write_text(content)
+    with pytest.raises(DataError, match=sentence):
+        build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(files[0]), merge_file=str(files[1])))
+
+
+def test_a_larger_vocabulary_than_the_model_s_is_refused(gpt2_files: TokenizerConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--vocab-size 9 is below the \d+ ids of .*vocab\.json"):
+        build_tokenizer(replace(gpt2_files, vocab_size=9))
+
+
+# --- bytes of tokens -----------------------------------------------------------------------------------------
+
+
+def counted(tokenizer: Tokenizer, text: str, table: TokenBytes) -> int:
+    """The bytes of a document as the labels of one sequence, behind the end of another document."""
+    ids = [tokenizer.eod, *tokenizer.tokenize(text), tokenizer.eod]
+    tokens, labels = torch.tensor([ids[:-1]]), torch.tensor([ids[1:]])
+    return table.count({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)})
+
+
+MODELS: dict[str, Callable[[str], Tokenizer]] = {
+    "sentencepiece_model": SentencePieceTokenizer,
+    "llama2_model": SentencePieceTokenizer,  # which adds a space that is not in the text
+    "llama3_model": TikTokenizer,
+    "hugging_face_directory": HuggingFaceTokenizer,
+}
+
+
+@pytest.mark.parametrize("model", [*MODELS, "tokenizer.json of llama2_model"])
+def test_bytes_of_tokens_add_up(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    name = model.rpartition(" ")[2]
+    tokenizer = MODELS[name](str(request.getfixturevalue(name)))
+    if name != model:  # byte fallback
+        content = tokenizer.tokenizer_json()
+        assert content is not None
+        (tmp_path / "tokenizer.json").write_bytes(content)
+        tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    table = count_token_bytes(tokenizer, tokenizer.vocab_size)
+    assert table is not None
+    for text in [*random_texts(60), "  indented", " one", "no space", "\u4e2d\u6587 \U0001f600\n\n\tx"]:
+        decoded = tokenizer.detokenize(tokenizer.tokenize(text))
+        assert counted(tokenizer, text, table) == len(decoded.encode()), repr(text)
+    assert counted(tokenizer, "def f(x):", table) == len("def f(x):")
+
+
+def test_masked_labels_and_special_tokens_have_no_bytes(llama3_model: str) -> None:
+    tokenizer = TikTokenizer(llama3_model)
+    table = count_token_bytes(tokenizer, tokenizer.vocab_size + 5)
+    assert table is not None and tokenizer.bos is not None
+    ids = torch.tensor([[tokenizer.bos, *tokenizer.tokenize("abc"), tokenizer.eod]])
+    mask = torch.ones(ids.shape)
+    assert table.count({"tokens": ids, "labels": ids, "loss_mask": mask}) == 3
+    assert table.count({"tokens": ids, "labels": ids, "loss_mask": mask * 0}) == 0
+    counter = CountedBytes(iter([{"tokens": ids, "labels": ids, "loss_mask": mask}] * 2), table)
+    assert len(list(counter)) == 2 and counter.num_bytes == 6
+
+
+def test_ids_alone_have_no_text() -> None:
+    assert count_token_bytes(NullTokenizer(10), 11) is None

@@ -9,16 +9,33 @@ from typing import Any
 from megatron.config.data import TokenizerConfig
 from megatron.data.indexed_dataset import IndexedDataset
 
-AWKWARD_TEXTS = [
+AWKWARD_TEXTS = (
     "",
-    " ",
+    "import os",
+    " import os",
     "  two before",
     "two after  ",
+    "two  between   three",
+    " ",
+    "        ",
+    "line\nline\r\n\n\n  indented\n",
+    "\ttab\t\ttabs",
     "\tif x:\r\n\t\treturn 12345\n\n\n",
-    "na\u00efve caf\u00e9 \u00a0 \u4e2d\u6587 \U0001f600\ufeff e\u0301",
-    "nul \0 bell \a",
-    "</s> <s> <unk> <0x0A> <|end_of_text|> <|begin_of_text|> <|endoftext|>",
-]
+    "na\u00efve \u00bfqu\u00e9?",
+    "\u043f\u0440\u0438\u0432\u0435\u0442 \u4e2d\u6587\u3002\u65e5\u672c\u8a9e",
+    "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e17\u0e35\u0e48",
+    "\u0645\u0631\u062d\u0628\u0627 \u05e9\u05dc\u05d5\u05dd \ud55c\uad6d\uc5b4 \u1112\u1161\u11ab",
+    "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "e\u0301 a\u0323\u0302 o\u0302\u0323 \ufb01 \uff21",
+    "\u00a0 \u2003\u3000 \ufeff",
+    "======================== aaaaaaaaaaaaaaaaa ------------- 12345678901234567890",
+    "I'm they'LL it's we've don't \u017f's '\u017f 1,234.5e-6 \u0663\u0664 \u00bd \u2460",
+    "nul \0 bell \a \x7f \x85 \u2028",
+    "\u0120\u010a byte-level signs themselves \u00c2\u00a0",
+    "#version: 0.2",
+)
+NAMES = ("<s>", "</s>", "<unk>", "<0x0A>", "<|end_of_text|>", "<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>")
+"""Names of special tokens, which transformers finds in a text unless it is told to split them."""
 
 
 def random_texts(count: int) -> Iterator[str]:

@@ -1,8 +1,6 @@
 """Small models with the features of Llama 4, and the same models of transformers."""
 
-from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from tests.llama4_definition import token_logits, token_losses
-from tests.model.reference import common_settings, fp32_means_fp64
+from tests.model.reference import Results, common_settings, fp32_means_fp64
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -173,25 +171,6 @@ def llama4_batch(config: TransformerConfig, sequences: int = 2) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(11)
     text = torch.randint(0, config.vocab_size, (sequences, LENGTH + 1), generator=generator)
     return text[:, :-1], text[:, 1:]
-
-
-@dataclass(frozen=True)
-class Results:
-    """What a model computes for a batch."""
-
-    weights: dict[str, Tensor]
-    logits: Tensor
-    """``[b, s, v]``."""
-    losses: Tensor
-    """Of every token, ``[b, s]``."""
-    gradients: dict[str, Tensor]
-    """Of the sum of the losses."""
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All results with their names."""
-        yield "logits", self.logits
-        yield "losses", self.losses
-        yield from self.gradients.items()
 
 
 def results_of_transformers(

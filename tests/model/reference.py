@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,11 +17,12 @@ from megatron.config.moe import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerModel
+from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.ops.documents import Documents
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
-from tests.whole_model import logits_of, token_losses_of
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -231,10 +233,27 @@ def random_model(config: TransformerConfig, dtype: torch.dtype = torch.float64) 
     return model
 
 
-def expected(
-    config: TransformerConfig, dtype: torch.dtype = torch.float64
-) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
-    """Weights, logits ``[b, s, v]``, loss of each token ``[b, s]``, and gradients of their sum."""
+@dataclass(frozen=True)
+class Results:
+    """What a model computes for a batch."""
+
+    weights: dict[str, Tensor]
+    logits: Tensor
+    """``[b, s, v]``."""
+    losses: Tensor
+    """Of every token, ``[b, s]``."""
+    gradients: dict[str, Tensor]
+    """Of the sum of the losses."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All results with their names."""
+        yield "logits", self.logits
+        yield "losses", self.losses
+        yield from self.gradients.items()
+
+
+def expected(config: TransformerConfig, dtype: torch.dtype = torch.float64) -> Results:
+    """What transformers computes for :func:`batch`."""
     with fp32_means_fp64() if dtype == torch.float64 else nullcontext():
         model = random_model(config, dtype)
         tokens, labels = batch(config)
@@ -242,7 +261,7 @@ def expected(
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         losses.sum().backward()
     weights, gradients = weights_and_gradients(model, config)
-    return weights, logits.detach(), losses.detach().view_as(labels), gradients
+    return Results(weights, logits.detach(), losses.detach().view_as(labels), gradients)
 
 
 def weights_and_gradients(model: Any, config: TransformerConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -267,29 +286,59 @@ def load(model: TransformerModel, weights: dict[str, Tensor]) -> None:
                 box.view(parameter).copy_(source[place])
 
 
+def topology_of(tp: int, ep: int = 1) -> Topology:
+    """This rank's place; one tensor-parallel rank needs no other."""
+    if tp == 1:
+        return single_process()
+    return Topology(RankGrid(tp=tp, ep=ep, etp=tp // ep), torch.distributed.get_rank(), CPU)
+
+
+def our_model(
+    config: TransformerConfig,
+    weights: dict[str, Tensor],
+    topology: Topology,
+    sequence_parallel: bool = False,
+    kernel: AttentionKernel | None = None,
+    moe: MoEConfig | None = None,
+) -> TransformerModel:
+    """This rank's part of our model with ``weights``, in their dtype."""
+    dtype = weights["final_layernorm.weight"].dtype
+    parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
+    kernel = kernel or choose_attention_kernel("auto", CPU, dtype)
+    experts = build_experts(config, moe or MoEConfig(), topology)
+    model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
+    load(model, weights)
+    return model
+
+
 def compare_on_rank(
     config: TransformerConfig, tp: int, sequence_parallel: bool, ep: int = 1, dtype: torch.dtype = torch.float64
 ) -> float:
     """Build this rank's part, compare all that it holds with transformers, and return the largest error."""
-    weights, logits, losses, gradients = expected(config, dtype)
-    grid = RankGrid(tp=tp, ep=ep, etp=tp // ep)
-    topology = Topology(grid, torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
-    parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
-    kernel = choose_attention_kernel("auto", CPU, dtype)
-    experts = build_experts(config, MoEConfig(), topology)
-    model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
-    load(model, weights)
-    tokens, labels = batch(config)
-    with torch.no_grad():
-        mine = logits_of(model, tokens).transpose(0, 1)
-    assert model.output_layer is not None
-    first = model.output_layer.vocab_weight.first_id
-    theirs = logits[..., first : first + mine.shape[-1]]
-    errors = [relative_error(mine[..., : theirs.shape[-1]], theirs)]
-    found = token_losses_of(model, tokens, labels)
-    errors.append(relative_error(found.detach(), losses))
-    found.sum().backward()
-    return max(*errors, *gradient_errors(model, topology, gradients))
+    wanted, topology = expected(config, dtype), topology_of(tp, ep)
+    return largest_error(
+        our_model(config, wanted.weights, topology, sequence_parallel), wanted, batch(config), topology
+    )
+
+
+def largest_error(
+    model: TransformerModel,
+    wanted: Results,
+    batch: tuple[Tensor, Tensor],
+    topology: Topology,
+    documents: Documents | None = None,
+) -> float:
+    """Of what this rank's part of ``model`` computes for the tokens and labels of ``batch``."""
+    tokens, labels = batch
+    (chunk,), output_layer = model.transformer_chunks, model.output_layer
+    assert output_layer is not None
+    logits = chunk(tokens, documents)  # [s, b, v/tp]
+    losses = output_layer.token_losses(logits, labels)
+    found, first = logits.detach().transpose(0, 1), output_layer.vocab_weight.first_id
+    theirs = wanted.logits[..., first : first + found.shape[-1]]
+    errors = [relative_error(found[..., : theirs.shape[-1]], theirs), relative_error(losses.detach(), wanted.losses)]
+    losses.sum().backward()
+    return max(*errors, *gradient_errors(model, topology, wanted.gradients))
 
 
 def gradient_errors(model: TransformerModel, topology: Topology, wanted: dict[str, Tensor]) -> list[float]:

@@ -4,18 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.moe import MoEConfig
-from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_experts, build_model
-from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.model.reference import (
-    CPU,
     EXPERTS,
     architecture,
     batch,
@@ -23,7 +15,7 @@ from tests.model.reference import (
     expected,
     fp32_means_fp64,
     gradient_errors,
-    load,
+    our_model,
     random_model,
     relative_error,
     weights_and_gradients,
@@ -33,16 +25,6 @@ from tests.whole_model import logits_of, token_losses_of
 
 TOLERANCE = 1e-11
 FAMILIES = pytest.mark.parametrize("family", EXPERTS)
-
-
-def our_model(config: TransformerConfig, weights: dict[str, Tensor], moe: MoEConfig) -> TransformerModel:
-    """This code's model on one rank with ``weights``, in fp64."""
-    topology = single_process()
-    kernel, parallel = choose_attention_kernel("auto", CPU, torch.float64), TensorParallel(topology.tensor_parallel)
-    experts = build_experts(config, moe, topology)
-    model = build_model(config, BuildContext(parallel, torch.float64, CPU, kernel, experts=experts), seed=1)
-    load(model, weights)
-    return model
 
 
 @FAMILIES
@@ -69,14 +51,14 @@ def test_in_fp32_they_equal_transformers_to_its_precision(family: str) -> None:
 def test_the_order_of_gate_and_up_and_of_experts_changes_the_model(family: str) -> None:
     """Otherwise the cases above would prove less than they seem to."""
     config = architecture(scaling=False, tied=False, tp=1, family=family)
-    weights, logits, _, _ = expected(config)
+    wanted = expected(config)
     name = "layers.1.mlp.experts.linear_fc1.weight"
-    experts = weights[name].unflatten(0, (config.num_experts, 2, -1))  # [E, 2, f, h]
+    experts = wanted.weights[name].unflatten(0, (config.num_experts, 2, -1))  # [E, 2, f, h]
     for other in (experts.flip(0), experts.flip(1)):
-        model = our_model(config, weights | {name: other.flatten(0, 2)}, MoEConfig())
+        model = our_model(config, wanted.weights | {name: other.flatten(0, 2)}, single_process())
         with torch.no_grad():
             found = logits_of(model, batch(config)[0]).transpose(0, 1)
-        assert relative_error(found[..., : config.vocab_size], logits) > 1e-3
+        assert relative_error(found[..., : config.vocab_size], wanted.logits) > 1e-3
 
 
 @FAMILIES
@@ -95,7 +77,7 @@ def test_the_balancing_loss_is_the_one_of_transformers_divided_by_the_choices_of
     weights, gradients = weights_and_gradients(theirs, config)
 
     moe = MoEConfig(moe_router_load_balancing_type=("aux_loss",), moe_aux_loss_coeff=(topk * coefficient,))
-    model = our_model(config, weights, moe)
+    model = our_model(config, weights, single_process(), moe=moe)
     balance = model.expert_balance
     assert balance is not None
     balance.start_step(scale=1.0)

@@ -13,7 +13,6 @@ from tests.model.llama4 import (
     LENGTH,
     PACKED,
     STARTS,
-    Results,
     config_of,
     llama4_batch,
     random_llama4,
@@ -22,7 +21,7 @@ from tests.model.llama4 import (
     results_of_transformers,
     to_global,
 )
-from tests.model.reference import fp32_means_fp64, relative_error
+from tests.model.reference import Results, fp32_means_fp64, relative_error
 
 TOLERANCE = 1e-12
 every_case = pytest.mark.parametrize("case", CASES)

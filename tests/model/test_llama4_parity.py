@@ -11,19 +11,13 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face_config import transformer_config_of
-from megatron.config.moe import MoEConfig
-from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.ops.attention_interface import AttentionKernel
-from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention, choose_attention_kernel
+from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention
 from megatron.core.ops.documents import Documents
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.topology import RankGrid, Topology, single_process
 from tests.checkpoint.models import import_of
 from tests.model.llama4 import (
     CASES,
     STARTS,
-    Results,
     config_of,
     llama4_batch,
     random_llama4,
@@ -31,7 +25,7 @@ from tests.model.llama4 import (
     results_of_definition,
     results_of_transformers,
 )
-from tests.model.reference import CPU, gradient_errors, load, relative_error
+from tests.model.reference import CPU, Results, largest_error, our_model, topology_of
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-11
@@ -52,26 +46,9 @@ def compare_on_rank(
     documents: Documents | None = None,
 ) -> float:
     """Build this rank's part of our model, and return the largest error of what it computes."""
-    grid, dtype = RankGrid(tp=tp, ep=ep, etp=tp // ep), wanted.logits.dtype
-    topology = Topology(grid, torch.distributed.get_rank(), CPU) if tp > 1 else single_process()
-    parallel = TensorParallel(topology.tensor_parallel, tp > 1)
-    kernel = kernel or choose_attention_kernel("auto", CPU, dtype)
-    experts = build_experts(config, MoEConfig(), topology)
-    model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
-    load(model, wanted.weights)
-    (chunk,), output_layer = model.transformer_chunks, model.output_layer
-    assert output_layer is not None
-    tokens, labels = llama4_batch(config, len(wanted.logits))
-    logits = chunk(tokens, documents)  # [s, b, v/tp]
-    losses = output_layer.token_losses(logits, labels)
-    found, first = logits.detach().transpose(0, 1), output_layer.vocab_weight.first_id
-    expected = wanted.logits[..., first : first + found.shape[-1]]
-    errors = [
-        relative_error(found[..., : expected.shape[-1]], expected),
-        relative_error(losses.detach(), wanted.losses),
-    ]
-    losses.sum().backward()
-    return max(*errors, *gradient_errors(model, topology, wanted.gradients))
+    topology = topology_of(tp, ep)
+    model = our_model(config, wanted.weights, topology, tp > 1, kernel)
+    return largest_error(model, wanted, llama4_batch(config, len(wanted.logits)), topology, documents)
 
 
 @every_case

@@ -46,10 +46,7 @@ def test_an_h100_needs_295_flops_per_byte() -> None:
     assert arithmetic_intensity(8192, 8192, 8192) > 295 > arithmetic_intensity(1, 8192, 8192)
 
 
-@pytest.mark.parametrize(
-    ("zero", "expected"),
-    [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)],
-)
+@pytest.mark.parametrize(("zero", "expected"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_divides_the_state_as_in_its_paper(zero: int, expected: float) -> None:
     """7.5 billion parameters on 64 ranks (arXiv 1910.02054, figure 1), in 1e9 bytes."""
     found = 7.5 * state_bytes_per_parameter(zero, 64)  # type: ignore[arg-type]

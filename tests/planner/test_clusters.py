@@ -58,6 +58,11 @@ def test_a_cluster_can_be_a_key() -> None:
     assert {read_cluster("h100"): 1}[read_cluster("h100")] == 1
 
 
+def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"There is no cluster h900: .* h100"):
+        read_cluster("h900")
+
+
 def write(directory: Path, name: str, text: str) -> str:
     (directory / f"{name}.toml").write_text(text)
     return str(directory / f"{name}.toml")

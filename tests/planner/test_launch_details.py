@@ -1,4 +1,6 @@
-"""What recorded launches have for a price: shapes of GEMMs, FLOPs of attention, groups, units of the model."""
+"""Recorded launches: their kinds, bytes, shapes of GEMMs, FLOPs of attention, groups, and units of the model."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ def test_gemms_have_their_shape_and_say_whether_they_add_to_a_main_gradient() ->
         ProductShape(8, 32, 16, BF16, count=3),
         ProductShape(8, 32, 16, BF16, is_accumulated=True),
     ]
+    assert {launch.kind for launch in recorder.launches} == {"gemm"}
 
 
 @pytest.mark.parametrize(("is_causal", "share"), [(True, 0.5), (False, 1.0)])
@@ -45,6 +48,7 @@ def test_packed_attention_has_the_flops_of_chunks() -> None:
     with LaunchRecorder() as recorder:
         torch.ops.aten._flash_attention_forward(query, key, key, starts, starts, 64, 64, 0.0, True, False)
     (attention,) = recorder.launches
+    assert attention.kind == "attention"
     assert attention.flops == 0.5 * 4 * 4 * (4 * 64 * 64) * 32 and attention.length == 64
 
 
@@ -86,3 +90,68 @@ def test_collectives_overlap_if_a_gemm_runs_before_they_are_waited_for() -> None
     # Of two column-parallel layers and two microbatches: the input for the weight gradient, the input gradient.
     assert sorted(overlapped) == ["all_gather"] * 4 + ["reduce_scatter"] * 4
     assert sum(not group.overlaps for group in groups) == 2 * 6
+
+
+# --- kinds and bytes -------------------------------------------------------------------------------------------
+
+MATRIX = 4 * 8 * 16
+"""Bytes of :func:`matrix`."""
+
+
+def matrix() -> Tensor:
+    return torch.empty(8, 16, device=META)
+
+
+def kinds_and_bytes(launches: Sequence[Launch]) -> list[tuple[str, int]]:
+    return [(launch.kind, launch.num_bytes) for launch in launches]
+
+
+def test_views_allocations_and_work_on_the_host_launch_nothing() -> None:
+    with LaunchRecorder() as recorder:
+        matrix().t().unflatten(0, (4, 4))[:, 1].detach()
+        (torch.ones(5) + 1).tolist()
+        torch.zeros(0, device=META)
+    assert recorder.launches == []
+
+
+def test_bytes_are_those_of_the_elements_read_and_written() -> None:
+    with LaunchRecorder() as recorder:
+        one, other = matrix(), matrix()
+        one + other
+        one.mul_(2)
+        one.copy_(other)
+        one + one[:1].expand(8, 16)
+        one[:4].zero_()
+    expected = (3 * MATRIX, 2 * MATRIX, 2 * MATRIX, 2 * MATRIX + MATRIX // 8, MATRIX // 2)
+    assert kinds_and_bytes(recorder.launches) == [("elementwise", size) for size in expected]
+
+
+def test_lookups_read_what_they_write() -> None:
+    with LaunchRecorder() as recorder:
+        rows = torch.empty(3, dtype=torch.int64, device=META)
+        found = matrix()[rows]  # [3, 16]
+        matrix().index_add_(0, rows, found)
+    assert [launch.num_bytes for launch in recorder.launches] == [24 + 2 * 4 * 48, 24 + 3 * 4 * 48]
+
+
+def test_a_fused_kernel_is_one_launch() -> None:
+    def scale_and_add(into: Tensor, summand: Tensor, unused: Tensor) -> Tensor:
+        into.mul_(2).add_(summand.exp())
+        return into.sum(dim=1)
+
+    with LaunchRecorder() as recorder:
+        recorder.fused(scale_and_add, matrix(), matrix(), matrix())
+    # Read: into and summand. Written: into and the sums of eight rows.
+    assert kinds_and_bytes(recorder.launches) == [("elementwise", 3 * MATRIX + 32)]
+
+
+def test_host_syncs_are_what_the_host_waits_for() -> None:
+    with LaunchRecorder() as recorder:
+        numbers = matrix()
+        numbers[0].tolist()
+        float(numbers.sum())
+        torch.ones(4).to(META)
+        torch.ones(4).to(META, non_blocking=True)
+        numbers.nonzero()
+    kinds = [launch.kind for launch in recorder.launches]
+    assert kinds == ["host sync", "elementwise", "host sync", "host sync", "host copy", "elementwise", "host sync"]

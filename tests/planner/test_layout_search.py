@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
-from megatron.planner.search import rehearsals, search
 from megatron.planner.search.accuracy import (
     CORRECTED_ERROR,
     KNOWN_ERROR,
@@ -33,7 +31,7 @@ from megatron.planner.search.measured import config_of, measured_level
 from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import accuracy_warnings, price_layouts
 from megatron.planner.search.ranking import TIE, first_of_families, num_dimensions, rank
-from megatron.planner.search.rehearsals import Rehearsal
+from megatron.planner.search.rehearsals import Rehearsal, rehearse_best
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
 from megatron.planner.search.search import find_layouts, node_warnings
@@ -58,23 +56,11 @@ def job(arguments: Sequence[str] = LLAMA_70B, num_gpus: int = 64, cluster: str =
 def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayout:
     """A priced layout that takes so many seconds and GiB."""
     return PlannedLayout(
-        layout=layout,
-        flags=layout.flags(),
-        step_time_s=seconds,
-        interval_s=(seconds, seconds),
-        terms={"products": seconds},
-        memory_bytes=int(memory * GIB),
-        tightest_stage=0,
-        is_rehearsed=False,
-        memory_by_stage=(),
-        rehearsal=None,
-        bubble_fraction=0.0,
-        tokens_per_s_per_gpu=1.0,
-        mfu=0.5,
-        limits="",
-        advice="",
-        is_tie=False,
-    )
+        layout=layout, flags=layout.flags(), step_time_s=seconds, interval_s=(seconds, seconds),
+        terms={"products": seconds}, memory_bytes=int(memory * GIB), tightest_stage=0, is_rehearsed=False,
+        memory_by_stage=(), rehearsal=None, bubble_fraction=0.0, tokens_per_s_per_gpu=1.0, mfu=0.5, limits="",
+        advice="", is_tie=False,
+    )  # fmt: skip
 
 
 # Ranking.
@@ -196,12 +182,9 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
 
 
-def test_layouts_in_parallel_processes_need_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_in_parallel_processes_need_the_same_memory() -> None:
     of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
-    found = []
-    for least in (1, 10**6):
-        monkeypatch.setattr(search, "_MIN_PARALLEL", least)
-        found.append(find_layouts(of_run, Level()))
+    found = [find_layouts(of_run, Level(), min_parallel=least) for least in (1, 10**6)]
     assert found[0] == found[1]
     formula = MemoryFormula(of_run.config, of_run.architecture, of_run.given)
     for one in found[0].planned:
@@ -324,7 +307,7 @@ def test_the_pasted_command_gives_the_layout() -> None:
         assert pasted.training.micro_batch_size == one.layout.micro_batch_size
 
 
-def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out() -> None:
     """Memory of a rehearsal as if the formula had missed something in some of the best layouts."""
     of_run = job(TINY, num_gpus=4)
     ranked = find_layouts(of_run, Level()).planned
@@ -336,17 +319,15 @@ def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out(monkeypatch: py
         rehearsed.append(layout)
         return Rehearsal(({"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}), None)
 
-    monkeypatch.setattr(rehearsals, "rehearse", rehearse)
-    monkeypatch.setattr(rehearsals, "parallel_map", lambda: nullcontext(map))
     too_large = {first, second}
-    found = rehearsals.rehearse_best(of_run, ranked, wanted=3)
+    found = rehearse_best(of_run, ranked, 3, simulate=rehearse, in_parallel=False)
     assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
     assert too_large < set(rehearsed) and len(rehearsed) == len(set(rehearsed)) >= 5
     kept = [one for one in found if one.is_rehearsed]
     assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
     too_large = {one.layout for one in ranked}
     rehearsed.clear()
-    found = rehearsals.rehearse_best(of_run, ranked, wanted=1)
+    found = rehearse_best(of_run, ranked, 1, simulate=rehearse, in_parallel=False)
     assert len(rehearsed) == 4  # then it stops
     assert len(found) == len(ranked) - 4 and not any(one.is_rehearsed for one in found)
 

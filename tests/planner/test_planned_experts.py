@@ -1,10 +1,11 @@
-"""The dry run of models with experts: rows, memory by load, and the load that still fits."""
+"""The dry run of models with experts: rows, memory by load, the load that still fits, and nodes of their ranks."""
 
 import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,11 +16,13 @@ from torch import Tensor
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.moe.experts import Experts
-from megatron.core.topology import Topology
+from megatron.core.topology import RankGrid, Topology
 from megatron.planner import simulated_rank
 from megatron.planner.expert_load import largest_fitting_load
 from megatron.planner.plan import Plan, Run, make_plan, simulate_rank
+from megatron.planner.report import groups
 from megatron.planner.suggestions import candidates, flags_between
+from megatron.planner.traffic import axis_of, expert_placement_advice
 from tests.end_to_end.run_process import call_training
 from tests.planner.real_step import TINY, config_of, real_step, run_of
 from tests.rank_pool import RankPool
@@ -187,3 +190,81 @@ def test_remedies_are_flags_that_a_model_with_experts_takes() -> None:
     # Experts are as wide as before.
     assert "--sequence-parallel" in wider and "--expert-tensor-parallel-size 1" in wider
     assert any("--expert-model-parallel-size 8" in flags for flags in suggested)
+
+
+# --- nodes of the ranks of experts, and axes of their traffic -------------------------------------------------
+
+
+def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> None:
+    grid = RankGrid(tp=2, pp=4, dp=8, ep=8)
+    advice = expert_placement_advice(grid, 8)
+    assert advice is not None
+    assert "0 1 8 9 16 17 24 25" in advice
+    assert "--rank-order tp-cp-ep-dp-pp" in advice
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        RankGrid(tp=2, pp=4, dp=8, ep=8, order="tp-cp-ep-dp-pp"),
+        RankGrid(tp=2, pp=4, dp=8, ep=8, order="dp-tp-cp-ep-pp"),
+        RankGrid(dp=64, ep=8),
+        RankGrid(pp=2, dp=4, ep=4),
+        RankGrid(tp=2, pp=4, dp=8, etp=2),
+        RankGrid(tp=8, pp=8, dp=8),
+        RankGrid(pp=4, dp=32, ep=16),
+    ],
+    ids=["ordered", "another order", "no pipeline", "one node", "pairs", "dense", "larger than a node"],
+)
+def test_there_is_no_advice_where_no_order_is_better(grid: RankGrid) -> None:
+    assert expert_placement_advice(grid, 8) is None
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(8, 1), (4, 2)])
+@pytest.mark.parametrize(("node_size", "is_spread"), [(4, False), (8, True), (16, True), (32, False), (72, False)])
+def test_the_advice_depends_on_the_size_of_a_node(node_size: int, is_spread: bool, ep: int, etp: int) -> None:
+    """Eight experts every second of 32 ranks: they fit in a node of 32, and no order brings them into one of 4."""
+    grid = RankGrid(tp=2, pp=4, dp=8, ep=ep, etp=etp)
+    assert (expert_placement_advice(grid, node_size) is not None) == is_spread
+
+
+def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
+    """With three stages, those of the first are 0 1 6 7 12 13 18 19 …: the second EP group is on two nodes."""
+    grid = RankGrid(tp=2, pp=3, dp=8, ep=4)
+    assert grid.group(0, ("ep",)) == (0, 1, 6, 7)
+    architecture = SimpleNamespace(num_experts=4)
+    plan: Any = SimpleNamespace(
+        run=SimpleNamespace(grid=grid, architecture=architecture, node_size=8), stages=[SimpleNamespace(rank=0)]
+    )
+    layout = groups(plan)
+    assert layout["ep"] == {"size": 4, "groups": 12, "ranks": [0, 1, 6, 7], "in_node": False}
+    assert layout["tp"]["in_node"] and layout["etp"]["in_node"] and not layout["edp"]["in_node"]
+    architecture.num_experts = None
+    assert list(groups(plan)) == ["tp", "cp", "pp", "dp"]
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis"),
+    [("ep", "ep"), ("etp", "etp"), ("etpxep", "ep"), ("edp", "edp"), ("edp_shard", "edp"), ("edp_replicate", "edp")],
+)
+def test_the_traffic_of_experts_has_axes_of_its_own(axes: str, axis: str) -> None:
+    assert axis_of(axes) == axis
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ("--model tiny", {"mlp", "mlp_act"}),
+        ("--model tiny-moe", {"moe", "moe_act"}),
+        ("--model tiny-moe --moe-layer-freq 2", {"mlp", "mlp_act", "moe", "moe_act"}),
+    ],
+)
+def test_suggestions_recompute_what_the_layers_have(flags: str, parts: set[str]) -> None:
+    words = f"{flags} --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1"
+    suggested = list(candidates(parse_command_line(words.split())))
+    for config in suggested:
+        check_run(config, 16)
+    modules = {module for config in suggested for module in config.activations.modules}
+    assert modules == {"core_attn", "layernorm"} | parts
+    sizes = {config.parallel.expert_model_parallel_size for config in suggested}
+    assert sizes == ({1, 2} if "moe" in flags else {1})

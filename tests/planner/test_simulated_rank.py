@@ -13,7 +13,16 @@ from megatron.core.ops.attention_interface import VarlenKernel
 from megatron.planner.fake_backend import ShapeTracker
 from megatron.planner.kernels import simulated_kernels
 from megatron.planner.memory import MemoryTracker
-from megatron.planner.plan import Run, enough_microbatches, fake_processes, live_peaks, make_plan, simulate_rank
+from megatron.planner.plan import (
+    Run,
+    StagePlan,
+    enough_microbatches,
+    fake_processes,
+    live_peaks,
+    make_plan,
+    planned_vocabulary,
+    simulate_rank,
+)
 from megatron.planner.simulated_rank import build_rank
 from megatron.planner.traffic import Traffic
 from megatron.training.build.vocabulary import Vocabulary
@@ -248,3 +257,29 @@ def test_the_ranks_of_a_model_have_its_parameters_together() -> None:
                 for weight in module.data_parallel.local_params
             }
     assert sum(sizes.values()) == run.architecture.num_parameters()
+
+
+PADDED, TOKENS, CHUNK = 128256, 8192, 1024
+
+
+def plan_of_8b(flags: str, num_gpus: int) -> StagePlan:
+    config = parse_command_line(
+        f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length {TOKENS} --micro-batch-size 1 "
+        f"--train-iters 10 --lr 1e-3 {flags}".split()
+    )
+    check_run(config, num_gpus)
+    return simulate_rank(Run.of(config, num_gpus, planned_vocabulary(config)), 0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_loss_chunks_the_plan_saves_the_logits_of_the_other_tokens(tp: int) -> None:
+    """Of Llama 3 8B with 8,192 tokens."""
+    layout = f"--tensor-model-parallel-size {tp}" + " --sequence-parallel" * (tp > 1)
+    whole, chunked = plan_of_8b(layout, tp), plan_of_8b(f"{layout} --loss-chunk-size {CHUNK}", tp)
+    logits = 2 * PADDED // tp * TOKENS
+    assert whole.peak.by_kind["logits and loss"] >= logits
+    assert chunked.peak.by_kind["logits and loss"] < logits / 1000
+    # The output layer's backward pass also holds its whole input and the gradient of that.
+    hidden = 2 * 4096 * TOKENS
+    saved = whole.peak.total - chunked.peak.total
+    assert logits * (1 - CHUNK / TOKENS) - 2 * hidden <= saved <= logits

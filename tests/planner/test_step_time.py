@@ -1,19 +1,26 @@
-"""The closed form of a step's time: against counts by hand and the schedule simulator."""
+"""The closed form of a step's time: against counts by hand and the schedule simulator, and what it takes from a run."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
+from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.constants import CONSTANTS
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.of_run import attention_kind, step_to_price
+from megatron.planner.step_time.own_step import followed_makespan
 from megatron.planner.step_time.published import fitted_and_held_back, read_published
-from megatron.planner.step_time.workload import Run, Schedule, Software, Workload
+from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
+from megatron.training.initialize import rank_grid
 
 H100 = read_cluster("h100")
 SOFTWARE = Software(attention="cudnn", elementwise="transformer-engine", sharding="optimizer")
@@ -30,8 +37,9 @@ IDEAL = {
 """A machine that reaches its peak, and overlaps everything but collectives."""
 
 
-def seconds(run: Run, constants: dict[str, float]) -> float:
-    return float(StepTimeModel(Workload([run])).price(constants).total[0])
+def seconds(*runs: Run, constants: Mapping[str, float] | None = None) -> list[float]:
+    found: list[float] = StepTimeModel(Workload(runs)).price(constants or load_fitted()).total.tolist()
+    return found
 
 
 def terms(run: Run, constants: dict[str, float]) -> dict[str, float]:
@@ -46,7 +54,7 @@ def test_at_the_peak_the_time_is_the_flops_of_the_model(is_gated: bool) -> None:
     tokens = 4 * 8192
     products = 6 * (32 * per_layer + h * 128256) * tokens
     attention = 3.5 * 32 * 2 * h * 8192 * tokens  # two causal products forward, five backward
-    assert seconds(run, IDEAL) == pytest.approx((products + attention) / 989e12, rel=1e-6)
+    assert seconds(run, constants=IDEAL) == [pytest.approx((products + attention) / 989e12, rel=1e-6)]
 
 
 @pytest.mark.parametrize("name", ["tensor parallelism", "context parallelism", "data parallelism", "pipeline messages"])
@@ -57,20 +65,12 @@ def test_fp32_moves_twice_the_bytes(name: str) -> None:
     assert terms(wide, constants)[name] == pytest.approx(2 * terms(run, constants)[name])
 
 
-def test_terms_add_up_and_are_not_negative() -> None:
-    known, _ = fitted_and_held_back(read_published())
-    price = StepTimeModel(Workload([one.run for one in known if one.run is not None])).price(load_fitted())
-    assert np.allclose(sum(price.terms.values()), price.total, rtol=1e-12)
-    for name, value in price.terms.items():
-        assert (value >= 0).all(), name
-
-
 @pytest.mark.parametrize("faster", ["bf16_flops", "hbm_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"])
 def test_a_faster_part_never_makes_a_step_slower(faster: str) -> None:
     known, _ = fitted_and_held_back(read_published())
     runs = [one.run for one in known if one.run is not None]
     double = [replace(run, cluster=replace(run.cluster, **{faster: 2 * getattr(run.cluster, faster)})) for run in runs]
-    before, after = (StepTimeModel(Workload(some)).price(load_fitted()).total for some in (runs, double))
+    before, after = (np.array(seconds(*some)) for some in (runs, double))
     assert (after <= before * (1 + 1e-12)).all()
     assert (after < before).any()
 
@@ -94,17 +94,130 @@ def test_the_bubble_is_that_of_the_simulated_schedule(
         LLAMA_8B, vocab=1, layers=2 * stages * vp, pp=stages, vp=vp, gpus=stages, dp=1, schedule=schedule,
         global_batch_size=microbatches,
     )  # fmt: skip
-    forward, backward, weight = 1.0, 1.0, 1.0
     # Equal passes: no attention, no operations between the products, and no messages.
     constants = IDEAL | {"cudnn_hopper": 1e15, "link": 1e15, "network": 1e15}
     found = terms(run, constants)
     unit = found["products"] / (3 * microbatches)
     placed = build_schedule(name, stages, microbatches, vp if vp > 1 else None)
-    timeline = simulate(placed, Durations.uniform(placed.placement, forward, backward, weight))
+    timeline = simulate(placed, Durations.uniform(placed.placement, 1.0, 1.0, 1.0))
     assert found["bubble"] / unit == pytest.approx(timeline.makespan - 3 * microbatches, rel=1e-5)
 
 
-def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"There is no cluster h900: .* h100"):
-        read_cluster("h900")
-    assert isinstance(read_cluster("gb200"), Cluster)
+# --- runs of this project -------------------------------------------------------------------------------------
+
+COMMON = "--model llama3-70b --mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3"
+
+
+def step(flags: str, num_gpus: int = 64, batch: int = 64, cluster: Cluster = H100) -> Run:
+    config = parse_command_line(f"{COMMON} --global-batch-size {batch} {flags}".split())
+    check_run(config, num_gpus)
+    architecture = config.model.resolve(128256, config.parallel.tensor_model_parallel_size, config.seq_length)
+    return step_to_price(architecture, config, rank_grid(config.parallel, num_gpus), batch, cluster)
+
+
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TP4 = f"{ZERO} --tensor-model-parallel-size 4 --sequence-parallel"
+PP4 = f"{TP4} --pipeline-model-parallel-size 4"
+KINDS = [
+    PP4,
+    f"{PP4} --num-virtual-stages-per-pipeline-rank 5",
+    f"{PP4} --pipeline-schedule zb-h1",
+    f"{PP4} --pipeline-schedule zb-v",
+    f"{PP4} --pipeline-schedule zb-v --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--num-layers 62",
+    f"{TP4} --context-parallel-size 2",
+    f"{TP4} --fp8-format hybrid",
+    "--use-torch-fsdp2",
+    TP4,
+]
+
+
+def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
+    """The schedules that are followed action by action are grouped: no run gets the time of another."""
+    runs = [step(flags, batch=batch) for flags in KINDS for batch in (16, 64, 256)]
+    assert seconds(*runs) == pytest.approx([seconds(run)[0] for run in runs], rel=1e-12)
+
+
+def test_terms_are_those_of_published_runs_and_add_up() -> None:
+    published = [one.run for one in read_published() if one.run is not None]
+    for runs in ([step(flags) for flags in KINDS], published):
+        price = StepTimeModel(Workload(runs)).price(load_fitted())
+        assert set(price.terms) == set(TERMS)
+        assert np.allclose(sum(price.terms.values()), price.total, rtol=1e-12)
+        assert all((one >= 0).all() and np.isfinite(one).all() for one in price.terms.values())
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-v", 2), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("microbatches", [4, 8, 40])
+def test_a_followed_schedule_takes_as_long_as_a_simulated_one(name: str, chunks: int, microbatches: int) -> None:
+    """Five runs at once, with passes of any length at the ends of the model."""
+    random, last = np.random.default_rng(0), 4 * chunks - 1
+    passes = [[random.uniform(0.5, 1.5, 5) for _ in range(3)] for _ in range(3)]
+    schedule = build_schedule(name, 4, microbatches, chunks)
+    places = [0 if number == 0 else 2 if number == last else 1 for number in range(last + 1)]
+    makespans, busiest = [], []
+    for run in range(5):
+        by_pass = [tuple(float(passes[place][kind][run]) for place in places) for kind in range(3)]
+        forward, backward, weight = by_pass
+        makespans.append(simulate(schedule, Durations(forward, backward, weight)).makespan)
+        stages = [0.0] * 4
+        for number in range(last + 1):
+            stages[schedule.placement.location(number)[0]] += sum(one[number] for one in by_pass)
+        busiest.append(max(stages))
+    found = followed_makespan(name, 4, chunks, microbatches, passes, np.array(busiest))
+    assert found == pytest.approx(makespans, rel=1e-12 if microbatches <= 12 else 0.005)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--cp-comm-type " + "p2p a2a " * 40 + "--context-parallel-size 2", "a type per layer has no closed form"),
+        (
+            "--model mixtral-8x7b --recompute-activations --recompute-modules moe_act",
+            "--recompute-modules moe_act has no closed form",
+        ),
+    ],
+)
+def test_what_the_formulas_do_not_describe_is_refused(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        step(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster", "kind"),
+    [
+        ("", "h100", "cudnn"),
+        ("", "b200", "cudnn"),
+        ("", "a100-80gb", "flash"),
+        ("--attention-backend flash", "h100", "flash"),
+        ("--kernel attention=flash3", "h100", "cudnn"),
+        ("--kernel attention=reference", "h100", "unfused"),
+    ],
+)
+def test_attention_is_the_kernel_that_the_run_would_choose(flags: str, cluster: str, kind: str) -> None:
+    config = parse_command_line(f"{COMMON} {flags}".split())
+    assert attention_kind(config, read_cluster(cluster)) == kind
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 64, 8, 1), (4, 2, 4, 8, 2, 1), (2, 1, 2, 16, 4, 2), (8, 1, 8, 2, 4, 4), (1, 4, 2, 8, 8, 1)]
+)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_ranks_in_a_node_are_those_of_the_grid(order: str, sizes: tuple[int, ...], strategy: str) -> None:
+    tp, cp, pp, dp, ep, etp = sizes
+    replicas = dp if strategy == "no_shard" else min(2, dp)
+    grid = RankGrid(tp, cp, pp, dp, ep, etp, 1 if (tp * cp * dp // (ep * etp)) % replicas else replicas, order)
+    config = parse_command_line(f"{COMMON} --data-parallel-sharding-strategy {strategy}".split())
+    architecture = config.model.resolve(128256, tp, 8192)
+    own = step_to_price(architecture, config, grid, 64, H100).own
+    assert own is not None
+
+    def inside(*axes: str) -> int:
+        return sum(rank < 8 for rank in grid.group(0, axes))
+
+    shards = ("cp", "dp") if strategy == "no_shard" else ("cp", "dp_shard")
+    expert_shards = "edp" if strategy == "no_shard" else "edp_shard"
+    found = (own.tp_in_node, own.cp_in_node, own.shards_in_node, own.expert_shards_in_node)
+    assert found == (inside("tp"), inside("cp"), inside(*shards), inside(expert_shards))
+    assert own.sends_in_node is (inside("pp") == pp)

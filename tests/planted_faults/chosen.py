@@ -135,7 +135,7 @@ BORDERS = (
         "a sample ends a token early",
         "ranges[-1] = (documents[-1], 0, last_offset + 1)",
         "ranges[-1] = (documents[-1], 0, last_offset)",
-        ("data/test_sample_order.py", "data/test_megatron_core.py"),
+        ("data/test_documents.py", "data/test_megatron_core.py"),
     ),
     Fault(
         "documents begin at their last token",

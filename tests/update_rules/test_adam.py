@@ -1,4 +1,4 @@
-"""AdamW in narrow formats against torch's, and against what narrow moments must not do."""
+"""AdamW in narrow formats against torch's, and against what narrow moments must not do; gradients in bf16."""
 
 import pytest
 import torch
@@ -82,3 +82,35 @@ def test_a_narrow_second_moment_forgets_where_its_flag_is_allowed_and_not_beyond
         OptimizerConfig(adam_beta2=beta, use_precision_aware_optimizer=True, exp_avg_sq_dtype="bf16").check()
         assert second_moment_after_silence(beta) < 0.02
     assert second_moment_after_silence(0.999) > 0.9
+
+
+# --- gradients in bf16 (--grad-reduce-in-bf16), of every rule -------------------------------------------------
+
+RULES = {
+    "adam": OptimizerConfig(),
+    "sgd": OptimizerConfig(optimizer="sgd"),
+    "muon": OptimizerConfig(optimizer="muon"),
+    "muon, nesterov": OptimizerConfig(optimizer="muon", muon_nesterov=True),
+}
+
+
+def trained(config: OptimizerConfig, gradient_dtype: torch.dtype) -> list[Tensor]:
+    """Weights after three updates with gradients that bf16 represents."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(*shape, generator=generator) for shape in ((24, 16), (37,))]
+    gradients = [torch.empty_like(weight, dtype=gradient_dtype) for weight in weights]
+    groups, update = bind(config, weights, gradients, (0.1, 0.0))
+
+    def next_gradient() -> None:
+        for gradient in gradients:
+            gradient.copy_(torch.randn(gradient.shape, generator=generator).bfloat16())
+
+    run(groups, update, range(3), next_gradient)
+    return weights
+
+
+@pytest.mark.parametrize("config", RULES.values(), ids=RULES)
+def test_bf16_gradients_are_updates_in_fp32(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "SLICE", 128)
+    for found, wanted in zip(trained(config, torch.bfloat16), trained(config, torch.float32)):
+        assert torch.equal(found, wanted)

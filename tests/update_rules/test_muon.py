@@ -10,13 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from megatron.update_rules.muon import (
-    COEFFICIENTS,
-    Muon,
-    newton_schulz,
-    newton_schulz_coefficients,
-    scale_factor,
-)
+from megatron.update_rules.muon import COEFFICIENTS, Muon, newton_schulz, newton_schulz_coefficients, scale_factor
 from tests.update_rules.bound import bind, run
 
 SHAPES = [(48, 32), (32, 48), (40, 40)]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -68,13 +68,18 @@ def rehearse(job: Job, layout: Layout) -> Rehearsal:
 
 
 def rehearse_best(
-    job: Job, ranked: Sequence[PlannedLayout], wanted: int, report: Report = no_report
+    job: Job,
+    ranked: Sequence[PlannedLayout],
+    wanted: int,
+    report: Report = no_report,
+    simulate: Callable[[Job, Layout], Rehearsal] = rehearse,
+    in_parallel: bool = True,
 ) -> tuple[PlannedLayout, ...]:
     """``ranked`` with the first layouts of its first ``wanted`` families rehearsed. Layouts that do not fit by their
     rehearsal are left out, and the next ones are rehearsed instead."""
     limit = job.config.dry_run.gpu_memory
     found: dict[Layout, Rehearsal] = {}
-    with parallel_map() as map_in_parallel:
+    with parallel_map() if in_parallel else nullcontext(map) as map_in_parallel:
         while len(found) < _MOST_TRIES * wanted:
             kept = (one for one in ranked if one.layout not in found or found[one.layout].needed[0] <= limit)
             best = [one.layout for one in islice(first_of_families(kept), wanted)]
@@ -83,7 +88,7 @@ def rehearse_best(
                 break
             done = wanted - len(batch)
             report("rehearse", done, wanted)
-            for number, rehearsal in enumerate(map_in_parallel(partial(rehearse, job), batch), start=1):
+            for number, rehearsal in enumerate(map_in_parallel(partial(simulate, job), batch), start=1):
                 found[batch[number - 1]] = rehearsal
                 report("rehearse", done + number, wanted)
     completed = (_with_rehearsal(one, found[one.layout]) if one.layout in found else one for one in ranked)

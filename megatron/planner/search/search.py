@@ -30,7 +30,7 @@ INTEREST = 1.5
 """Layouts that take more than so many times the time of the fastest that fits are left out."""
 _SCALES = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """Numbers of GPUs, relative to the job's, of the strong-scaling curve."""
-_MIN_PARALLEL = 1000
+MIN_PARALLEL = 1000
 """Layouts from which processes save more time by the memory formula than they cost."""
 
 
@@ -103,7 +103,13 @@ class Found:
     num_enumerated: int
 
 
-def find_layouts(job: Job, level: Level, interest: float = INTEREST, report: Report = no_report) -> Found:
+def find_layouts(
+    job: Job,
+    level: Level,
+    interest: float = INTEREST,
+    report: Report = no_report,
+    min_parallel: int = MIN_PARALLEL,
+) -> Found:
     """Enumerate, price, prune by the memory formula, and rank: layouts of at most ``interest`` times the time of the
     fastest that fits."""
     report("enumerate layouts", 0, 1)
@@ -113,11 +119,11 @@ def find_layouts(job: Job, level: Level, interest: float = INTEREST, report: Rep
     report("price layouts", 0, 1)
     priced = price_layouts(job, layouts)
     report("memory by formula", 0, 1)
-    needed = _fitting(job, priced, interest)
+    needed = _fitting(job, priced, interest, min_parallel)
     return Found(rank(plan_layouts(job, priced, needed, level), job.config.dry_run.gpu_memory), len(layouts))
 
 
-def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, int]]:
+def _fitting(job: Job, priced: Priced, interest: float, min_parallel: int) -> dict[int, tuple[int, int]]:
     """By number of a layout that fits: bytes of the tightest stage, and that stage."""
     limit = job.config.dry_run.gpu_memory
 
@@ -130,7 +136,8 @@ def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, 
         needed[number] = formula.tightest(layout, job.num_microbatches(layout))
         if fits(number) and not layout.reduces_in_bf16:
             slowest = interest * float(priced.seconds[number])
-            needed |= _needed(job, priced, range(number + 1, int(np.searchsorted(priced.seconds, slowest, "right"))))
+            others = range(number + 1, int(np.searchsorted(priced.seconds, slowest, "right")))
+            needed |= _needed(job, priced, others, min_parallel)
             break
     found = {number: needed[number] for number in sorted(needed) if fits(number)}
     if not found:
@@ -142,7 +149,7 @@ def _fitting(job: Job, priced: Priced, interest: float) -> dict[int, tuple[int, 
     return found
 
 
-def _needed(job: Job, priced: Priced, numbers: range) -> dict[int, tuple[int, int]]:
+def _needed(job: Job, priced: Priced, numbers: range, min_parallel: int) -> dict[int, tuple[int, int]]:
     """By number of a layout: bytes of the tightest stage, and that stage; many in parallel processes."""
     # Layouts of equal sizes share the most of the formula.
     groups: dict[Hashable, dict[int, Layout]] = {}
@@ -150,7 +157,7 @@ def _needed(job: Job, priced: Priced, numbers: range) -> dict[int, tuple[int, in
         layout = priced.layouts[number]
         groups.setdefault((layout.pp, layout.tp, layout.cp, layout.dp), {})[number] = layout
     largest_first = sorted(groups.values(), key=len, reverse=True)
-    with parallel_map() if len(numbers) >= _MIN_PARALLEL else nullcontext(map) as map_in_parallel:
+    with parallel_map() if len(numbers) >= min_parallel else nullcontext(map) as map_in_parallel:
         parts = list(map_in_parallel(partial(_needed_of_group, job), largest_first))
     return {number: needs for part in parts for number, needs in part.items()}
 
