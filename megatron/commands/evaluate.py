@@ -25,15 +25,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import changed_flags, values_of
+from megatron.flags import changed_flags
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
 from megatron.operation.run_files import StartedCommand, words_of_process
-from megatron.ranges import require_at_least
 from megatron.training.build.hugging_face_flags import with_hugging_face
-from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
@@ -143,12 +141,8 @@ def check_flags(config: RunConfig) -> None:
             raise ConfigError(f"{flag} has no effect in tools/evaluate.py, which reads every text once: remove it.")
 
 
-def check_texts(evaluate: EvaluateConfig, seq_length: int) -> None:
-    """Raise :class:`ConfigError` for an invalid flag of this tool."""
-    if not evaluate.input:
-        raise ConfigError("--input is missing: set it to the texts to evaluate.")
-    refuse_urls(values_of(evaluate, "json"), "use a local file")
-    require_at_least(1, values_of(evaluate, "stride"))
+def check_stride(evaluate: EvaluateConfig, seq_length: int) -> None:
+    """Raise :class:`ConfigError` for a stride that leaves out tokens."""
     if evaluate.stride is not None and evaluate.stride > seq_length:
         raise ConfigError(
             f"--stride {evaluate.stride} is more than --seq-length {seq_length}, so tokens would be left out: use "
@@ -160,6 +154,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     """Evaluate as ``arguments`` say."""
     evaluate, words = parse_arguments(arguments, rank == 0)
     given = parse_command_line(words, print_messages=rank == 0)
+    evaluate.check()
     check_flags(given)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(given, os.environ, available_cores(), local_world_size)
@@ -173,7 +168,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
     saved = None if given.checkpoint.load is None else read_saved_state(given)
     config = run_config(evaluate, words, saved)
-    check_texts(evaluate, config.seq_length)
+    check_stride(evaluate, config.seq_length)
     check_run(config, world_size)
     data = TextData(evaluate)
     parts = RunParts(data.build, partial(open_writers, evaluate, data))

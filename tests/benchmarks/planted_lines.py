@@ -10,7 +10,6 @@ import torch
 
 from benchmarks.gpu_lines import line_run
 from benchmarks.gpu_lines.line_run import LineRun, require
-from megatron.core.kernels import choice
 from megatron.core.kernels.choice import Candidate, choose
 
 
@@ -60,13 +59,12 @@ def broken(run: LineRun) -> None:
     def trial(kernel: int) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be ...")
 
-    candidates = [Candidate("triton", lambda: 1, "one pass", trial=trial), Candidate("eager", lambda: 2, "")]
-    with mock.patch.object(choice, "device_is_broken", lambda: True):
-        with mock.patch.object(line_run, "device_is_broken", lambda: True):
-            with run.result("kernels"):
-                choose("rope", candidates, None)
-            with run.result("after"):
-                raise AssertionError("nothing runs after it")
+    triton = Candidate("triton", lambda: 1, "one pass", trial=trial, is_broken=lambda: True)
+    with mock.patch.object(line_run, "device_is_broken", lambda: True):
+        with run.result("kernels"):
+            choose("rope", [triton, Candidate("eager", lambda: 2, "")], None)
+        with run.result("after"):
+            raise AssertionError("nothing runs after it")
 
 
 def without_a_package(run: LineRun) -> None:

@@ -10,6 +10,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -79,8 +80,9 @@ def start_forked(session: Session, line: Line, seconds: float, log: Path) -> For
     process.start()
     forked = Forked(process)
     # On a busy machine the time of a line may end before its fork begins.
-    while process.is_alive() and os.getpgid(forked.pid) != forked.pid:
-        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        while os.getpgid(forked.pid) != forked.pid:
+            time.sleep(0.01)
     return forked
 
 

@@ -172,6 +172,7 @@ def test_mistakes_are_one_sentence(trained: Path, text: Path, corpus: Corpus, tm
         ("--load", str(trained), "--input", str(broken)): "broken.jsonl, line 2 has no text under the key 'text'",
         ("--load", str(trained), "--input", str(empty)): "empty.txt has no tokens",
         ("--load", str(trained), "--input", str(text), "--stride", "33"): "--stride 33 is more than --seq-length 32",
+        ("--load", "nowhere", "--input", str(text), "--json", "s3://a/b"): "--json s3://a/b is a URL",
         ("--load", str(trained), "--input", str(text), "--save", "x"): "--save has no effect in tools/evaluate.py",
         ("--load", str(trained), "--input", str(text), "--data-path", "x"): "name the texts with --input",
         ("--load", str(trained), "--input", str(text), "--stryde", "3"): "--stryde is not a flag",

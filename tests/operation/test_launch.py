@@ -109,9 +109,15 @@ def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tm
     assert "failed" not in node.text()
 
 
+def handles_sigterm(pid: int) -> bool:
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> signal.SIGTERM - 1 & 1)
+
+
 def test_a_job_that_waits_for_its_nodes_is_stopped(tmp_path: Path) -> None:
     node = start(tmp_path, "sys.exit(0)", "--nnodes", "2", *rendezvous("c10d"))
-    time.sleep(3.0)
+    wait_until(lambda: handles_sigterm(node.pid), PATIENCE)
+    time.sleep(1.0)  # until it waits
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
 

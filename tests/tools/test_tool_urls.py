@@ -22,6 +22,7 @@ COMMANDS = {path.stem: REPOSITORY / "megatron" / "commands" / path.name for path
 SCRIPTS = dict(sorted(COMMANDS.items())) | {
     path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))
 }
+del SCRIPTS["evaluate"]  # runs as a rank: end_to_end/test_evaluate.py
 
 SUBCOMMANDS = {
     "FromHuggingFace": "from-hf",
