@@ -36,6 +36,7 @@ RENEWAL = 5.0
 POLL = 0.5
 """Seconds between two polls of a waiting run."""
 RELEASE_SECONDS = 10.0
+"""For so long a release waits for a renewal under way."""
 _PROC = "/proc"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
@@ -207,7 +208,7 @@ class LockAttempt:
             self._first, self._since = found, self._clock()
         if found != self._first:
             raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
-        return self._clock() - self._since <= LEASE + RENEWAL
+        return self._clock() - self._since <= LEASE + self._renewal
 
     def _refusal(self, owner: Owner, reason: str) -> DirectoryInUseError:
         return DirectoryInUseError(
@@ -222,7 +223,7 @@ class LockAttempt:
         assert owner is not None
         return (
             f"{self._root} is locked by process {owner.pid} on {owner.host}, of which this host cannot know whether it "
-            f"runs: waiting at most {LEASE + RENEWAL:.0f} s for the lock to change; after that it is taken over"
+            f"runs: waiting at most {LEASE + self._renewal:.0f} s for the lock to change; after that it is taken over"
         )
 
 

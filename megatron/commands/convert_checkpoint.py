@@ -291,7 +291,7 @@ def write_description(
     return write_tokenizer(saving, flags, tokenizer, fields["model_type"])
 
 
-# --- experts -------------------------------------------------------------------------------------------------
+# --- from Megatron-LM -----------------------------------------------------------------------------------------
 
 
 def from_megatron(config: FromMegatron, progress: Progress) -> str:
@@ -376,6 +376,9 @@ def vocabulary_note(model: "MegatronImport", is_known: bool) -> str:
         f"kept all {model.architecture.vocab_size} rows of the vocabulary, since the tokenizer is not at hand: give "
         "--tokenizer-model or --vocab-size to leave out padding"
     )
+
+
+# --- experts -------------------------------------------------------------------------------------------------
 
 
 def upcycle(config: Upcycle, progress: Progress) -> str:

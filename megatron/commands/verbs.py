@@ -63,19 +63,24 @@ VERBS = (
 )
 
 
-def start(arguments: Sequence[str], verbs: Sequence[Verb] = VERBS) -> int:
+def start(arguments: Sequence[str]) -> int:
     """Run the verb ``arguments[0]`` with the words after it; the exit code."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
         print(help_text())
         return ExitCode.COMPLETE
-    verb = next((verb for verb in verbs if verb.name == name), None)
+    verb = next((verb for verb in VERBS if verb.name == name), None)
     if verb is None:
         print(f"ERROR: {unknown(name)}", file=sys.stderr)
         return ExitCode.ACTION_REQUIRED
-    sys.argv = [f"{PROGRAM} {name}", *rest]
+    return run(verb, rest)
+
+
+def run(verb: Verb, words: list[str]) -> int:
+    """Start the module of ``verb`` with the ``words`` after it; the exit code."""
+    sys.argv = [f"{PROGRAM} {verb.name}", *words]
     function: Callable[..., int] = getattr(import_module(verb.module), verb.function)
-    return function(rest) if verb.takes_arguments else function()
+    return function(words) if verb.takes_arguments else function()
 
 
 def help_text() -> str:

@@ -151,7 +151,7 @@ class Heartbeat:
         opened, as in a container of its own."""
         path = environment.get(HEARTBEATS)
         if path is None:
-            return cls()
+            return cls(now_ns=now_ns)
         try:
             descriptor = os.open(path, os.O_RDWR)
         except OSError as error:
@@ -161,7 +161,7 @@ class Heartbeat:
                 file=sys.stderr,
                 flush=True,
             )
-            return cls()
+            return cls(now_ns=now_ns)
         return cls(_slot(descriptor, local_rank), now_ns)
 
     def move_to(self, path: str, local_rank: int) -> None:

@@ -5,13 +5,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import benchmark_step
-from benchmarks.benchmark_step import measure, parse, run_sweep
+from benchmarks.benchmark_step import measure, parse
 from benchmarks.product_rates import copy_rate, product_rates
 from benchmarks.rank_slice import SilentCommunicator, SliceConfig
 from benchmarks.step_bound import linear_shapes
@@ -388,7 +389,8 @@ def test_a_sweep_goes_on_after_a_row_that_fails(tmp_path: Path, capsys: pytest.C
     small = Row("first", ("--model", "tiny", "--num-layers", "1", "--seq-length", "16"))
     sweep = [small, Row("bad", ("--fp64", "--bf16")), replace(small, name="last")]
     flags = f"--sweep bf16 --device cpu --warmup 0 --repeats 1 --json {path} --peak-tflops 1".split()
-    assert run_sweep(parse(flags), sweep, flags) == 1
+    with mock.patch.object(benchmark_step, "rows", lambda name, is_tiny: sweep):
+        assert benchmark_step.main(flags) == 1
     first, bad, last = lines(path)
     assert (first["row"], bad["row"], last["row"]) == ("first", "bad", "last")
     assert "rows" in first and "rows" in last

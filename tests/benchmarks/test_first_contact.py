@@ -531,7 +531,6 @@ def test_the_command_starts_without_torch_and_with_few_packages() -> None:
 import sys
 sys.modules.update(dict.fromkeys({absent}))
 import benchmarks.first_contact
-from megatron.config.checks import check_run
 try:
     benchmarks.first_contact.main(["--help"])
 except SystemExit as end:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.commands.verbs import VERBS, Verb, help_text, start, unknown
+from megatron.commands.verbs import VERBS, Verb, help_text, run, start, unknown
 from megatron_llama.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def test_a_verb_gets_the_words_after_it(takes_arguments: bool, monkeypatch: pyte
     vars(module)["begin"] = main
     monkeypatch.setitem(sys.modules, "a_command", module)
     monkeypatch.setattr(sys, "argv", ["megatron-llama", "act", "--lr", "1"])
-    assert start(["act", "--lr", "1"], [Verb("act", "a_command", "acts", "begin", takes_arguments)]) == 75
+    assert run(Verb("act", "a_command", "acts", "begin", takes_arguments), ["--lr", "1"]) == 75
     assert seen == [["megatron-llama act", "--lr", "1"], ["--lr", "1"]][: 1 + takes_arguments]
 
 

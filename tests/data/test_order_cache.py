@@ -232,7 +232,8 @@ def test_order_is_cached_under_the_names_of_megatron(corpora: Path) -> None:
     arrays = [f"{name}_index.npy" for name in ("document", "sample", "shuffle")]
     assert sorted(os.listdir("cache")) == [f"{stem}-{n}" for n in ("description.txt", "digests.json", *arrays)]
     before = stamps("cache")
-    assert tokens_of(cached()) == tokens_of(built)
+    with mock.patch("megatron.data.gpt_dataset.build_sample_order", side_effect=AssertionError):
+        assert tokens_of(cached()) == tokens_of(built)
     assert stamps("cache") == before
 
 

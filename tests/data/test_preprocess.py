@@ -44,11 +44,13 @@ def test_golden_corpus_comes_out_byte_for_byte(tmp_path: Path) -> None:
     assert "9 documents, 49 tokens, 0 empty documents skipped" in done.stdout
     dataset = IndexedDataset(str(tmp_path / "out" / "a_text_document"))
     assert [dataset.get(i).tolist() for i in range(9)] == golden_documents(CORPUS_A)[:-1]
+    again = preprocess(tmp_path, "--input", "a.jsonl", "--output-prefix", "out/a", "--append-eod", *NULL)
+    assert "WARNING: overwriting" in again.stderr
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> list[dict[str, str]]:
-    """Documents of two keys in a plain and a gzipped file; large enough for several batches per worker."""
+    """Documents of two keys in a plain and a gzipped file."""
     generator = random.Random(0)
     documents = []
     for _ in range(5000):

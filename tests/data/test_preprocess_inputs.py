@@ -17,6 +17,7 @@ from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.commands.merge_datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.preprocessing.progress import Counts
+from megatron.commands.preprocessing.work import Work
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint
 from megatron.data.encoding import EncodedKey, EncodeTask, encode_batch, shared_tokenizer
@@ -109,8 +110,11 @@ def test_every_format_gives_the_same_documents(inputs: Path, case: str) -> None:
     assert run(inputs, "out", str(inputs / name), **flags).documents == len(TEXTS)
     assert documents_of(inputs, "out") == TEXTS
     small = InputFormat(separation=flags.get("text_documents", "file"), batch_bytes=300)
-    read = texts_of(whole_ranges(list_sources([str(inputs / name)])), small)
-    assert [text.replace("\n", " ") for text in read] == TEXTS
+    ranges = tuple(whole_ranges(list_sources([str(inputs / name)])))
+    assert [text.replace("\n", " ") for text in texts_of(ranges, small)] == TEXTS
+    work = Work(ranges, EncodeTask(NULL, small, True, False), str(inputs / "batches"), 1000, 1)
+    assert work.run(lambda _: None).documents == len(TEXTS)
+    assert documents_of(inputs, "batches") == TEXTS
 
 
 def test_datasets(tmp_path: Path) -> None:

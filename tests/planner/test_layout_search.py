@@ -196,7 +196,8 @@ def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster.node_size, of_run.given)
     priced = price_layouts(of_run, layouts)
-    assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts) >= 1000
+    assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
+    assert 1000 <= len(layouts) <= 10_000
     assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
     assert LAYOUT in priced.layouts
 

@@ -63,7 +63,7 @@ def enumerate_layouts(
     """The layouts of ``config`` over ``num_gpus`` GPUs in nodes of ``node_size``.
 
     ``given`` are the names of the fields of ``config`` that the user set: constraints, with which every layout agrees.
-    Each layout, applied to ``config``, passes :meth:`RunConfig.check` and divides every global batch of the run.
+    Each layout, applied to ``config``, passes :func:`check_run` and divides every global batch of the run.
 
     Not searched, unless given: tensor parallelism beyond a node, whose all-reduces would be between nodes; context
     parallelism with fewer than ``SHORTEST_PART`` tokens of a sequence on a rank; microbatches of several sequences with

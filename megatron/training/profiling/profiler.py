@@ -24,7 +24,7 @@ def build_profile(config: RunConfig, rank: int, device: torch.device, log_rank0:
     start, end = logging.profile_step_start, logging.profile_step_end
     if logging.use_pytorch_profiler:
         root = logging.tensorboard_dir or config.checkpoint.save
-        assert root is not None  # checked by RunConfig.check
+        assert root is not None  # checked by check_run
         return TraceProfile(start, end, log_rank0, Path(root) / "profile" / f"rank_{rank}.pt.trace.json", device)
     if device.type == "cpu":
         log_rank0("--profile without --use-pytorch-profiler needs a GPU and nsys: nothing is recorded")
