@@ -25,13 +25,15 @@ from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import changed_flags
+from megatron.flags import changed_flags, values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
 from megatron.operation.run_files import StartedCommand, words_of_process
+from megatron.ranges import require_at_least
 from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
@@ -141,6 +143,14 @@ def check_flags(config: RunConfig) -> None:
             raise ConfigError(f"{flag} has no effect in tools/evaluate.py, which reads every text once: remove it.")
 
 
+def check_texts(evaluate: EvaluateConfig) -> None:
+    """Raise :class:`ConfigError` for an invalid flag of this tool."""
+    if not evaluate.input:
+        raise ConfigError("--input is missing: set it to the texts to evaluate.")
+    refuse_urls(values_of(evaluate, "json"), "use a local file")
+    require_at_least(1, values_of(evaluate, "stride"))
+
+
 def check_stride(evaluate: EvaluateConfig, seq_length: int) -> None:
     """Raise :class:`ConfigError` for a stride that leaves out tokens."""
     if evaluate.stride is not None and evaluate.stride > seq_length:
@@ -154,7 +164,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     """Evaluate as ``arguments`` say."""
     evaluate, words = parse_arguments(arguments, rank == 0)
     given = parse_command_line(words, print_messages=rank == 0)
-    evaluate.check()
+    check_texts(evaluate)
     check_flags(given)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(given, os.environ, available_cores(), local_world_size)

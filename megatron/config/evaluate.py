@@ -3,11 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.errors import ConfigError
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
-from megatron.urls import refuse_urls
-
 
 @dataclass(frozen=True)
 class EvaluateConfig:
@@ -26,9 +21,3 @@ class EvaluateConfig:
     context."""
     json: str | None = None
     """File for the results."""
-
-    def check(self) -> None:
-        if not self.input:
-            raise ConfigError("--input is missing: set it to the texts to evaluate.")
-        refuse_urls(values_of(self, "json"), "use a local file")
-        require_at_least(1, values_of(self, "stride"))

@@ -120,6 +120,21 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     return process, pid
 
 
+def test_a_stopped_writer_dies_with_its_rank(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        process = BackgroundProcess(TIMEOUT)
+        finish(save(tmp_path, 1, process, tensors()))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        os.write(theirs, str(process.pid).encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(rank, 0)
+    writer = int(os.read(ours, 20))
+    wait_until(lambda: not Path(f"/proc/{writer}").exists() or state_of(writer) == "Z", 30)
+
+
 @pytest.mark.parametrize(
     ("end", "message"),
     [(lambda pid: os.kill(pid, signal.SIGKILL), "has died"), (lambda pid: None, r"no progress for 1 s \(--async-save")],

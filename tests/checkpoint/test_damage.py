@@ -125,6 +125,13 @@ def test_of_any_files_that_are_damaged_no_corrupt_checkpoint_and_no_fresh_start_
         shutil.rmtree(copy)
 
 
+def test_where_all_are_damaged_the_latest_is_named(root: Path, chance: random.Random) -> None:
+    for iteration in ITERATIONS:
+        DAMAGES["a flipped bit"](iteration_directory(root, iteration) / FILES[1], chance)
+    with pytest.raises(CheckpointError, match="iter_0000003"):
+        load_newest(root, ALONE)
+
+
 def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) -> None:
     """After a return to an older one, from which the copies are still behind."""
     root, copies = tmp_path / "run", tmp_path / "copies"

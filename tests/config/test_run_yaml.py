@@ -85,6 +85,8 @@ def test_only_what_differs_from_the_defaults_is_written() -> None:
     }
     assert text.startswith("# The flags of this run") and "--config run.yaml" in text
     assert not changed_values(RunConfig())
+    back = parse_command_line(["--model", "llama3.2-1b", "--untie-embeddings-and-output-weights"])
+    assert changed_values(back) == {"model": "llama3.2-1b", "untie-embeddings-and-output-weights": True}
 
 
 def write(directory: Path, text: str) -> Path:

@@ -125,7 +125,7 @@ def nothing_to_load(scene: Scene) -> Changes:
 def notes_as_metrics(scene: Scene) -> Changes:
     """--metrics-jsonl names a file of another kind."""
     notes = scene.run / "notes.txt"
-    notes.write_text("Not metrics.\nBut needed.\n")
+    notes.write_text('{"text": "not metrics"}\n{"text": "but needed"}\n')
     return {"metrics_jsonl": notes}
 
 
@@ -166,7 +166,11 @@ MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "events in a file": (lambda scene: {"tensorboard_dir": scene.corpus.tokenizer}, ("--tensorboard-dir",)),
     "save to a file": (lambda scene: {"save": scene.corpus.tokenizer}, ("tokenizer.model",)),
-    "metrics over notes": (notes_as_metrics, ("notes.txt",)),
+    "memory history on a CPU": (
+        flags(record_memory_history=True),
+        ("--record-memory-history records the allocations of a GPU",),
+    ),
+    "metrics over notes": (notes_as_metrics, ("notes.txt", "is not a metrics file")),
     "metrics file is a directory": (flags(metrics_jsonl=str(REPOSITORY)), ("--metrics-jsonl", "Is a directory")),
 }
 

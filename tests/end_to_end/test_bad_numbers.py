@@ -18,6 +18,7 @@ import pytest
 
 from megatron.config.faults import VARIABLE
 from megatron.errors import ExitCode
+from megatron.operation.known_product import KnownProduct
 from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (
@@ -260,6 +261,15 @@ CHECKED: dict[str, Any] = {
 
 def checked(directory: Path, **changes: Any) -> list[str]:
     return words_of({**CHECKED, "save": directory, **changes})
+
+
+def test_a_device_that_computes_a_wrong_product_is_named_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KnownProduct, "count_errors", lambda product: 1)
+    outcome = call_training(checked(tmp_path, known_answer_interval_s=3600))
+    assert outcome.exit_code == ExitCode.CRASH and not list(tmp_path.glob("iter_*"))
+    assert "1 elements of a known product in float32 are wrong on rank 0" in outcome.stderr
 
 
 def test_a_flipped_bit_of_one_replica_ends_the_run_before_it_is_saved(tmp_path: Path) -> None:

@@ -225,7 +225,6 @@ def test_one_block_at_a_time_is_in_memory(direction: str, tmp_path: Path, monkey
         with PeakWatch() as watch:
             to_hf(tmp_path / "ours", tmp_path / "back")
         assert_same_weights(tmp_path / "back", tmp_path / "hf")
-    print(watch.peak)
     # A block, and the rows that were read and compared for it but are not copied yet.
     assert 1024 <= watch.peak <= 1024 + 256
 

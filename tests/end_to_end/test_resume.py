@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_newest_good_one(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run says why, deletes nothing, and is the whole run in the end. ``tests/checkpoint/test_damage.py`` has other
-    damages, and test_bad_input.py the damage of all checkpoints."""
+    damages, and that of all checkpoints."""
 
     def flags(run: Path, **changes: FlagValue | Path) -> list[str]:
         common: dict[str, FlagValue | Path] = {"fp64": True, "train_iters": 6, "lr_decay_iters": 6, "save": run}

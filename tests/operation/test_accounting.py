@@ -45,7 +45,7 @@ from megatron.operation.attempt_recorder import (
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Section
 from megatron.operation.run_settings import RunSettings
 
-CLASS_OF = {section: section.label for section in (Section.START, Section.LOAD, Section.DATA, Section.STEP)}
+CLASS_OF = {Section.START: "start", Section.LOAD: "load", Section.DATA: "data", Section.STEP: "step"}
 CLASS_OF |= {Section.EVALUATION: "evaluation", Section.SAVE: "save", Section.END: "idle"}
 CLASS_OF |= dict.fromkeys((Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER), "step")
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron import torch_compat
 from megatron.config.logging import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.training.loop.listeners import MemoryReport
@@ -46,6 +47,12 @@ def test_the_last_rank_records_and_writes_at_the_log_interval_and_at_the_end(tmp
     history.close()
     assert calls.dump.call_args_list == 3 * [mock.call(str(tmp_path / "new" / "snapshot.pickle"))]
     calls.stop.assert_called_once()
+
+
+def test_the_calls_are_those_of_torch() -> None:
+    assert AllocatorCalls() == AllocatorCalls(
+        torch_compat.record_memory_history, torch_compat.dump_memory_history, torch_compat.stop_memory_history
+    )
 
 
 def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
