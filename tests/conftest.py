@@ -35,9 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """The tiers."""
     parser.addoption("--unit", action="store_true", help="only tests of one process that are quick")
     parser.addoption("--slow", action="store_true", help="slow tests, too")
-    parser.addoption(
-        "--whole-matrix", action="store_true", help="slow tests, all rows of products of factors, and more random kills"
-    )
+    parser.addoption("--whole-matrix", action="store_true", help="slow tests, and all rows of products of factors")
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where tests/gpu and the staged layouts compute"
     )

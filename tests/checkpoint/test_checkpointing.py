@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.directory import MANIFEST
+from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.manifest import read_checkpoint
@@ -272,6 +272,8 @@ def test_every_element_is_on_disk_once(ranks: Ranks) -> None:
             place = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape))
             times[place] += 1
         assert (times == 1).all(), name
+    # Nothing is pickled, such as DCP's .metadata.
+    assert {path.name for path in iteration_directory(ranks.root, 100).iterdir()} == {MANIFEST, *manifest.files()}
     assert {name for name in manifest.tensors if name.startswith("rng/")} == {
         f"rng/rank_{rank}" for rank in range(WORLD_SIZE)
     }

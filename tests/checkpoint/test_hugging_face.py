@@ -51,8 +51,6 @@ from tests.checkpoint.models import (
 )
 from tests.end_to_end.run_process import call_training
 
-transformers: Any = pytest.importorskip("transformers")
-
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE, MAVERICK], ids=["llama", "qwen3_moe", "llama4"])
 @settings(max_examples=100)
@@ -288,6 +286,7 @@ VISION = {
 def multimodal_model(config: TransformerConfig) -> Any:
     fields = config_fields(config, "float32")
     del fields["architectures"], fields["torch_dtype"]
+    transformers = pytest.importorskip("transformers")
     settings = transformers.Llama4Config(text_config=fields, vision_config=VISION)
     return randomized(transformers.Llama4ForConditionalGeneration(settings))
 
@@ -315,6 +314,7 @@ def test_the_text_model_of_a_multimodal_model_is_taken_out_on_request(tmp_path: 
     assert_equal(weights_under(tmp_path / "back"), dict(text.state_dict()))
     fields = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (fields["architectures"], fields["model_type"]) == (["Llama4ForCausalLM"], "llama4_text")
+    transformers = pytest.importorskip("transformers")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
     tokens = torch.arange(34).remainder(SCOUT.vocab_size).view(2, 17)
     with torch.no_grad():

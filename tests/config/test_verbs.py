@@ -86,5 +86,5 @@ def test_a_word_that_is_no_verb(word: str, hint: str, capsys: pytest.CaptureFixt
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
-    assert end.value.code is None
+    assert not end.value.code
     assert capsys.readouterr().out == "megatron-llama 0.1.0\n"

@@ -88,7 +88,8 @@ def test_activations_of_a_rank_fall_with_the_number_of_ranks(
             assert same_loss == pytest.approx(loss, rel=1e-5)
 
 
-def test_documents_cost_no_memory_that_grows_with_the_square_of_the_sequence(four_ranks: RankPool) -> None:
+@pytest.mark.parametrize("in_documents", [False, True])
+def test_memory_does_not_grow_with_the_square_of_the_sequence(four_ranks: RankPool, in_documents: bool) -> None:
     """A dense mask of the longer one alone would take 16 MiB."""
-    short, long = (four_ranks.run(step, "p2p", length, True, world_size=1)[0][0] for length in (1024, 4096))
+    short, long = (four_ranks.run(step, "p2p", length, in_documents, world_size=1)[0][0] for length in (1024, 4096))
     assert long < 4.2 * short

@@ -6,7 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -54,6 +54,7 @@ def counted(tiles: Iterable[Tile], queries: Tensor, keys: Tensor, rows: int, len
     return counts
 
 
+@settings(max_examples=250)
 @given(case=sequences())
 def test_spans_hold_every_visible_pair_once_and_no_other(case: tuple[int, int | None, Tensor, Marks]) -> None:
     _, chunk, starts, marks = case
@@ -66,6 +67,7 @@ def test_spans_hold_every_visible_pair_once_and_no_other(case: tuple[int, int | 
     assert torch.equal(counts, expected)
 
 
+@settings(max_examples=250)
 @given(case=sequences())
 def test_tiles_of_all_ranks_hold_every_visible_pair_once_and_no_other(
     case: tuple[int, int | None, Tensor, Marks],

@@ -253,8 +253,9 @@ def test_the_end_of_a_rank(case: Callable[[Communicator], str], wanted: str, tmp
     assert _ends(case, tmp_path, answers=1) == {0: wanted}
 
 
-def run_nothing_left() -> tuple[bool, int]:
-    """Whether the transport is freed with its group, without a collection of cycles; and descriptors that are left."""
+def run_nothing_left() -> tuple[bool, int, list[int]]:
+    """Whether the transport is freed with its group, without a collection of cycles; descriptors that are left; and the
+    ends of the slots after 10 sums and 110."""
 
     def descriptors() -> int:
         paths = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
@@ -265,19 +266,25 @@ def run_nothing_left() -> tuple[bool, int]:
     gc.disable()
     try:
         ranks = everyone()
-        ranks.all_reduce(torch.ones(100_000))
+        ends = []
+        for count in (10, 100):
+            for _ in range(count):
+                ranks.all_reduce(torch.ones(5000))
+            ends.append(slots_of(ranks)._end)
         transport = weakref.ref(ranks.transport)
         assert descriptors() > before
         dist.barrier()
         del ranks
-        return transport() is None, descriptors() - before
+        return transport() is None, descriptors() - before, ends
     finally:
         gc.enable()
 
 
 def test_a_group_that_is_gone_leaves_nothing(four_ranks: RankPool) -> None:
     """A process group that lives until the interpreter ends may abort the process then."""
-    assert four_ranks.run(run_nothing_left, world_size=3) == [(True, 0)] * 3
+    for is_freed, descriptors, ends in four_ranks.run(run_nothing_left, world_size=3):
+        assert is_freed and descriptors == 0
+        assert ends[0] == ends[1], "slots of sums, which several ranks read, are used again"
 
 
 def test_the_plain_transport_serves_other_machines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

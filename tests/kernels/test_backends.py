@@ -2,6 +2,7 @@
 against themselves where they are installed and there is a GPU; runs whose kernels are not there, or differ by rank."""
 
 import importlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam
 from megatron.core.packages import Unavailable, load
 from megatron.errors import ConfigError
 from megatron.training.pretrain import deterministic_algorithms
-from tests.end_to_end.run_process import call_training
+from tests.end_to_end.run_process import call_training, losses
 from tests.update_rules.bound import bind, run, states
 
 REPOSITORY = Path(__file__).parents[2]
@@ -190,3 +191,16 @@ def test_a_kernel_that_is_not_there_is_refused_before_training() -> None:
     outcome = call_training([*TINY_RUN.split(), "--device", "cpu", "--kernel", "rms_norm=te"])
     assert outcome.exit_code == 2
     assert "--kernel rms_norm=te is not available: it needs a GPU; available:" in outcome.stderr
+
+
+@pytest.mark.slow(reason="compiles kernels")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_run_with_compiled_kernels_has_the_losses_of_the_eager_ones(tmp_path: Path) -> None:
+    flags = "--model tiny --mock-data --vocab-size 61 --seq-length 16 --micro-batch-size 2 --train-iters 3 --lr 1e-2"
+    found = []
+    for name in ("eager", "compiled"):
+        kernels = [f"{operation}={name}" for operation in ("rms_norm", "swiglu", "rope", "cross_entropy")]
+        words = [*flags.split(), "--fp64", "--log-interval", "1", "--metrics-jsonl", str(tmp_path / name)]
+        call_training([*words, "--device", "cpu", "--kernel", *kernels]).succeeded()
+        found.append(losses(tmp_path / name))
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-12)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
+from megatron.core.device import device_is_broken
 from megatron.core.kernels.choice import Candidate, Choice, choose, table
 from megatron.core.kernels.request import KernelRequest, Machine
 from megatron.core.kernels.selection import Kernels, choose_kernels
@@ -482,3 +483,8 @@ def test_attention_is_masked_where_a_sequence_can_have_several_spans(flags: str,
     chunk = config.model.attention_chunk_size
     chunks = None if chunk is None else chunked_attention(documents, chunk, 1, 64, documents.device)
     assert (documents.attention is not None or chunks is not None) == masks
+
+
+def test_what_runs_on_a_device_are_the_calls_of_torch() -> None:
+    assert Trials().forget is torch.compiler.reset and Trials().compiler is try_compiler
+    assert Candidate("a", lambda: 1, "").is_broken is device_is_broken

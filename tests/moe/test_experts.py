@@ -146,7 +146,7 @@ def test_a_weight_gradient_waits_for_its_overlap_in_a_gradient_buffer() -> None:
     assert_all_close([main_grad.buffer for main_grad in main_grads], expected)
 
 
-@pytest.mark.parametrize(("ep_size", "etp_size"), product((1, 2, 4), (1, 2, 3)))
+@pytest.mark.parametrize(("ep_size", "etp_size"), [*product((1, 2, 4), (1, 2, 3))])
 def test_every_layout_has_the_same_facts_and_each_weight_once(ep_size: int, etp_size: int) -> None:
     whole = list(experts_of().parameters())
     found = [torch.full_like(one, torch.nan) for one in whole]

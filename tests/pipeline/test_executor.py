@@ -421,6 +421,63 @@ def test_messages_are_those_of_the_schedule_and_no_larger_than_needed(four_ranks
         assert counted == wanted, f"rank {rank}"
 
 
+class EventRecorder(ActionRecorder):
+    """Notes in one list when actions begin and end, and what else is told."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.events: list[str] = []
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        """Note begin and end."""
+        self.events.append(f"begin {action}")
+        yield
+        self.events.append(f"end {action}")
+
+
+def record_reductions(layout: Layout) -> list[str]:
+    """Actions of the executor, and reductions of buckets that began in between."""
+    topology = place_in(layout)
+    executor, data_parallel, _ = build(TASK, layout, topology)
+    executor.recorder = recorder = EventRecorder()
+    data_parallel.start_grad_accumulation(layout.microbatches)
+    with observed([data_parallel.sharing.dense.shards], lambda record: recorder.events.append(record.kind)):
+        executor.train(batch(layout, topology), layout.microbatches, SCALE)
+        recorder.events.append("batch ended")
+        data_parallel.finish_grad_sync()
+    return recorder.events
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_buckets_leave_within_the_last_backward_passes(four_ranks: RankPool, name: ScheduleName) -> None:
+    """The first before the last action has ended, none before the last microbatch, all before the batch has."""
+    layout = Layout(dp=2, pp=2, schedule=name, microbatches=4, bucket_size=3000, strategy="optim")
+    layout = replace(layout, overlap_grad_reduce=True)
+    for rank, events in enumerate(four_ranks.run(record_reductions, layout)):
+        actions = schedule_of(layout).actions[topology_of_rank(layout, rank)]
+        places = [place for place, event in enumerate(events) if event == "reduce_scatter"]
+        first_of_last_microbatch = next(a for a in actions if a.microbatch == 3 and a.kind == "B")
+        assert len(places) >= 8
+        assert places[0] > events.index(f"begin {first_of_last_microbatch}")
+        # Several chunks: one has all its gradients long before the other.
+        several = SCHEDULES[name].chunks != "one chunk"
+        assert places[0] < events.index(f"{'begin' if several else 'end'} {actions[-1]}"), f"rank {rank}"
+        assert places[-1] < events.index("batch ended"), f"rank {rank}"
+
+
+def count_zeros(layout: Layout) -> int:
+    """Zeros that the optimizer counts in a gradient of zeros."""
+    _, data_parallel, optimizer = build(TIED, layout, place_in(layout))
+    for shard in data_parallel.param_shards:
+        shard.gradient.zero_()
+    return optimizer.count_zeros()
+
+
+def test_zeros_of_all_stages_are_counted_and_those_of_a_tied_weight_once(four_ranks: RankPool) -> None:
+    assert four_ranks.run(count_zeros, four_stages("1f1b")) == [DEEP_TIED_MODEL.num_parameters()] * 4
+
+
 def topology_of_rank(layout: Layout, rank: int) -> int:
     """The stage of ``rank``."""
     return grid_of(layout).coordinates(rank)["pp"]

@@ -157,6 +157,8 @@ def test_layers_overlap_through_buffers_that_are_there_before_them(corpus: Corpu
     together = fork_training(flags_of(corpus, **OVERLAP, **directories), 4, main_with_stand_in).succeeded()
     ours, theirs = (losses(tmp_path / name / "metrics.jsonl") for name in ("alone", "four"))
     assert list(theirs) == pytest.approx(list(ours), rel=1e-3)
+    run(corpus, tmp_path / "plain", {**ENGINE, "train_iters": 2}).succeeded()
+    assert list(losses(tmp_path / "plain/metrics.jsonl")) == pytest.approx(list(ours), rel=1e-3)
     assert "transformer_engine  version stand-in, by --transformer-impl" in together.stdout
     assert "tensor-parallel overlap: Transformer Engine's buffers; in the output layer pipelined" in together.stdout
     column = {"ub_overlap_ag": True, "ub_bulk_wgrad": True, "ub_bulk_dgrad": True}
