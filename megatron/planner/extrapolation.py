@@ -163,6 +163,8 @@ class _RepeatedLayer:
             self.tracker.shift(stretch.change, sign=-1)
 
     def _perform(self, event: Event, parameters: Sequence[nn.Parameter]) -> None:
+        if event.kind == "output gradient freed":
+            return
         if event.kind == "hooks":
             module = self._modules[event.number]
             for hook in forward_pre_hooks(module).values():

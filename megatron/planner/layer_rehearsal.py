@@ -1,5 +1,6 @@
 """A layer is rehearsed apart from the step: how its passes change the memory, and their collectives."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,13 +18,15 @@ from megatron.core.models.layer import SequencePositions
 from megatron.planner.memory import LASTING, Kind, MemoryTracker, MemoryUse
 from megatron.torch_compat import forward_pre_hooks, storage_id
 
+EventKind = Literal["gradient buffer", "accumulated", "hooks", "output gradient freed"]
+
 
 @dataclass(frozen=True)
 class Event:
     """What happens between two stretches: ``number`` counts the layer's parameters, for hooks its modules."""
 
-    kind: Literal["gradient buffer", "accumulated", "hooks"]
-    number: int
+    kind: EventKind
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class PassLog:
         yield stretches
         stretches += (replace(stretch, event=None) for stretch in self.close())
 
-    def event(self, kind: Literal["gradient buffer", "accumulated", "hooks"], number: int) -> None:
+    def event(self, kind: EventKind, number: int = 0) -> None:
         if self._is_open:
             self._end_stretch(Event(kind, number))
             self._start_stretch()
@@ -207,7 +210,9 @@ class LayerRehearsal:
         output_gradient: list[tuple[int, int]] = []
 
         def start_backward(gradient: Tensor) -> None:
-            output_gradient.append((storage_id(gradient.untyped_storage()), tracker.size_of(gradient)))
+            storage = gradient.untyped_storage()
+            output_gradient.append((storage_id(storage), tracker.size_of(gradient)))
+            weakref.finalize(storage, log.event, "output gradient freed").atexit = False
             if self._is_last:
                 # The executor holds the gradient of a chunk's output.
                 gradient_of_chunk.append(gradient)
@@ -222,14 +227,14 @@ class LayerRehearsal:
         log.open()
         output: Tensor = self._forward(inputs, positions.pop())
         passes.append(log.close())
-        form, address = (output.shape, output.dtype), storage_id(output.untyped_storage())
+        form, device, address = (output.shape, output.dtype), output.device, storage_id(output.untyped_storage())
         is_whole = tracker.size_of(output) == tracker.rounded(output.numel() * output.element_size())
         root = get_gradient_edge(_Output.apply(output, start_backward))
         del output, inputs
         saves_output, saves_input = tracker.is_allocated(address), tracker.is_allocated(input_address)
         saved = tracker.now.relative_to(start)
         tracker.mark_activations(known)
-        deferred = self._run_backward(root, *form)
+        deferred = self._run_backward(root, *form, device)
         # What deferred gradients alone keep is measured next.
         del root
         gradient_of_chunk.clear()
@@ -239,10 +244,12 @@ class LayerRehearsal:
         size = saved.total + (0 if saves_input else input_size)
         return RehearsedLayer(passes[0], passes[1], gradients, size, saves_input, form)
 
-    def _run_backward(self, root: GradientEdge, shape: torch.Size, dtype: torch.dtype) -> list[DeferredWeightGrad]:
+    def _run_backward(
+        self, root: GradientEdge, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> list[DeferredWeightGrad]:
         """Returns the deferred weight gradients."""
         # Without memory: the gradient of the layer's output is allocated by _Output.
-        gradient = torch.empty((), dtype=dtype).expand(shape)
+        gradient = torch.empty((), dtype=dtype, device=device).expand(shape)
         if not self._setting.defers_gradients:
             torch.autograd.backward(root, gradient)
             return []

@@ -107,9 +107,13 @@ class MemoryTracker(TorchDispatchMode):
     def now(self) -> MemoryUse:
         return MemoryUse(self._total, dict(self._by_kind), self.during)
 
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` has memory that is counted."""
+        return isinstance(tensor, FakeTensor) or not (tensor.is_meta or is_traceable_wrapper_subclass(tensor))
+
     def track(self, tensor: Tensor) -> None:
         """Count the storage of ``tensor``, if it has one that is not counted yet."""
-        if not isinstance(tensor, FakeTensor) and (tensor.is_meta or is_traceable_wrapper_subclass(tensor)):
+        if not self.counts(tensor):
             return
         storage = tensor.untyped_storage()
         address = storage_id(storage)

@@ -83,8 +83,20 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
 def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> TransformerModel:
     """This rank's chunks of the model with recompute and offload; weights are not initialised."""
     architecture = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
+    context = build_context(config, architecture, topology, kernels)
+    model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
+    apply_recompute(model, config.activations)
+    apply_offload(model, config.activations)
+    apply_loss_chunks(model, config.activations)
+    return model
+
+
+def build_context(
+    config: RunConfig, architecture: TransformerConfig, topology: Topology, kernels: Kernels
+) -> BuildContext:
+    """What the layers of a run are built in. Collective: it creates process groups."""
     tensor_parallel = build_tensor_parallel(config, topology)
-    context = BuildContext(
+    return BuildContext(
         tensor_parallel,
         number_formats(config.precision, config.optimizer).weight,
         topology.device,
@@ -101,11 +113,6 @@ def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int,
         weights_device=weights_device(config, topology),
         experts=build_experts(architecture, config.moe, topology, config.dry_run.dry_run_expert_load),
     )
-    model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
-    apply_recompute(model, config.activations)
-    apply_offload(model, config.activations)
-    apply_loss_chunks(model, config.activations)
-    return model
 
 
 def build_model(

@@ -11,6 +11,7 @@ bf16 beside --fp8-format, working memory of --optimizer muon, and kernels that -
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,11 @@ from numpy.typing import NDArray
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.models.parallelize import chunks_of_stage
+from megatron.core.parameter import ParameterInfo
 from megatron.core.precision import number_formats
-from megatron.planner.layer_kinds import LayerKind, layer_kinds
+from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.plan import ALLOWANCE
-from megatron.planner.search.layer_memory import UnitMemory
+from megatron.planner.rehearsal.unit import Ends, UnitMemory, UnitRecord, UnitRehearsals
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.schedule_moments import StageMoments, moments_of
 from megatron.planner.search.state_memory import (
@@ -33,9 +35,9 @@ from megatron.planner.search.state_memory import (
     buffered_state,
     fully_sharded_state,
 )
-from megatron.planner.search.unit_memory import UnitRules
 from megatron.schedules.registry import SCHEDULES, placement_of
 from megatron.schedules.stages import VirtualStage
+from megatron.training.initialize import rank_grid
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class MemoryFormula:
         self.kinds = layer_kinds(architecture)
         self._stages: dict[Hashable, _Stages] = {}
         self._moments: dict[Hashable, StageMoments] = {}
-        self._units: dict[Hashable, UnitMemory] = {}
+        self._units: dict[Hashable, UnitRecord] = {}
+        self._ends: dict[Hashable, Ends] = {}
         self._states: dict[Hashable, StateMemory] = {}
 
     def stage(self, layout: Layout, stage: int, num_microbatches: int) -> int:
@@ -135,11 +138,25 @@ class _LayoutMemory:
         return self.layout.pp > 1 and SCHEDULES[self.layout.schedule].splits_backward
 
     @cached_property
-    def rules(self) -> UnitRules:
-        model, tp = self.formula.architecture, self.layout.tp
-        unit = self.config.model.make_vocab_size_divisible_by * tp
-        model = replace(model, padded_vocab_size=-(-model.vocab_size // unit) * unit)
-        return UnitRules(model, self.config, self.formats, self.splits_backward)
+    def rehearsals(self) -> UnitRehearsals:
+        grid = rank_grid(self.config.parallel, self.layout.num_gpus)
+        vocab_size = self.formula.architecture.vocab_size
+        return UnitRehearsals(_with_fused_attention(self.config), grid, vocab_size, self.splits_backward)
+
+    @cached_property
+    def _sizes(self) -> tuple[Hashable, ...]:
+        """What the records of all units depend on."""
+        layout = self.layout
+        # Of the gradients' format: a product in FP8 is added to them after it.
+        is_fp8 = self.config.precision.fp8_format is not None
+        sizes = layout.tp, layout.cp, layout.micro_batch_size, layout.sequence_parallel
+        return *sizes, is_fp8 and layout.reduces_in_bf16
+
+    @cached_property
+    def ends(self) -> Ends:
+        if self._sizes not in self.formula._ends:
+            self.formula._ends[self._sizes] = self.rehearsals.ends()
+        return self.formula._ends[self._sizes]
 
     @cached_property
     def stages(self) -> "_Stages":
@@ -175,21 +192,20 @@ class _LayoutMemory:
         return content.lasting + most
 
     def _content(self, virtual_stages: Sequence[VirtualStage]) -> "_Content":
-        state = self.state(virtual_stages)
-        chunks, first = [], 0
+        state, shard = self.state(virtual_stages), self.ends.shard
+        chunks, first, lasting = [], 0, state.lasting + self.ends.position_tables
         for virtual_stage in virtual_stages:
             units = self.units(virtual_stage)
             buffers = state.units[first : first + len(units)]
             first += len(units)
             receives = not virtual_stage.has_output_layer
-            chunks.append(self.chunk(units, buffers, held=self.rules.shard if receives else 0))
-        lasting = state.lasting + self.rules.position_tables
-        lasting += self.rules.fp8_copies(sum(len(one.layers) for one in virtual_stages))
+            chunks.append(self.chunk(units, buffers, held=shard if receives else 0))
+            lasting += sum(unit.lasting for unit in units)
         lasting += state.split_backward if self.splits_backward else 0
         return _Content(
             lasting=lasting,
             passes=np.array([getattr(one, name) for name in ("forward", "backward", "weight_pass") for one in chunks]),
-            held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),
+            held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), shard]),
         )
 
     def content(self, virtual_stages: Sequence[VirtualStage]) -> Hashable:
@@ -202,7 +218,7 @@ class _LayoutMemory:
 
     def chunk(self, units: Sequence[UnitMemory], buffers: Sequence[UnitBuffers], held: int) -> _Chunk:
         """``held`` is the received gradient, which stays until the end of the backward pass."""
-        splits, shard = self.splits_backward, self.rules.shard
+        splits = self.splits_backward
         before = forward = backward = 0
         for number, (unit, buffer) in enumerate(zip(units, buffers)):
             # With a pass for weight gradients all whole gradients are counted in the state.
@@ -222,32 +238,28 @@ class _LayoutMemory:
             )
             before += unit.kept
         waiting = sum(unit.deferred for unit in units)
-        gathered = 2 * self.rules._whole if self.rules._whole > shard else 0
+        gathers = self.config.parallel.sequence_parallel and self.layout.tp > 1
+        gathered = 2 * self.layout.tp * self.ends.shard if gathers else 0
         return _Chunk(before, forward, backward, waiting, waiting + gathered)
 
     def units(self, virtual_stage: VirtualStage) -> list[UnitMemory]:
-        found = [self._unit("embedding")] if virtual_stage.has_embedding else []
-        for unit in self.config.activations.units(len(virtual_stage.layers)):
-            kinds = tuple(self.formula.kinds[virtual_stage.layers[place]] for place in unit.layers)
-            found.append(self._unit(kinds, unit.is_recomputed))
-        return found + ([self._unit("output")] if virtual_stage.has_output_layer else [])
+        return [record.memory for record in self.records(virtual_stage)]
 
-    def _unit(self, kind: str | tuple[LayerKind, ...], is_recomputed: bool = False) -> UnitMemory:
-        layout = self.layout
-        key = (
-            kind,
-            is_recomputed,
-            *(layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch_size, layout.modules),
-            *(layout.reduces_in_bf16, self.splits_backward),
-        )
-        found = self.formula._units.get(key)
-        if found is None:
-            if isinstance(kind, str):
-                found = self.rules.embedding() if kind == "embedding" else self.rules.output()
-            else:
-                found = self.rules.layers(kind, is_recomputed)
-            self.formula._units[key] = found
-        return found
+    def records(self, virtual_stage: VirtualStage) -> list[UnitRecord]:
+        found = [self.ends.embedding] if virtual_stage.has_embedding else []
+        for unit in self.config.activations.units(len(virtual_stage.layers)):
+            found.append(self._unit([virtual_stage.layers[place] for place in unit.layers], unit.is_recomputed))
+        return found + ([self.ends.output] if virtual_stage.has_output_layer else [])
+
+    def _unit(self, layers: Sequence[int], is_recomputed: bool) -> UnitRecord:
+        layout, kinds = self.layout, tuple(self.formula.kinds[layer] for layer in layers)
+        # FSDP keeps no quantised weights.
+        keeps_weights = self.config.precision.fp8_format is None or layout.sharding != "optim_grads_params"
+        modules = None if is_recomputed else layout.modules
+        key = kinds, modules, self._sizes, layout.ep, layout.etp, self.splits_backward, keeps_weights
+        if key not in self.formula._units:
+            self.formula._units[key] = self.rehearsals.layers(layers, is_recomputed)
+        return self.formula._units[key]
 
     def state(self, virtual_stages: Sequence[VirtualStage]) -> StateMemory:
         layout = self.layout
@@ -282,13 +294,12 @@ class _LayoutMemory:
         return fully_sharded_state(units, root, self.formats, sharding)
 
     def _weights(self, one: VirtualStage, is_tied: bool, has_output_weight: bool) -> list[list[Weight]]:
-        kinds, rules = self.formula.kinds, self.rules
-        found = [rules.embedding_weights(is_tied)] if one.has_embedding else []
-        for unit in self.config.activations.units(len(one.layers)):
-            is_moe = [kinds[one.layers[place]].is_moe for place in unit.layers]
-            found.append([weight for layer in is_moe for weight in rules.layer_weights(layer)])
-        if one.has_output_layer:
-            found.append(rules.output_weights(is_tied, has_output_weight))
+        found = []
+        for record in self.records(one):
+            infos = record.parameters
+            if record is self.ends.output and not has_output_weight:
+                infos = tuple(info for info in infos if not info.is_vocabulary)
+            found.append([_weight(info, is_tied) for info in infos])
         return found
 
     @cached_property
@@ -307,6 +318,21 @@ class _LayoutMemory:
             frees_experts=layout.ep * layout.etp > 1,
             reshards=parallel.torch_fsdp2_reshard_after_forward,
         )
+
+
+def _weight(info: ParameterInfo, is_tied: bool) -> Weight:
+    rows, *others = info.local_shape
+    return Weight(rows, prod(others), info.is_expert, is_tied and info.is_vocabulary)
+
+
+def _with_fused_attention(config: RunConfig) -> RunConfig:
+    """``config`` with a fused attention that tensors on the meta device can have."""
+    kernels = config.kernels
+    is_half = config.precision.bf16 or config.precision.fp16
+    if kernels.wanted("attention") is not None or not is_half:
+        return config
+    fused = "flash" if config.masks_attention else "cudnn"
+    return replace(config, kernels=replace(kernels, kernel=(*kernels.kernel, f"attention={fused}")))
 
 
 def _bytes_of_moments(config: RunConfig) -> int:

@@ -151,11 +151,11 @@ def _fitting(job: Job, priced: Priced, interest: float, min_parallel: int) -> di
 
 def _needed(job: Job, priced: Priced, numbers: range, min_parallel: int) -> dict[int, tuple[int, int]]:
     """By number of a layout: bytes of the tightest stage, and that stage; many in parallel processes."""
-    # Layouts of equal sizes share the most of the formula.
+    # Layouts of equal sizes share the records of units.
     groups: dict[Hashable, dict[int, Layout]] = {}
     for number in numbers:
         layout = priced.layouts[number]
-        groups.setdefault((layout.pp, layout.tp, layout.cp, layout.dp), {})[number] = layout
+        groups.setdefault((layout.tp, layout.cp, layout.micro_batch_size), {})[number] = layout
     largest_first = sorted(groups.values(), key=len, reverse=True)
     with parallel_map() if len(numbers) >= min_parallel else nullcontext(map) as map_in_parallel:
         parts = list(map_in_parallel(partial(_needed_of_group, job), largest_first))

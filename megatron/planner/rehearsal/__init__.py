@@ -1,0 +1,1 @@
+"""A unit of the model, rehearsed once for each way to run it: its memory and its launches."""

@@ -1,0 +1,282 @@
+"""The units of a chunk on a rank, rehearsed: embedding, layers, output layer.
+
+A unit is built as a run builds it, and runs forward and backward apart from the step, on tensors without memory. What
+it allocates and launches depends on few flags (kind of layer, recompute, tensor, context and expert parallelism, the
+microbatch), so that a search of thousands of layouts rehearses some hundred units, 20 ms each.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.run import RunConfig
+from megatron.core.gradient import MainGrad, attach_main_grad
+from megatron.core.models.layer import BuildContext
+from megatron.core.models.parallelize import apply_loss_chunks, build_context, build_executor
+from megatron.core.models.transformer import PositionTables, TransformerModel
+from megatron.core.ops.documents import Documents
+from megatron.core.parameter import ParameterInfo, info_of
+from megatron.core.precision import number_formats
+from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
+from megatron.core.topology import RankGrid
+from megatron.planner.fake_backend import SimulatedTopology
+from megatron.planner.kernels import simulated_kernels
+from megatron.planner.launches import Launch
+from megatron.planner.layer_rehearsal import LayerRehearsal, Pass, PassLog, RehearsalSetting, RehearsedLayer
+from megatron.planner.rehearsal.recorder import UnitRecorder
+from megatron.schedules.registry import build_schedule
+from megatron.schedules.stages import VirtualStage
+
+GPU = torch.device("cuda")
+_MAX_ATTEMPTS = 3
+"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """Memory of a unit of a chunk: a layer, recomputed layers, the embedding or the output layer. In bytes."""
+
+    kept: int
+    """From the forward pass to the backward pass, with the unit's input and without its output."""
+    forward: int
+    """Most during the forward pass beyond the input."""
+    backward: int
+    """Most during the backward pass, with ``kept`` and the output's gradient, until that gradient is freed."""
+    late_backward: int = 0
+    """As ``backward``, after the output's gradient is freed."""
+    deferred: int = 0
+    """From the backward pass to the pass of the weight gradients, where that is a pass of its own."""
+    experts_end: int = 0
+    """In the backward pass, with the last weight gradient of its experts."""
+    end: int = 0
+    """In the backward pass, with the last weight gradient."""
+    lasting: int = 0
+    """Allocated by the first pass for all later ones: quantised weights."""
+
+
+@dataclass(frozen=True)
+class UnitRecord:
+    """What a unit needs and launches."""
+
+    memory: UnitMemory
+    parameters: tuple[ParameterInfo, ...]
+    launches: tuple[Launch, ...]
+    """Of a microbatch that is neither the first nor the last."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The units at the ends of the model, and sizes that all units share."""
+
+    embedding: UnitRecord
+    output: UnitRecord
+    position_tables: int
+    """Bytes of the rotations of all positions, which last."""
+    shard: int
+    """Bytes of a tensor of the residual stream."""
+
+
+class UnitRehearsals:
+    """Rehearses the units of one layout: of ``config`` on the ranks of ``grid``."""
+
+    def __init__(self, config: RunConfig, grid: RankGrid, vocab_size: int, defers_gradients: bool) -> None:
+        self._config, self._grid, self._vocab_size, self._defers = config, grid, vocab_size, defers_gradients
+
+    def layers(self, numbers: Sequence[int], is_recomputed: bool) -> UnitRecord:
+        """Of a layer, or of layers that are recomputed together, by their numbers in the model."""
+        recorder = self._recorder()
+        with recorder.tensors, recorder:
+            context, architecture = self._context(recorder)
+            with recorder.allocating("weights"):
+                built = [
+                    context.build_layer(number, architecture, context.of_layer(number, architecture.num_layers))
+                    for number in numbers
+                ]
+            unit = self._recomputed(built, is_recomputed, context)
+            return self._rehearse(recorder, context, architecture, unit)
+
+    def ends(self) -> "Ends":
+        """Of the embedding, and of the output layer with the loss, in a model without layers on one stage."""
+        config, recorder = self._config, self._recorder()
+        with recorder.tensors, recorder:
+            context, architecture = self._context(recorder)
+            with recorder.allocating("weights"):
+                whole = VirtualStage(range(0), has_embedding=True, has_output_layer=True)
+                model = TransformerModel(architecture, context, [whole])
+            apply_loss_chunks(model, config.activations)
+            self._attach_main_grads(recorder, model)
+            executor = build_executor(
+                model,
+                self._topology(recorder, replace(self._grid, pp=1)),
+                partial(build_schedule, "1f1b", 1),
+                config.seq_length,
+                config.micro_batch_size,
+                z_loss_multiplier=config.training.z_loss_multiplier,
+            )
+            (chunk,) = model.transformer_chunks
+            assert chunk.embedding is not None and chunk.output_layer is not None
+            before = recorder.now.total
+            length = config.seq_length // self._grid.cp
+            tables = chunk.positions(length, config.micro_batch_size)
+            of_tables = recorder.now.total - before
+            passes = _PassesOfEnds(recorder, chunk.embedding)
+            executor.recorder = passes
+            recorder.launches.clear()
+            executor.train(self._microbatches(), 1, 1.0)
+            records = passes.records()
+            del tables
+        infos = [tuple(map(info_of, end.parameters())) for end in (chunk.embedding, chunk.output_layer)]
+        return Ends(UnitRecord(records[0], infos[0], ()), UnitRecord(records[1], infos[1], ()), of_tables, passes.shard)
+
+    def _recorder(self) -> UnitRecorder:
+        precision = self._config.precision
+        return UnitRecorder(is_fake=not (precision.bf16 or precision.fp16))
+
+    def _microbatches(self) -> Iterator[dict[str, Tensor]]:
+        shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}
+
+    def _topology(self, recorder: UnitRecorder, grid: RankGrid) -> SimulatedTopology:
+        return SimulatedTopology(grid, 0, GPU, recorder, recorder.observer, recorder.device, recorder.start_work)
+
+    def _attach_main_grads(self, recorder: UnitRecorder, unit: nn.Module) -> None:
+        gradient = number_formats(self._config.precision, self._config.optimizer).gradient
+        for parameter in unit.parameters():
+            attach_main_grad(parameter, MainGrad(recorder.empty(parameter.shape, gradient)))
+
+    def _context(self, recorder: UnitRecorder) -> tuple[BuildContext, TransformerConfig]:
+        config, size = self._config, self._vocab_size
+        topology = self._topology(recorder, self._grid)
+        architecture = config.model.resolve(size, self._grid.tp, config.seq_length)
+        kernels = simulated_kernels(config, topology, GPU, size, recorder)
+        return build_context(config, architecture, topology, kernels), architecture
+
+    def _recomputed(self, layers: Sequence[nn.Module], is_recomputed: bool, context: BuildContext) -> nn.Module:
+        activations = self._config.activations
+        if is_recomputed:
+            shards = context.parallel.communicator if activations.distribute_saved_activations else None
+            return Recomputed(LayerGroup(layers), shards)
+        (layer,) = layers
+        recompute_modules(layer, activations.modules)
+        return layer
+
+    def _rehearse(
+        self, recorder: UnitRecorder, context: BuildContext, architecture: TransformerConfig, unit: nn.Module
+    ) -> UnitRecord:
+        config = self._config
+        gradient = number_formats(config.precision, config.optimizer).gradient
+        self._attach_main_grads(recorder, unit)
+        length = config.seq_length // self._grid.cp
+        rows = config.micro_batch_size
+        positions = PositionTables(architecture, context)(length, rows, self._documents(recorder))
+        inputs = recorder.empty(
+            (length // context.parallel.sequence_parts, rows, architecture.hidden_size), context.dtype
+        )
+        setting = RehearsalSetting(recorder, gradient, context.weight_gradients, self._defers)
+        rehearsal = LayerRehearsal(setting, unit, unit.forward, is_first=False, is_last=False)
+        before, recorded = recorder.now.total, None
+        for _ in range(_MAX_ATTEMPTS):
+            recorder.launches.clear()
+            with nullcontext() if context.fp8 is None else context.fp8.forward_pass():
+                recorded = rehearsal.run(PassLog(recorder), inputs, positions)
+            if recorded is not None:
+                break
+        assert recorded is not None, "the unit keeps memory after every pass"
+        infos = tuple(map(info_of, unit.parameters()))
+        size = recorder.size_of(inputs)
+        lasting = recorder.now.total - before
+        return UnitRecord(_memory(recorded, size, lasting, infos), infos, tuple(recorder.launches))
+
+    def _documents(self, recorder: UnitRecorder) -> Documents | None:
+        data, config = self._config.data, self._config
+        if not data.marks_documents:
+            return None
+        starts = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)
+        return Documents(starts, data.masks_documents, data.reset_position_ids, recorder.device)
+
+
+class _PassesOfEnds:
+    """Splits the passes of a chunk without layers where the embedding's output, or its gradient, is there."""
+
+    def __init__(self, recorder: UnitRecorder, embedding: nn.Module) -> None:
+        self._recorder = recorder
+        self._marks: list[tuple[int, int]] = []
+        embedding.register_forward_hook(self._after_embedding)
+
+    @contextmanager
+    def span(self, stage: int, action: object) -> Iterator[None]:
+        self._recorder.peak = self._recorder.now
+        start = self._recorder.now.total
+        yield
+        self._mark()
+        self._marks.append((start, 0))
+
+    def _mark(self) -> None:
+        """The most bytes since the last mark, and those of now."""
+        self._marks.append((self._recorder.peak.total, self._recorder.now.total))
+        self._recorder.peak = self._recorder.now
+
+    def _after_embedding(self, module: object, inputs: object, output: Tensor) -> None:
+        self._mark()
+        self.shard = self._recorder.size_of(output)
+        output.register_hook(lambda gradient: self._mark())
+
+    def records(self) -> tuple[UnitMemory, UnitMemory]:
+        """Of the embedding, and of the output layer."""
+        shard = self.shard
+        first, second, (start, _), third, fourth, _ = self._marks
+        embedding = UnitMemory(
+            kept=first[1] - start - shard,
+            forward=first[0] - start,
+            backward=fourth[0] - start,
+            end=shard,
+        )
+        output = UnitMemory(
+            kept=second[1] - first[1] + shard,
+            forward=second[0] - first[1],
+            backward=third[0] - first[1] + shard,
+            end=3 * shard,
+        )
+        return embedding, output
+
+
+def _memory(unit: RehearsedLayer, shard: int, lasting: int, infos: Sequence[ParameterInfo]) -> UnitMemory:
+    """``shard`` are the bytes of the unit's input, and of its output's gradient."""
+    kept = unit.saved + shard * unit.saves_input
+    forward, _ = _peaks(unit.forward)
+    early, late = _peaks(unit.backward)
+    base = kept + shard
+    ends = {}
+    now = base
+    for stretch in unit.backward:
+        now += sum(stretch.change.values())
+        if stretch.event is not None and stretch.event.kind == "accumulated":
+            ends[infos[stretch.event.number].is_expert] = now
+    deferred = sum(sum(one.kept.values()) + shard * one.keeps_output_gradient for one in unit.deferred)
+    return UnitMemory(
+        kept=kept,
+        forward=forward,
+        backward=base + early,
+        late_backward=0 if late is None else base + late,
+        deferred=deferred,
+        experts_end=ends.get(True, 0),
+        end=ends.get(False, 0),
+        lasting=lasting,
+    )
+
+
+def _peaks(stretches: Pass) -> tuple[int, int | None]:
+    """Most bytes beyond the start of a pass, until the output's gradient is freed, and after it."""
+    now, peaks = 0, [0]
+    for stretch in stretches:
+        peaks[-1] = max(peaks[-1], now + stretch.peak.total)
+        now += sum(stretch.change.values())
+        if stretch.event is not None and stretch.event.kind == "output gradient freed":
+            peaks.append(now)
+    return peaks[0], peaks[1] if len(peaks) > 1 else None
