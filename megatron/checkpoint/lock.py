@@ -61,7 +61,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, proc: str = _PROC) -> "Owner":
-        """A new lock of this process; ``proc`` does not exist on macOS."""
+        """A new lock of this process. ``proc`` is where procfs is mounted, which macOS does not have."""
         identity = f"{_boot(proc)}/{_start_of('self', proc)[1]}"
         namespace = _namespace(proc)
         return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
