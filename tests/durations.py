@@ -19,7 +19,7 @@ MOST_GROWTH = 1.3
 REFERENCE = "seconds of the reference load"
 """The property of a test before which it was timed."""
 REFERENCE_INTERVAL = 20.0
-"""Seconds between two timings in a worker, of a third of a second each."""
+"""Seconds between two timings in a worker, each of about a third of a second."""
 REFERENCE_ROUNDS = 1500
 
 

@@ -61,7 +61,7 @@ class Owner:
 
     @classmethod
     def this_process(cls, proc: str = _PROC) -> "Owner":
-        """A new lock of this process; ``proc`` does not exist on macOS."""
+        """A new lock of this process. ``proc`` is where procfs is mounted, which macOS does not have."""
         identity = f"{_boot(proc)}/{_start_of('self', proc)[1]}"
         namespace = _namespace(proc)
         return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
@@ -208,7 +208,7 @@ class LockAttempt:
             self._first, self._since = found, self._clock()
         if found != self._first:
             raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
-        return self._clock() - self._since <= LEASE + self._renewal
+        return self._clock() - self._since <= LEASE + RENEWAL
 
     def _refusal(self, owner: Owner, reason: str) -> DirectoryInUseError:
         return DirectoryInUseError(
@@ -223,7 +223,7 @@ class LockAttempt:
         assert owner is not None
         return (
             f"{self._root} is locked by process {owner.pid} on {owner.host}, of which this host cannot know whether it "
-            f"runs: waiting at most {LEASE + self._renewal:.0f} s for the lock to change; after that it is taken over"
+            f"runs: waiting at most {LEASE + RENEWAL:.0f} s for the lock to change; after that it is taken over"
         )
 
 

@@ -224,7 +224,8 @@ def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
     assert blend[1]["tokens"].tolist() == children[1][0]["tokens"].tolist()
     assert len(BlendedDataset(children, [], None, 0)) == 19
     for size, taken in ((19, 13), (20, 14)):
-        with pytest.raises(DataError, match=f"The blend takes {taken} samples of a, which has 12"):
+        remedy = "lower its weight in --data-path"
+        with pytest.raises(DataError, match=f"The blend takes {taken} samples of a, which has 12: {remedy}"):
             BlendedDataset(children, [0.7, 0.3], size, 0)
 
 

@@ -176,8 +176,11 @@ while not os.path.exists(other):
     time.sleep(0.01)
 with open(other + ".pid") as file:
     status = f"/proc/{file.read()}/stat"
-while os.path.exists(status) and open(status).read().rpartition(")")[2].split()[0] != "Z":
-    time.sleep(0.01)
+try:
+    while open(status).read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+except OSError:
+    pass  # it has ended, and the launcher knows it
 time.sleep(0.3)
 report_crash("Traceback ...: Connection closed by peer", os.environ["TORCHELASTIC_ERROR_FILE"])
 os._exit(1)

@@ -276,7 +276,7 @@ LOST_ERRORS = (
         "a manifest whose digest does not match is read",
         'this code reads {known}")\n        if not is_sealed("manifest", text):',
         'this code reads {known}")\n        if not text:',
-        ("checkpoint/test_damage.py",),
+        ("checkpoint/test_storage.py",),
     ),
     Fault(
         "the commit does not look at the lock",
@@ -387,7 +387,7 @@ SENTENCES = (
         "the remedy of a large blend names the wrong flag",
         'f"{available}: lower its weight in --data-path."',
         'f"{available}: lower its weight in --split."',
-        ("data/test_sources.py", "data"),
+        ("data/test_sample_order.py",),
     ),
     Fault(
         "Megatron-LM's line with a field in another order",
