@@ -39,7 +39,7 @@ from megatron.core.control import ControlGroup
 from megatron.core.topology import Topology
 from megatron.planner.calibration.measure import Calibrated, Measured, Plan, calibrated, measure, merge
 from megatron.planner.calibration.ranks import Ranks
-from megatron.planner.calibration.real_step import build_step, describe_step
+from megatron.planner.calibration.real_step import build_step, planned_step
 from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort
 from megatron.planner.step_time.fit import load_fitted
@@ -206,8 +206,8 @@ def report(found: Calibrated, seconds: Mapping[str, Sequence[float]]) -> dict[st
     rows = {}
     for layout in LAYOUTS:
         machine = replace(found.cluster, node_size=max(layout.ranks, CORES))
-        run = describe_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, machine)
-        terms = price_on_cores(run, constants, CORES)
+        step = planned_step(layout.config, layout.ranks, VOCABULARY, layout.num_microbatches, machine)
+        terms = price_on_cores(step, machine, constants, CORES)
         rows[layout.name] = {
             "predicted_s": sum(terms.values()),
             "measured_s": median(seconds[layout.name]),

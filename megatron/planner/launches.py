@@ -6,19 +6,20 @@ tensors stay distinguishable.
 A :class:`LaunchRecorder` records the operators of a simulated rank: GEMMs, attention, and elementwise operators (all
 others) with the bytes that they read and write, computed from shapes and dtypes; also collectives, copies between host
 and device, and host syncs. Views and allocations launch nothing. A kernel that is compiled or written in Triton counts
-as one operator. For a price (:mod:`megatron.planner.priced_rehearsal`) GEMMs have their shape, attention its FLOPs, and
-collectives their group; every launch has the unit of the model that it belongs to.
+as one operator. For a price (:mod:`megatron.planner.launch_prices`) GEMMs have their shape, attention its FLOPs, and
+collectives their group.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
+from megatron.core.recompute import Recomputed
 from megatron.planner.fake_backend import CompletedWork, ShapeTracker
 from megatron.planner.memory import Kind
 from megatron.torch_compat import (
@@ -88,8 +89,6 @@ class Launch:
     """Bytes read and written; for a collective the bytes of its largest tensor, for a host sync 0."""
     during: str
     """The pass that ran."""
-    unit: str = ""
-    """The unit of the model (:func:`label_units`); empty outside of them."""
     is_recomputed: bool = False
     """Whether it ran before, in the forward pass."""
     product: ProductShape | None = None
@@ -102,36 +101,6 @@ class Launch:
     """Of a collective."""
 
 
-@dataclass(frozen=True)
-class LaunchCounts:
-    """The launches of a pass or a step."""
-
-    gemms: int
-    attention: int
-    elementwise: int
-    elementwise_megabytes: int
-    """Read and written, 10^6 bytes."""
-    collectives: int
-    host_copies: int
-    """Copies between host and device for which the host does not wait."""
-    host_syncs: int
-
-    @classmethod
-    def of(cls, launches: Iterable[Launch]) -> "LaunchCounts":
-        launches = list(launches)
-        count = Counter(launch.kind for launch in launches)
-        moved = sum(launch.num_bytes for launch in launches if launch.kind == "elementwise")
-        return cls(
-            count["gemm"],
-            count["attention"],
-            count["elementwise"],
-            round(moved / 1e6),
-            count["collective"],
-            count["host copy"],
-            count["host sync"],
-        )
-
-
 class LaunchRecorder(ShapeTracker):
     """Records launches inside the mode: operators on tensors of ``device``. What the host reads of them is 1."""
 
@@ -139,7 +108,6 @@ class LaunchRecorder(ShapeTracker):
         super().__init__()
         self._device = device
         self.launches: list[Launch] = []
-        self.unit = ""
         self.is_recomputing = False
         self._started: list[Launch] = []
         """Collectives whose transport has not started."""
@@ -162,6 +130,19 @@ class LaunchRecorder(ShapeTracker):
         """The work of the collectives that were recorded last, for the simulated transport."""
         started, self._started = self._started, []
         return _ObservedWork(self, started)
+
+    def label_recompute(self, module: nn.Module) -> None:
+        """Say of the launches in the second run of a segment of ``module`` that they are recomputed."""
+        for one in module.modules():
+            if isinstance(one, Recomputed):
+                one.segment.forward = partial(self._recompute, one.segment.forward)
+
+    def _recompute(self, forward: Callable[..., Tensor], *arguments: object) -> Tensor:
+        self.is_recomputing = self.during.startswith("backward")
+        try:
+            return forward(*arguments)
+        finally:
+            self.is_recomputing = False
 
     def complete(self, collective: Launch) -> None:
         """Note what was launched between the start of ``collective`` and now, when something waits for it."""
@@ -211,9 +192,7 @@ class LaunchRecorder(ShapeTracker):
         return results
 
     def _record(self, kind: LaunchKind, name: str, num_bytes: int = 0, **details: Any) -> None:
-        # Deferred weight gradients and the work between passes belong to no unit.
-        unit = self.unit if self.during.startswith(("forward", "backward")) else ""
-        place = self.during, unit, self.is_recomputing
+        place = self.during, self.is_recomputing
         self.launches.append(Launch(kind, name, num_bytes, *place, **details))
         if kind != "host sync":
             self._read_on_host = None

@@ -5,15 +5,16 @@
 writes ``tests/budgets/launches.md`` again from the code.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.planner.launches import LaunchCounts
+from megatron.planner.launches import Launch
 from megatron.planner.plan import Run, planned_vocabulary
-from megatron.planner.recorded_step import passes_of, record_step
+from tests.recorded_step import passes_of, record_step
 
 BUDGETS = Path(__file__).with_name("launches.md")
 HEADER = (
@@ -49,6 +50,36 @@ _WITHOUT_DOCUMENTS = "--kernel attention=cudnn"
 
 
 @dataclass(frozen=True)
+class LaunchCounts:
+    """The launches of a pass or a step."""
+
+    gemms: int
+    attention: int
+    elementwise: int
+    elementwise_megabytes: int
+    """Read and written, 10^6 bytes."""
+    collectives: int
+    host_copies: int
+    """Copies between host and device for which the host does not wait."""
+    host_syncs: int
+
+    @classmethod
+    def of(cls, launches: Iterable[Launch]) -> "LaunchCounts":
+        launches = list(launches)
+        count = Counter(launch.kind for launch in launches)
+        moved = sum(launch.num_bytes for launch in launches if launch.kind == "elementwise")
+        return cls(
+            count["gemm"],
+            count["attention"],
+            count["elementwise"],
+            round(moved / 1e6),
+            count["collective"],
+            count["host copy"],
+            count["host sync"],
+        )
+
+
+@dataclass(frozen=True)
 class Row:
     """A run of which a layer and a step are counted."""
 
@@ -79,8 +110,8 @@ class Row:
         length = DOCUMENT_LENGTH if self.has_documents else None
         # A stage between two others has one layer and nothing else.
         stages = self.run(num_stages=3, data_parallel_size=1)
-        passes = record_step(stages, stages.rank_of_stage(1), 2, length).launches
-        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length).launches
+        passes = record_step(stages, stages.rank_of_stage(1), 2, length)
+        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length)
         return {
             "layer, first microbatch": LaunchCounts.of(passes_of(passes, 0)),
             "layer, later microbatch": LaunchCounts.of(passes_of(passes, 1)),

@@ -28,15 +28,15 @@ from megatron.planner.search.enumeration import enumerate_layouts
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
-from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import accuracy_warnings, price_layouts
 from megatron.planner.search.ranking import TIE, first_of_families, num_dimensions, rank
-from megatron.planner.search.rehearsals import Rehearsal, rehearse_best
+from megatron.planner.search.rehearsals import Memory, parallel_map, rehearse_best
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
-from megatron.planner.search.search import find_layouts, node_warnings
+from megatron.planner.search.search import find_layouts, node_warnings, unit_records
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.published import NEMO, read_published
 from megatron.planner.step_time.workload import Run, Workload
@@ -58,7 +58,7 @@ def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayo
     return PlannedLayout(
         layout=layout, flags=layout.flags(), step_time_s=seconds, interval_s=(seconds, seconds),
         terms={"products": seconds}, memory_bytes=int(memory * GIB), tightest_stage=0, is_rehearsed=False,
-        memory_by_stage=(), rehearsal=None, bubble_fraction=0.0, tokens_per_s_per_gpu=1.0, mfu=0.5, limits="",
+        memory_by_stage=(), passes=None, bubble_fraction=0.0, tokens_per_s_per_gpu=1.0, mfu=0.5, limits="",
         advice="", is_tie=False,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_dimensions_are_counted_from_sharded_data_parallelism_on() -> None:
 def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
     """Llama 3 70B on 64 H100 as NVIDIA publishes it, without recompute: TP4 PP4 VP5 CP2."""
     found = job()
-    model, memory = found.architecture, MemoryFormula(found.config, found.architecture, found.given)
+    model, memory = found.architecture, StageMemory(found.config, unit_records(found), found.given)
     layouts = [
         layout
         for layout in enumerate_layouts(found.config, model, 64, 8, found.given)
@@ -182,20 +182,20 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
 
 
-def test_layouts_in_parallel_processes_need_the_same_memory() -> None:
+def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> None:
     of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
-    found = [find_layouts(of_run, Level(), min_parallel=least) for least in (1, 10**6)]
-    assert found[0] == found[1]
-    formula = MemoryFormula(of_run.config, of_run.architecture, of_run.given)
-    for one in found[0].planned:
-        needed = formula.tightest(one.layout, of_run.num_microbatches(one.layout))
-        assert (one.memory_bytes, one.tightest_stage) == needed
+    layouts = enumerate_layouts(of_run.config, of_run.architecture, 4, 8, of_run.given)
+    alone = price_layouts(of_run, layouts, unit_records(of_run))
+    with parallel_map() as map_in_parallel:
+        found = price_layouts(of_run, layouts, unit_records(of_run), map_in_parallel)
+    assert found.layouts == alone.layouts
+    assert (found.seconds == alone.seconds).all()
 
 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster.node_size, of_run.given)
-    priced = price_layouts(of_run, layouts)
+    priced = price_layouts(of_run, layouts, unit_records(of_run))
     assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
     assert 1000 <= len(layouts) <= 10_000
     assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
@@ -309,26 +309,27 @@ def test_the_pasted_command_gives_the_layout() -> None:
 
 
 def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out() -> None:
-    """Memory of a rehearsal as if the formula had missed something in some of the best layouts."""
+    """Memory of a rehearsal as if the records had missed something in some of the best layouts."""
     of_run = job(TINY, num_gpus=4)
-    ranked = find_layouts(of_run, Level()).planned
+    records = unit_records(of_run)
+    ranked = find_layouts(of_run, Level(), records).planned
     limit = of_run.config.dry_run.gpu_memory
     first, second = (one.layout for one in islice(first_of_families(ranked), 2))
     rehearsed: list[Layout] = []
 
-    def rehearse(_: Job, layout: Layout) -> Rehearsal:
+    def rehearse(_: Job, layout: Layout) -> Memory:
         rehearsed.append(layout)
-        return Rehearsal(({"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}), None)
+        return {"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}
 
     too_large = {first, second}
-    found = rehearse_best(of_run, ranked, 3, simulate=rehearse, in_parallel=False)
+    found = rehearse_best(of_run, ranked, 3, records, simulate=rehearse, in_parallel=False)
     assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
     assert too_large < set(rehearsed) and len(rehearsed) == len(set(rehearsed)) >= 5
     kept = [one for one in found if one.is_rehearsed]
     assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
     too_large = {one.layout for one in ranked}
     rehearsed.clear()
-    found = rehearse_best(of_run, ranked, 1, simulate=rehearse, in_parallel=False)
+    found = rehearse_best(of_run, ranked, 1, records, simulate=rehearse, in_parallel=False)
     assert len(rehearsed) == 4  # then it stops
     assert len(found) == len(ranked) - 4 and not any(one.is_rehearsed for one in found)
 

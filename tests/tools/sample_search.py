@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from megatron.planner.launch_prices import Product
-from megatron.planner.priced_rehearsal import PricedStep
+from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.cost import scale_point
 from megatron.planner.search.job import Job, Operation
 from megatron.planner.search.layout import Layout
@@ -66,7 +66,7 @@ def planned(rank: int, layout: Layout) -> PlannedLayout:
         tightest_stage=rank % layout.pp,
         is_rehearsed=False,
         memory_by_stage=(),
-        rehearsal=None,
+        passes=None,
         bubble_fraction=terms["bubble"] / seconds,
         tokens_per_s_per_gpu=rate,
         mfu=rate * job.architecture.flops_per_token(job.seq_length) / job.peak_flops,
@@ -77,7 +77,7 @@ def planned(rank: int, layout: Layout) -> PlannedLayout:
 
 
 def rehearsed(one: PlannedLayout) -> PlannedLayout:
-    """With the memory of each stage, and a priced rehearsal."""
+    """With the memory of each stage, and the times of its passes."""
     layout = one.layout
     kinds = {"weights": 0.2, "gradients": 0.25, "master weights": 0.1, "moments": 0.2, "activations": 0.2}
     memory = [
@@ -85,10 +85,10 @@ def rehearsed(one: PlannedLayout) -> PlannedLayout:
         | {"logits and loss": GIB if stage == layout.pp - 1 else 0, "allowance": 4 * GIB}
         for stage in range(layout.pp)
     ]
-    return replace(one, is_rehearsed=True, memory_by_stage=tuple(memory), rehearsal=priced(one))
+    return replace(one, is_rehearsed=True, memory_by_stage=tuple(memory), passes=pass_times(one))
 
 
-def priced(one: PlannedLayout) -> PricedStep:
+def pass_times(one: PlannedLayout) -> PassTimes:
     layout = one.layout
     microbatches = 128 // (layout.micro_batch_size * layout.dp)
     each = 0.9 * one.step_time_s / microbatches / layout.vp / 3
@@ -99,7 +99,7 @@ def priced(one: PlannedLayout) -> PricedStep:
         Product(m, n, k, "torch.bfloat16", count, 2.0 * m * n * k * count / (5.5e14 + 4e9 * n))
         for m, n, k, count in shapes
     )
-    return PricedStep(1.01 * one.step_time_s, dict(one.terms), passes, products)
+    return PassTimes(passes, products)
 
 
 def sample_result() -> SearchResult:

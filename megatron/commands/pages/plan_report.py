@@ -128,16 +128,16 @@ def _flags(result: SearchResult, one: PlannedLayout) -> str:
 
 def _pareto_note(result: SearchResult) -> str:
     rehearsed = sum(one.is_rehearsed for one in result.layouts)
-    return f"Layouts that fit. {plural(rehearsed, 'layout')} with a number: memory by the dry run, else by formula."
+    return f"Layouts that fit. {plural(rehearsed, 'layout')} with a number: memory by the dry run, else by the units."
 
 
 def _rehearsed(result: SearchResult) -> list[str]:
     """What only a rehearsed layout has: the timeline, memory by kind, and products."""
-    found = next(((rank, one) for rank, one in enumerate(result.layouts, start=1) if one.rehearsal is not None), None)
+    found = next(((rank, one) for rank, one in enumerate(result.layouts, start=1) if one.passes is not None), None)
     if found is None:
         return []
     rank, one = found
-    assert one.rehearsal is not None
+    assert one.passes is not None
     of_layout = f"Layout {rank}, {one.name}"
     limit = result.job.config.dry_run.gpu_memory
     memory = memory_figure(equal_neighbours(list(enumerate(one.memory_by_stage))), limit)
@@ -145,32 +145,31 @@ def _rehearsed(result: SearchResult) -> list[str]:
         section(
             "Timeline of a step",
             _timeline(result, one),
-            note=f"{of_layout}: the passes of the {one.layout.schedule} schedule with the durations of its rehearsal.",
+            note=f"{of_layout}: the passes of the {one.layout.schedule} schedule with the durations of its units.",
         ),
         section("Memory by stage", memory, note=f"{of_layout}: at the peak of a step, by the dry run."),
         section(
             "Roofline of the products",
-            roofline_figure(one.rehearsal.products, result.job.cluster),
-            note=f"{of_layout}: the matrix products of a rank, m x n x k, as the rehearsal prices them.",
+            roofline_figure(one.passes.products, result.job.cluster),
+            note=f"{of_layout}: the matrix products of a rank, m x n x k, with their prices.",
         ),
     ]
 
 
 def _timeline(result: SearchResult, one: PlannedLayout) -> str:
-    assert one.rehearsal is not None
+    assert one.passes is not None
     layout = one.layout
     count = result.job.global_batch_size // (layout.micro_batch_size * layout.dp)
 
     def build(num_microbatches: int) -> Schedule:
         return build_schedule(layout.schedule, layout.pp, num_microbatches, layout.vp if layout.vp > 1 else None)
 
-    forward, backward, weight = (tuple(times) for times in zip(*one.rehearsal.stage_passes))
+    forward, backward, weight = (tuple(times) for times in zip(*one.passes.by_virtual_stage))
     durations = Durations(forward, backward, weight)
-    terms = one.rehearsal.terms
-    tail = [Tail(name, colour, terms.get(name, 0.0)) for name, colour in _AFTER_THE_PASSES.items()]
+    tail = [Tail(name, colour, one.terms[name]) for name, colour in _AFTER_THE_PASSES.items()]
     # What a step takes once, such as the host's work between two steps.
     passes = simulate(build(count), durations).makespan
-    rest = one.rehearsal.seconds - passes - sum(term.seconds for term in tail)
+    rest = one.step_time_s - passes - sum(term.seconds for term in tail)
     return schedule_figure(build, count, durations, [*tail, Tail(_REST, "lilac", max(0.0, rest))])
 
 
@@ -211,7 +210,7 @@ def _table_note(result: SearchResult) -> str:
 
 def _layout_table(result: SearchResult) -> str:
     names = "rank", "layout", "", "schedule", "sharding", "mbs", "recompute"
-    figures = "step", "tokens/s/GPU", "MFU", "GiB", "bubble", "limited by", "rehearsed", "interval"
+    figures = "step", "tokens/s/GPU", "MFU", "GiB", "bubble", "limited by", "interval"
     shown = list(enumerate(result.layouts[:_MOST_ROWS], start=1))
     return table(
         (*names, *figures), [_row(rank, one) for rank, one in shown], links=[link_of(rank) for rank, _ in shown]
@@ -221,7 +220,6 @@ def _layout_table(result: SearchResult) -> str:
 def _row(rank: int, one: PlannedLayout) -> Sequence[Cell]:
     layout = one.layout
     low, high = one.interval_s
-    rehearsed = None if one.rehearsal is None else one.rehearsal.seconds
     sharding = layout.sharding + (", bf16 gradients" if layout.reduces_in_bf16 else "")
     return [
         number(str(rank), rank),
@@ -237,6 +235,5 @@ def _row(rank: int, one: PlannedLayout) -> Sequence[Cell]:
         number(gib(one.memory_bytes), one.memory_bytes),
         number(f"{one.bubble_fraction:.1%}", one.bubble_fraction),
         Cell(one.limits.removesuffix(" of the step"), is_line=True),
-        number("" if rehearsed is None else seconds(rehearsed), rehearsed),
         number(f"{seconds(low)} to {seconds(high)}", low),
     ]

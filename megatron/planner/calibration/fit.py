@@ -1,4 +1,4 @@
-"""Constants of the closed form from measurements, by least squares of the relative errors.
+"""Constants of the prices from measurements, by least squares of the relative errors.
 
 Every formula is linear in the unknowns that one kind of measurement determines, so each column of a problem is the
 price of the formula with one unknown at 1 and the others at 0.
@@ -13,11 +13,11 @@ import numpy as np
 from megatron.planner.calibration.collectives import CollectiveShape
 from megatron.planner.calibration.operations import AttentionShape, ProductShape
 from megatron.planner.calibration.turns import Sample
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import BACKWARD_ATTENTION, Machines, product_seconds, product_traffic
-from megatron.planner.step_time.workload import Array, Run, Workload
+from megatron.planner.step_time.workload import Array
 
 _SIZES = ("rows", "columns", "depth")
 
@@ -108,14 +108,13 @@ def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], with_
     return 1 / float(found[0]), Fitted({}, errors)
 
 
-def fit_step(runs: Sequence[Run], constants: Constants, samples: Sequence[Sample]) -> Fitted:
+def fit_step(steps: Sequence[PlannedStep], cluster: Cluster, constants: Constants, samples: Sequence[Sample]) -> Fitted:
     """What only whole steps show: the factor of the operations between products, the gap of a layer, the factor of the
     optimizer and the seconds of a step; ``constants`` has everything else."""
-    model = StepTimeModel(Workload(runs))
     names = ("elementwise", "layer_gap", "optimizer", "step")
     none = {**constants, **dict.fromkeys(names, 0.0)}
-    base = model.price(none).total
-    columns = [model.price({**none, name: 1.0}).total - base for name in names]
+    base = StepPrices(cluster, none).price(steps).total
+    columns = [StepPrices(cluster, {**none, name: 1.0}).price(steps).total - base for name in names]
     found, errors = _solve(columns, samples, base)
     return Fitted({name: float(value) for name, value in zip(names, found)}, errors)
 

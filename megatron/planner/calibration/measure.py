@@ -12,6 +12,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.precision import number_formats
 from megatron.core.topology import single_process
 from megatron.planner.calibration.collectives import (
     CollectiveShape,
@@ -37,7 +38,7 @@ from megatron.planner.calibration.operations import (
     product_shapes,
 )
 from megatron.planner.calibration.ranks import Ranks
-from megatron.planner.calibration.real_step import build_step, describe_step, with_layers
+from megatron.planner.calibration.real_step import build_step, planned_step, with_layers
 from megatron.planner.calibration.turns import Action, Effort, Sample, take_turns
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.fit import load_fitted
@@ -234,12 +235,12 @@ def _after_a_product(
 def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
     """The cluster of the measurements: ``base`` with its constants replaced, or one of CPUs."""
     cluster = base or _cpu_cluster(plan, measured, memory_gib, ranks.local_size)
-    run = describe_step(plan.config, 1, plan.vocab_size, 1, cluster)
+    element_bytes = number_formats(plan.config.precision, plan.config.optimizer).weight.itemsize
     fitted = load_fitted() | (without_overlap() if base is None else {})
     name = ATTENTION_CONSTANTS[measured.attention_kind, cluster.generation]
     found = {
         "products": fit_products(
-            cluster, fitted, list(measured.products), list(measured.products.values()), run.software.element_bytes
+            cluster, fitted, list(measured.products), list(measured.products.values()), element_bytes
         ),
         "attention": fit_attention(
             cluster, fitted, name, measured.attention_kind == "cudnn",
@@ -251,11 +252,11 @@ def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib:
         constants |= one.constants
     cluster, constants, of_links = _with_links(cluster, constants, measured, is_base=base is not None)
     found |= of_links
-    runs = [
-        describe_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
+    steps = [
+        planned_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
         for layers, batch, microbatches in measured.steps
     ]
-    found["steps"] = fit_step(runs, {**fitted, **constants}, list(measured.steps.values()))
+    found["steps"] = fit_step(steps, cluster, {**fitted, **constants}, list(measured.steps.values()))
     constants |= found["steps"].constants
     return Calibrated(replace(cluster, constants=constants), found)
 

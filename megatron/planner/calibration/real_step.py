@@ -1,5 +1,4 @@
-"""Training steps of real runs, built from flags as ``pretrain_llama.py`` builds them, and their description for the
-closed form."""
+"""Training steps of real runs, built from flags as ``pretrain_llama.py`` builds them, and the same steps to price."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,9 +14,9 @@ from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
+from megatron.planner.rehearsal.price import PlannedStep, attention_kind
+from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.of_run import step_to_price
-from megatron.planner.step_time.workload import Run
 from megatron.training.initialize import rank_grid
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
@@ -61,11 +60,14 @@ def _microbatches(config: RunConfig, topology: Topology, vocab_size: int) -> Ite
         yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape)}
 
 
-def describe_step(config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, cluster: Cluster) -> Run:
-    """The same step for the closed form."""
+def planned_step(
+    config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, cluster: Cluster
+) -> PlannedStep:
+    """The same step, to be priced."""
     grid = rank_grid(config.parallel, num_ranks)
-    model = config.model.resolve(vocab_size, grid.tp, config.seq_length)
-    return step_to_price(model, config, grid, config.micro_batch_size * num_microbatches * grid.dp, cluster)
+    device = torch.device("cpu" if cluster.generation == "cpu" else "cuda")
+    records = UnitRecords(vocab_size, attention_kind(config, cluster), device)
+    return PlannedStep(UnitsOfRun(records, config, grid), config.micro_batch_size * num_microbatches * grid.dp)
 
 
 def with_layers(config: RunConfig, num_layers: int, micro_batch_size: int) -> RunConfig:

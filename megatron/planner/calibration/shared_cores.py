@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices
+from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.own_step import OwnStepModel
-from megatron.planner.step_time.workload import Run, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, makespan_on_cores, simulate
 
@@ -12,24 +12,25 @@ _ONCE = ("data parallelism", "optimizer")
 """Terms outside of the pipeline, to which all ranks come at the same time."""
 
 
-def price_on_cores(run: Run, constants: Constants, cores: int) -> Mapping[str, float]:
-    """Seconds of a step of this project by cause, of ranks with one thread each on ``cores``.
+def price_on_cores(step: PlannedStep, cluster: Cluster, constants: Constants, cores: int) -> Mapping[str, float]:
+    """Seconds of a step by cause, of ranks with one thread each on ``cores``.
 
-    The cluster of the run has all ranks on one node, and is calibrated with a process on every core. With r ranks on a
+    ``cluster`` has all ranks on one node, and is calibrated with a process on every core. With r ranks on a
     core work takes r times as long, also collectives, which compute on the CPU; but while a stage idles in the bubble,
     the others have its core.
     """
-    assert run.own is not None
-    microbatches = int(run.global_batch_size / (run.micro_batch_size * run.dp))
-    schedule = build_schedule(run.own.pipeline_schedule, run.pp, microbatches, run.vp)
-    price = OwnStepModel(Workload([run])).price(constants)
+    units, ranks, stages = step.units, step.grid.world_size, step.grid.pp
+    placement = units.division.placement
+    schedule = build_schedule(units.schedule, stages, step.num_microbatches, placement.num_chunks)
+    price = StepPrices(cluster, constants).price([step])
     seconds = {name: float(one[0]) for name, one in price.terms.items()}
+    assert price.passes is not None
     first, inner, last = price.passes
-    by_stage = [first, *[inner] * (run.pp * run.vp - 2), last][: run.pp * run.vp]
+    by_stage = [first, *[inner] * (placement.num_virtual_stages - 2), last][: placement.num_virtual_stages]
     forward, backward, weight = (tuple(float(times[kind][0]) for times in by_stage) for kind in range(3))
     durations = Durations(forward, backward, weight)
-    longer = makespan_on_cores(schedule, durations, run.gpus // run.pp, cores) / simulate(schedule, durations).makespan
-    ranks_per_core = max(1.0, run.gpus / cores)
+    longer = makespan_on_cores(schedule, durations, ranks // stages, cores) / simulate(schedule, durations).makespan
+    ranks_per_core = max(1.0, ranks / cores)
     once = {name: ranks_per_core * seconds.pop(name) for name in _ONCE}
     whole = longer * sum(seconds.values())
     bubble = seconds.pop("bubble")

@@ -13,16 +13,17 @@ CPU = torch.device("cpu")
 
 
 class UnitRecorder(LaunchRecorder):
-    """A :class:`LaunchRecorder` that also tracks storages, rounded up as torch's allocator on GPUs does.
+    """A :class:`LaunchRecorder` that also tracks storages, with ``rounds_up`` as torch's allocator on GPUs does.
 
-    Tensors are on the meta device. With ``is_fake`` they are fake ones on a CPU, which takes three times as long and has
-    an attention kernel for fp32 and fp64.
+    Tensors are on the meta device. With ``is_fake`` they are fake ones on a CPU, which takes three times as long and
+    has an attention kernel for fp32 and fp64.
     """
 
-    def __init__(self, is_fake: bool = False) -> None:
+    def __init__(self, is_fake: bool = False, rounds_up: bool = True) -> None:
         self.device = CPU if is_fake else DEVICE
         super().__init__(self.device)
-        self._block = CUDA_BLOCK
+        if rounds_up:
+            self._block = CUDA_BLOCK
 
     @property
     def tensors(self) -> AbstractContextManager[object]:

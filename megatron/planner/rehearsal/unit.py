@@ -2,7 +2,8 @@
 
 A unit is built as a run builds it, and runs forward and backward apart from the step, on tensors without memory. What
 it allocates and launches depends on few flags (kind of layer, recompute, tensor, context and expert parallelism, the
-microbatch), so that a search of thousands of layouts rehearses some hundred units, 20 ms each.
+microbatch), so that a search of thousands of layouts rehearses some hundred units, 20 ms each. Their records are the
+only account of memory and time: of the search, of its prices, and of the pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ from megatron.planner.launches import Launch
 from megatron.planner.layer_rehearsal import LayerRehearsal, Pass, PassLog, RehearsalSetting, RehearsedLayer
 from megatron.planner.rehearsal.recorder import UnitRecorder
 from megatron.schedules.registry import build_schedule
+from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 
 GPU = torch.device("cuda")
@@ -59,14 +61,20 @@ class UnitMemory:
     """Allocated by the first pass for all later ones: quantised weights."""
 
 
+Launches = tuple[Launch, ...]
+
+
 @dataclass(frozen=True)
 class UnitRecord:
     """What a unit needs and launches."""
 
     memory: UnitMemory
     parameters: tuple[ParameterInfo, ...]
-    launches: tuple[Launch, ...]
-    """Of a microbatch that is neither the first nor the last."""
+    """Those of the rank before sharding."""
+    launches: tuple[Launches, Launches, Launches]
+    """In the forward pass, in the backward pass, and of the weight gradients that it defers, for a microbatch that is
+    neither the first nor the last. Gradients are added to those of earlier microbatches; nothing is reduced."""
+    num_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,16 @@ class Ends:
 
 
 class UnitRehearsals:
-    """Rehearses the units of one layout: of ``config`` on the ranks of ``grid``."""
+    """Rehearses the units of one layout: of ``config`` on the ranks of ``grid``, which are on ``device``.
 
-    def __init__(self, config: RunConfig, grid: RankGrid, vocab_size: int, defers_gradients: bool) -> None:
+    The rehearsed rank is the last one of its context-parallel ranks: its queries see the most keys of others.
+    """
+
+    def __init__(
+        self, config: RunConfig, grid: RankGrid, vocab_size: int, defers_gradients: bool, device: torch.device = GPU
+    ) -> None:
         self._config, self._grid, self._vocab_size, self._defers = config, grid, vocab_size, defers_gradients
+        self._rank, self._device = grid.group(0, ("cp",))[-1], device
 
     def layers(self, numbers: Sequence[int], is_recomputed: bool) -> UnitRecord:
         """Of a layer, or of layers that are recomputed together, by their numbers in the model."""
@@ -98,7 +112,8 @@ class UnitRehearsals:
                     for number in numbers
                 ]
             unit = self._recomputed(built, is_recomputed, context)
-            return self._rehearse(recorder, context, architecture, unit)
+            record = self._rehearse(recorder, context, architecture, unit)
+        return replace(record, num_layers=len(numbers))
 
     def ends(self) -> "Ends":
         """Of the embedding, and of the output layer with the loss, in a model without layers on one stage."""
@@ -110,9 +125,10 @@ class UnitRehearsals:
                 model = TransformerModel(architecture, context, [whole])
             apply_loss_chunks(model, config.activations)
             self._attach_main_grads(recorder, model)
+            one_stage = replace(self._grid, pp=1)
             executor = build_executor(
                 model,
-                self._topology(recorder, replace(self._grid, pp=1)),
+                self._topology(recorder, one_stage, one_stage.group(0, ("cp",))[-1]),
                 partial(build_schedule, "1f1b", 1),
                 config.seq_length,
                 config.micro_batch_size,
@@ -128,22 +144,26 @@ class UnitRehearsals:
             executor.recorder = passes
             recorder.launches.clear()
             executor.train(self._microbatches(), 1, 1.0)
-            records = passes.records()
+            memory, launches = passes.memory(), passes.launches()
             del tables
         infos = [tuple(map(info_of, end.parameters())) for end in (chunk.embedding, chunk.output_layer)]
-        return Ends(UnitRecord(records[0], infos[0], ()), UnitRecord(records[1], infos[1], ()), of_tables, passes.shard)
+        embedding, output = (UnitRecord(*one) for one in zip(memory, infos, launches))
+        return Ends(embedding, output, of_tables, passes.shard)
 
     def _recorder(self) -> UnitRecorder:
         precision = self._config.precision
-        return UnitRecorder(is_fake=not (precision.bf16 or precision.fp16))
+        is_half = precision.bf16 or precision.fp16
+        return UnitRecorder(is_fake=not is_half or self._device.type == "cpu", rounds_up=self._device.type != "cpu")
 
     def _microbatches(self) -> Iterator[dict[str, Tensor]]:
         shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
         tokens = torch.zeros(shape, dtype=torch.int64)
         yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}
 
-    def _topology(self, recorder: UnitRecorder, grid: RankGrid) -> SimulatedTopology:
-        return SimulatedTopology(grid, 0, GPU, recorder, recorder.observer, recorder.device, recorder.start_work)
+    def _topology(self, recorder: UnitRecorder, grid: RankGrid, rank: int) -> SimulatedTopology:
+        return SimulatedTopology(
+            grid, rank, self._device, recorder, recorder.observer, recorder.device, recorder.start_work
+        )
 
     def _attach_main_grads(self, recorder: UnitRecorder, unit: nn.Module) -> None:
         gradient = number_formats(self._config.precision, self._config.optimizer).gradient
@@ -152,9 +172,9 @@ class UnitRehearsals:
 
     def _context(self, recorder: UnitRecorder) -> tuple[BuildContext, TransformerConfig]:
         config, size = self._config, self._vocab_size
-        topology = self._topology(recorder, self._grid)
+        topology = self._topology(recorder, self._grid, self._rank)
         architecture = config.model.resolve(size, self._grid.tp, config.seq_length)
-        kernels = simulated_kernels(config, topology, GPU, size, recorder)
+        kernels = simulated_kernels(config, topology, self._device, size, recorder)
         return build_context(config, architecture, topology, kernels), architecture
 
     def _recomputed(self, layers: Sequence[nn.Module], is_recomputed: bool, context: BuildContext) -> nn.Module:
@@ -172,6 +192,7 @@ class UnitRehearsals:
         config = self._config
         gradient = number_formats(config.precision, config.optimizer).gradient
         self._attach_main_grads(recorder, unit)
+        recorder.label_recompute(unit)
         length = config.seq_length // self._grid.cp
         rows = config.micro_batch_size
         positions = PositionTables(architecture, context)(length, rows, self._documents(recorder))
@@ -182,16 +203,16 @@ class UnitRehearsals:
         rehearsal = LayerRehearsal(setting, unit, unit.forward, is_first=False, is_last=False)
         before, recorded = recorder.now.total, None
         for _ in range(_MAX_ATTEMPTS):
-            recorder.launches.clear()
+            log = _LaunchLog(recorder)
             with nullcontext() if context.fp8 is None else context.fp8.forward_pass():
-                recorded = rehearsal.run(PassLog(recorder), inputs, positions)
+                recorded = rehearsal.run(log, inputs, positions)
             if recorded is not None:
                 break
         assert recorded is not None, "the unit keeps memory after every pass"
         infos = tuple(map(info_of, unit.parameters()))
         size = recorder.size_of(inputs)
         lasting = recorder.now.total - before
-        return UnitRecord(_memory(recorded, size, lasting, infos), infos, tuple(recorder.launches))
+        return UnitRecord(_memory(recorded, size, lasting, infos), infos, log.launches())
 
     def _documents(self, recorder: UnitRecorder) -> Documents | None:
         data, config = self._config.data, self._config
@@ -201,16 +222,43 @@ class UnitRehearsals:
         return Documents(starts, data.masks_documents, data.reset_position_ids, recorder.device)
 
 
+class _LaunchLog(PassLog):
+    """Also splits the launches of a rehearsal by pass."""
+
+    _PASSES = ("forward", "backward", "weight gradients")
+
+    def __init__(self, recorder: UnitRecorder) -> None:
+        super().__init__(recorder)
+        self._recorder = recorder
+        self._starts: list[int] = []
+        recorder.launches.clear()
+
+    def open(self) -> None:
+        """Begin a pass. The first one is forward, the second backward, all others are parts of weight gradients."""
+        self._starts.append(len(self._recorder.launches))
+        self._recorder.during = f"{self._PASSES[min(len(self._starts), 3) - 1]} pass"
+        super().open()
+
+    def launches(self) -> tuple[Launches, Launches, Launches]:
+        """Of the three passes."""
+        found = self._recorder.launches
+        first, second, third, *_ = (*self._starts, len(found))
+        return tuple(found[first:second]), tuple(found[second:third]), tuple(found[third:])
+
+
 class _PassesOfEnds:
     """Splits the passes of a chunk without layers where the embedding's output, or its gradient, is there."""
 
     def __init__(self, recorder: UnitRecorder, embedding: nn.Module) -> None:
         self._recorder = recorder
         self._marks: list[tuple[int, int]] = []
+        self._launches: list[int] = []
         embedding.register_forward_hook(self._after_embedding)
 
     @contextmanager
-    def span(self, stage: int, action: object) -> Iterator[None]:
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        self._recorder.during = f"{'forward' if action.kind == 'F' else 'backward'} pass"
+        self._launches.append(len(self._recorder.launches))
         self._recorder.peak = self._recorder.now
         start = self._recorder.now.total
         yield
@@ -220,6 +268,7 @@ class _PassesOfEnds:
     def _mark(self) -> None:
         """The most bytes since the last mark, and those of now."""
         self._marks.append((self._recorder.peak.total, self._recorder.now.total))
+        self._launches.append(len(self._recorder.launches))
         self._recorder.peak = self._recorder.now
 
     def _after_embedding(self, module: object, inputs: object, output: Tensor) -> None:
@@ -227,7 +276,13 @@ class _PassesOfEnds:
         self.shard = self._recorder.size_of(output)
         output.register_hook(lambda gradient: self._mark())
 
-    def records(self) -> tuple[UnitMemory, UnitMemory]:
+    def launches(self) -> Iterator[tuple[Launches, Launches, Launches]]:
+        """Of the embedding, and of the output layer. Both compute their weight gradients in the backward pass."""
+        found, (first, second, third, fourth, fifth, last) = tuple(self._recorder.launches), self._launches
+        yield found[first:second], found[fifth:last], ()
+        yield found[second:third], found[fourth:fifth], ()
+
+    def memory(self) -> tuple[UnitMemory, UnitMemory]:
         """Of the embedding, and of the output layer."""
         shard = self.shard
         first, second, (start, _), third, fourth, _ = self._marks

@@ -1,10 +1,11 @@
 """How far a predicted step time may be off: the model's own error, or more where nothing like it was measured."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+from megatron.config.run import RunConfig
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.fit import load_errors
 from megatron.planner.step_time.published import read_published
@@ -40,20 +41,29 @@ class Regime:
     description: str
 
 
-def regimes(run: Run) -> Iterator[Regime]:
+def regimes(
+    cluster: Cluster, is_fp8: bool, sharding: str, schedule: str, gpus: int, cp: int, has_experts: bool
+) -> Iterator[Regime]:
     """What must have been measured elsewhere for the usual error of a run."""
-    cluster, software = run.cluster, run.software
     generation = cluster.generation
     yield Regime(("gpu", generation, str(cluster.bf16_flops)), f"the GPU of {cluster.name}")
-    yield Regime(("precision", generation, str(run.is_fp8)), f"{'FP8' if run.is_fp8 else 'bf16'} on {generation}")
-    yield Regime(("sharding", software.sharding), f"the sharding {software.sharding}")
-    yield Regime(("schedule", run.schedule), f"the schedule {run.schedule}")
-    if run.gpus > largest_measured():
+    yield Regime(("precision", generation, str(is_fp8)), f"{'FP8' if is_fp8 else 'bf16'} on {generation}")
+    yield Regime(("sharding", sharding), f"the sharding {sharding}")
+    yield Regime(("schedule", schedule), f"the schedule {schedule}")
+    if gpus > largest_measured():
         yield Regime(("gpus",), f"more than {largest_measured():,} GPUs")
-    if run.cp > 1:
+    if cp > 1:
         yield Regime(("cp", generation), f"context parallelism on {generation}")
-    if run.num_experts:
+    if has_experts:
         yield Regime(("experts",), "models with experts")
+
+
+def regimes_of(config: RunConfig, cluster: Cluster, gpus: int) -> Iterator[Regime]:
+    """Those of a run of this project."""
+    parallel = config.parallel
+    sharding = "none" if parallel.sharding_strategy == "no_shard" else "optimizer"
+    is_fp8, has_experts = config.precision.fp8_format is not None, bool(config.model.num_experts)
+    return regimes(cluster, is_fp8, sharding, "1f1b", gpus, parallel.context_parallel_size, has_experts)
 
 
 @cache
@@ -62,24 +72,31 @@ def _measured_runs() -> tuple[Run, ...]:
     return tuple(one.run for one in read_published() if one.run is not None and one.seconds is not None)
 
 
+@cache
 def largest_measured() -> int:
     """The most GPUs of a published run."""
     return max(run.gpus for run in _measured_runs())
 
 
+@cache
 def measured_regimes() -> frozenset[tuple[str, ...]]:
     """The keys of the regimes of published runs."""
-    runs = _measured_runs()
-    dense = [run for run in runs if not run.num_experts]
-    return frozenset(regime.key for run in dense for regime in regimes(run))
+    return frozenset(
+        regime.key
+        for run in _measured_runs()
+        if not run.num_experts
+        for regime in regimes(
+            run.cluster, run.is_fp8, run.software.sharding, run.schedule, run.gpus, run.cp, has_experts=False
+        )
+    )
 
 
-def unmeasured(run: Run, measured: frozenset[tuple[str, ...]]) -> list[str]:
+def unmeasured(found: Iterable[Regime], cluster: Cluster, measured: frozenset[tuple[str, ...]]) -> list[str]:
     """Descriptions of the regimes of a run without measurements."""
     return [
         regime.description
-        for regime in regimes(run)
-        if regime.key not in measured and not (regime.key[0] == "gpu" and run.cluster.constants)
+        for regime in found
+        if regime.key not in measured and not (regime.key[0] == "gpu" and cluster.constants)
     ]
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
-from megatron.planner.search.accuracy import CORRECTED_ERROR, SAME_MODEL_ERROR, Level, regimes
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind
+from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
+from megatron.planner.search.accuracy import CORRECTED_ERROR, SAME_MODEL_ERROR, Level, regimes_of
 from megatron.planner.search.job import Job
-from megatron.planner.search.pricing import price_steps
-from megatron.planner.step_time.of_run import step_to_price
 from megatron.training.initialize import rank_grid
 
 _WARM_UP = 2
@@ -37,13 +37,14 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
     grid = rank_grid(config.parallel, described["world_size"])
-    step = step_to_price(architecture, config, grid, last["global_batch_size"], job.cluster)
+    records = UnitRecords(job.vocabulary.size, attention_kind(config, job.cluster))
+    step = PlannedStep(UnitsOfRun(records, config, grid), last["global_batch_size"])
     is_same_model = (architecture, config.seq_length) == (job.architecture, job.seq_length)
-    predicted = float(price_steps(job, [step]).total[0])
+    predicted = float(StepPrices(job.cluster, job.constants).price([step]).total[0])
     return Level(
         seconds / predicted,
         SAME_MODEL_ERROR if is_same_model else CORRECTED_ERROR,
-        frozenset(regime.key for regime in regimes(step)),
+        frozenset(regime.key for regime in regimes_of(config, job.cluster, grid.world_size)),
         f"The level is corrected by {path.name}: {seconds:.4g} s per step on {described['world_size']} GPUs, predicted "
         f"{predicted:.4g} s.",
     )

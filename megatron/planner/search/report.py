@@ -14,8 +14,8 @@ from megatron.planner.search.ranking import first_of_families
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 
 _TABLE_TITLE = (
-    "layouts: = within 2 % of the fastest, the simplest first; ~ memory by formula; without variants that differ in "
-    "recompute, in chunks per stage or in the sharding of gradients"
+    "layouts: = within 2 % of the fastest, the simplest first; ~ memory without the dry run; without variants that "
+    "differ in recompute, in chunks per stage or in the sharding of gradients"
 )
 
 
@@ -55,7 +55,6 @@ def _layout(one: PlannedLayout) -> dict[str, Any]:
         "tightest_stage": one.tightest_stage,
         "bubble_fraction": one.bubble_fraction,
         "terms_s": dict(one.terms),
-        "rehearsed_step_time_s": None if one.rehearsal is None else one.rehearsal.seconds,
         "memory_by_stage": [dict(kinds) for kinds in one.memory_by_stage],
     }
 
@@ -128,12 +127,10 @@ def _best(result: SearchResult) -> Text:
         f"\nbest: {one.name}, {one.step_time_s:.3f} s per step ({low:.3f} to {high:.3f}), "
         f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {one.mfu:.1%} of {job.peak_flops / 1e12:,.0f} TFLOP/s",
         f"memory: {one.memory_bytes / 2**30:.1f} of {job.config.dry_run.gpu_memory / 2**30:g} GiB on stage "
-        f"{one.tightest_stage}, {'by the dry run' if one.is_rehearsed else 'by formula'}; bubble "
+        f"{one.tightest_stage}, {'by the dry run' if one.is_rehearsed else 'by its units'}; bubble "
         f"{one.bubble_fraction:.1%}",
         f"limited by {one.limits}. To change that: {one.advice}.",
     ]
-    if one.rehearsal is not None:
-        rows.append(f"priced rehearsal: {one.rehearsal.seconds:.3f} s per step")
     rows += [sentence for sentence in [_numerics(result)] if sentence]
     rows.append("\n" + shlex.join(command(job, one)))
     return Text("\n".join(rows))

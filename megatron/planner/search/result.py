@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron.planner.priced_rehearsal import PricedStep
+    from megatron.planner.rehearsal.price import PassTimes
     from megatron.planner.search.job import Job
     from megatron.planner.search.layout import Layout
 
@@ -31,15 +31,16 @@ class PlannedLayout:
     interval_s: tuple[float, float]
     """Bounds of the step time, from the model's own error or, without measurements, +-30 %."""
     terms: Mapping[str, float]
-    """Seconds by cause in closed form; they add up to ``step_time_s``."""
+    """Seconds by cause; they add up to ``step_time_s``."""
     memory_bytes: int
-    """GPU memory of the tightest stage with the allowance: of the dry run if rehearsed, otherwise by formula."""
+    """GPU memory of the tightest stage with the allowance: of the dry run if rehearsed, otherwise by its units."""
     tightest_stage: int
     is_rehearsed: bool
-    """Whether the memory is that of the dry run, and the step was priced by its rehearsal, too."""
+    """Whether the memory is that of the dry run."""
     memory_by_stage: tuple[Mapping[str, int], ...]
     """Bytes by kind at the peak of every stage; empty unless rehearsed."""
-    rehearsal: PricedStep | None
+    passes: PassTimes | None
+    """Of a rehearsed layout."""
     bubble_fraction: float
     tokens_per_s_per_gpu: float
     mfu: float

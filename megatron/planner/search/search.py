@@ -1,37 +1,33 @@
-"""Search of layouts: enumerate them, keep those that fit by formula, price all, rank, and rehearse the best.
+"""Search of layouts: enumerate them, rehearse their units, price all, keep those that fit, rank, and simulate the best.
 
-A closed form prices thousands of layouts in seconds. The dry run then simulates the best ones, which decides whether
-they fit; its priced rehearsal checks the closed form.
+Thousands of layouts share some hundred units, whose records are their only account of memory and time. The dry run then
+simulates the best layouts, which decides whether they fit.
 """
 
 import time
-from collections.abc import Hashable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
 from megatron.errors import ConfigError
+from megatron.planner.rehearsal.price import attention_kind
+from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.accuracy import Level, basis_warnings, level_of
 from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import LAYOUT_FIELDS, enumerate_layouts, nearest_counts
 from megatron.planner.search.job import Job
-from megatron.planner.search.layout import Layout
-from megatron.planner.search.memory_formula import MemoryFormula
 from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
 from megatron.planner.search.ranking import TIE, rank
-from megatron.planner.search.rehearsals import Report, disagreements, no_report, parallel_map, rehearse_best
+from megatron.planner.search.rehearsals import Report, no_report, parallel_map, rehearse_best
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
+from megatron.planner.search.stage_memory import StageMemory
 
 SAFETY = 1.02
-"""Factor on the memory by formula: it may be so much too low."""
+"""Factor on the memory by the units' records: it may be so much too low."""
 INTEREST = 1.5
 """Layouts that take more than so many times the time of the fastest that fits are left out."""
 _SCALES = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """Numbers of GPUs, relative to the job's, of the strong-scaling curve."""
-MIN_PARALLEL = 1000
-"""Layouts from which processes save more time by the memory formula than they cost."""
 
 
 def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report: Report = no_report) -> SearchResult:
@@ -41,14 +37,15 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
     """
     started = time.monotonic()
     level = level or level_of(job.cluster)
-    found = find_layouts(job, level, report=report)
-    ranked = rehearse_best(job, found.planned, num_rehearsed, report)
+    records = unit_records(job)
+    found = find_layouts(job, level, records, report=report)
+    ranked = rehearse_best(job, found.planned, num_rehearsed, records, report)
     if not ranked:
         raise ConfigError(
             f"None of {found.num_enumerated:,} layouts fits by the dry run: use more GPUs than --num-gpus "
             f"{job.num_gpus}, or GPUs with more memory."
         )
-    scaling = tuple(_scaling(job, ranked[0], level, report))
+    scaling = tuple(_scaling(job, ranked[0], level, records, report))
     return SearchResult(
         job,
         ranked,
@@ -60,7 +57,6 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
             *node_warnings(job),
             *basis_warnings(job.cluster, [point.num_gpus for point in scaling], level),
             *accuracy_warnings(job, ranked[0].layout, level),
-            *disagreements(ranked),
         ),
     )
 
@@ -95,9 +91,14 @@ def node_warnings(job: Job) -> list[str]:
     ]
 
 
+def unit_records(job: Job) -> UnitRecords:
+    """Records of units for all layouts of ``job``, none yet."""
+    return UnitRecords(job.vocabulary.size, attention_kind(job.config, job.cluster))
+
+
 @dataclass(frozen=True)
 class Found:
-    """The layouts that fit by formula, ranked."""
+    """The layouts that fit by the records of their units, ranked."""
 
     planned: tuple[PlannedLayout, ...]
     num_enumerated: int
@@ -106,40 +107,43 @@ class Found:
 def find_layouts(
     job: Job,
     level: Level,
+    records: UnitRecords | None = None,
     interest: float = INTEREST,
     report: Report = no_report,
-    min_parallel: int = MIN_PARALLEL,
 ) -> Found:
-    """Enumerate, price, prune by the memory formula, and rank: layouts of at most ``interest`` times the time of the
-    fastest that fits."""
+    """Enumerate, price, prune by memory, and rank: layouts of at most ``interest`` times the time of the fastest that
+    fits."""
+    records = records or unit_records(job)
     report("enumerate layouts", 0, 1)
     layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
     if not layouts:
         raise _no_layout(job)
     report("price layouts", 0, 1)
-    priced = price_layouts(job, layouts)
-    report("memory by formula", 0, 1)
-    needed = _fitting(job, priced, interest, min_parallel)
+    with parallel_map() as map_in_parallel:
+        priced = price_layouts(job, layouts, records, map_in_parallel)
+    report("memory of layouts", 0, 1)
+    needed = _fitting(job, priced, records, interest)
     return Found(rank(plan_layouts(job, priced, needed, level), job.config.dry_run.gpu_memory), len(layouts))
 
 
-def _fitting(job: Job, priced: Priced, interest: float, min_parallel: int) -> dict[int, tuple[int, int]]:
+def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) -> dict[int, tuple[int, int]]:
     """By number of a layout that fits: bytes of the tightest stage, and that stage."""
     limit = job.config.dry_run.gpu_memory
+    memory = StageMemory(job.config, records, job.given)
+    needed: dict[int, tuple[int, int]] = {}
 
     def fits(number: int) -> bool:
+        if number not in needed:
+            layout = priced.layouts[number]
+            needed[number] = memory.tightest(layout, job.num_microbatches(layout))
         return needed[number][0] * SAFETY <= limit
 
-    needed: dict[int, tuple[int, int]] = {}
-    formula = MemoryFormula(job.config, job.architecture, job.given)
-    for number, layout in enumerate(priced.layouts):
-        needed[number] = formula.tightest(layout, job.num_microbatches(layout))
-        if fits(number) and not layout.reduces_in_bf16:
-            slowest = interest * float(priced.seconds[number])
-            others = range(number + 1, int(np.searchsorted(priced.seconds, slowest, "right")))
-            needed |= _needed(job, priced, others, min_parallel)
-            break
-    found = {number: needed[number] for number in sorted(needed) if fits(number)}
+    numbers = range(len(priced.layouts))
+    fastest = next((number for number in numbers if fits(number) and not priced.layouts[number].reduces_in_bf16), None)
+    if fastest is not None:
+        slowest = interest * float(priced.seconds[fastest])
+        numbers = range(int(np.searchsorted(priced.seconds, slowest, "right")))
+    found = {number: needed[number] for number in numbers if fits(number)}
     if not found:
         least = min(needs for needs, _ in needed.values())
         raise ConfigError(
@@ -149,39 +153,20 @@ def _fitting(job: Job, priced: Priced, interest: float, min_parallel: int) -> di
     return found
 
 
-def _needed(job: Job, priced: Priced, numbers: range, min_parallel: int) -> dict[int, tuple[int, int]]:
-    """By number of a layout: bytes of the tightest stage, and that stage; many in parallel processes."""
-    # Layouts of equal sizes share the records of units.
-    groups: dict[Hashable, dict[int, Layout]] = {}
-    for number in numbers:
-        layout = priced.layouts[number]
-        groups.setdefault((layout.tp, layout.cp, layout.micro_batch_size), {})[number] = layout
-    largest_first = sorted(groups.values(), key=len, reverse=True)
-    with parallel_map() if len(numbers) >= min_parallel else nullcontext(map) as map_in_parallel:
-        parts = list(map_in_parallel(partial(_needed_of_group, job), largest_first))
-    return {number: needs for part in parts for number, needs in part.items()}
-
-
-def _needed_of_group(job: Job, layouts: Mapping[int, Layout]) -> dict[int, tuple[int, int]]:
-    formula = MemoryFormula(job.config, job.architecture, job.given)
-    return {number: formula.tightest(layout, job.num_microbatches(layout)) for number, layout in layouts.items()}
-
-
-def _scaling(job: Job, best: PlannedLayout, level: Level, report: Report) -> list[ScalePoint]:
+def _scaling(job: Job, best: PlannedLayout, level: Level, records: UnitRecords, report: Report) -> list[ScalePoint]:
     """The best layout on fewer and more GPUs, where one fits."""
     report("other numbers of GPUs", 0, 1)
     counts = [job.num_gpus * top // bottom for top, bottom in _SCALES if job.num_gpus * top % bottom == 0]
-    with parallel_map() as map_in_parallel:
-        others = map_in_parallel(partial(_scaled, job, level), [count for count in counts if count != job.num_gpus])
-        points = [scale_point(job, best.layout, best.step_time_s), *(point for point in others if point is not None)]
+    others = [_scaled(job, level, records, count) for count in counts if count != job.num_gpus]
+    points = [scale_point(job, best.layout, best.step_time_s), *(point for point in others if point is not None)]
     return sorted(points, key=lambda point: point.num_gpus)
 
 
-def _scaled(job: Job, level: Level, num_gpus: int) -> ScalePoint | None:
+def _scaled(job: Job, level: Level, records: UnitRecords, num_gpus: int) -> ScalePoint | None:
     """The best layout on another number of GPUs; None if none fits."""
     scaled = job.with_gpus(num_gpus)
     try:
-        found = find_layouts(scaled, level, TIE).planned[0]
+        found = find_layouts(scaled, level, records, TIE).planned[0]
     except ConfigError:
         return None
     return scale_point(scaled, found.layout, found.step_time_s)

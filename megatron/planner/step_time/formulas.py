@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.experts import ExpertPass, ExpertShapes, expert_passes, fp32_rate
-from megatron.planner.step_time.own_step import OwnStepModel
 from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     EXPOSED_RING,
@@ -58,7 +57,6 @@ class StepTimeModel:
 
     def __init__(self, workload: Workload) -> None:
         w = workload
-        self._own = OwnStepModel(w) if w.is_own else None
         self.layers, self.hidden, self.seq_length = w.number("layers"), w.number("hidden"), w.number("seq_length")
         self.tp, self.pp, self.vp = w.number("tp"), w.number("pp"), w.number("vp")
         self.cp, self.dp, self.gpus = w.number("cp"), w.number("dp"), w.number("gpus")
@@ -83,8 +81,6 @@ class StepTimeModel:
 
     def price(self, constants: Constants) -> StepTime:
         """The time of every run."""
-        if self._own is not None:
-            return self._own.price(constants)
         c = constants
         forward, backward, weights = self._layer(c)
         again = self._recomputed(forward)

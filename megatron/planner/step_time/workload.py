@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 Attention = Literal["unfused", "flash", "cudnn"]
-Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager", "megatron-llama"]
+Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager"]
 Sharding = Literal["none", "optimizer", "fsdp1", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zb-h1", "zb-2p"]
@@ -68,66 +68,6 @@ class Software:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnSoftware:
-    """What the time of a step of this project depends on besides the rest of a :class:`Run`.
-
-    Layers are those of virtual stages, which are pipeline stages without interleaving.
-    """
-
-    first_layers: int
-    inner_layers: int
-    last_layers: int
-    recomputed_layers: int = 0
-    """Of a virtual stage, completely; one by one."""
-    recomputed_unit: int = 1
-    """Layers that are recomputed together."""
-    recomputes_attention: bool = False
-    recomputes_norms: bool = False
-    recomputes_activation: bool = False
-    recomputes_mlp: bool = False
-    pipeline_schedule: str = "1f1b"
-    """Its name among :mod:`megatron.schedules`."""
-    cp_exchange: str = "p2p"
-    """How context-parallel ranks exchange keys and values, as in --cp-comm-type."""
-    cp_heads: int = 1
-    """Ranks that exchange positions for heads under ``a2a+p2p``."""
-    sharding_strategy: str = "no_shard"
-    """As in --data-parallel-sharding-strategy."""
-    replicas: int = 1
-    """Copies of each shard."""
-    gradient_bytes: int = 4
-    """Of an element of main gradients, which is reduced."""
-    defers_reduction: bool = False
-    overlaps_gathers: bool = False
-    fp8_recipe: str = ""
-    chunks_loss: bool = False
-    """Whether logits are computed twice, in chunks."""
-    has_qkv_bias: bool = False
-    has_qk_norm: bool = False
-    rope_layers: int = 0
-    """Layers with rotary position embedding."""
-    has_qk_l2_norm: bool = False
-    """Whether these have a norm of queries and keys without a gain."""
-    weighs_input: bool = False
-    """Whether a token is multiplied by the weight of its expert before the expert."""
-    tunes_temperature: bool = False
-    """Whether the other layers scale their queries by position."""
-    tp_in_node: int = 1
-    """Tensor-parallel ranks in a node; the same for the other kinds of ranks."""
-    cp_in_node: int = 1
-    shards_in_node: int = 1
-    replicas_in_node: int = 1
-    expert_shards_in_node: int = 1
-    shards_in_pod: int = 1
-    """Ranks that share parameters, in a pod of the network."""
-    replicas_in_pod: int = 1
-    expert_shards_in_pod: int = 1
-    stages_in_pod: int = 1
-    sends_in_node: bool = True
-    """Whether all neighbouring stages are in one node."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One training step."""
 
@@ -174,8 +114,6 @@ class Run:
     dispatcher: Dispatcher = "alltoall"
     software: Software
     cluster: Cluster
-    own: OwnSoftware | None = None
-    """Of runs of this project, whose ``software.elementwise`` is ``megatron-llama``."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +123,9 @@ class StepTime:
     total: Array
     terms: dict[str, Array]
     """Seconds by cause, one of :data:`TERMS`; their sum is ``total``."""
-    passes: Sequence[Sequence[Array]] = ()
-    """Of runs of this project: forward, backward and weight-gradient seconds of a microbatch in the first, an inner and
-    the last virtual stage."""
+    passes: Array | None = None
+    """Of runs of this project ``[3, 3, runs]``: forward, backward and weight-gradient seconds of a microbatch in the
+    first, an inner and the last virtual stage."""
 
 
 class Workload:
@@ -198,13 +136,6 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.runs)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the runs are those of this project; a workload has one kind of runs."""
-        own = {run.own is not None for run in self.runs}
-        assert len(own) <= 1, "runs of this project and of other software are priced apart"
-        return own == {True}
 
     def number(self, name: str) -> Array:
         """A field of the runs, their software or their clusters, by name."""
@@ -217,12 +148,9 @@ class Workload:
 
 _OF_SOFTWARE = {field.name for field in fields(Software)}
 _OF_CLUSTER = {field.name for field in fields(Cluster)}
-_OF_OWN = {field.name for field in fields(OwnSoftware)}
 
 
 def _field(run: Run, name: str) -> Any:
     if name in _OF_SOFTWARE:
         return getattr(run.software, name)
-    if name in _OF_OWN:
-        return getattr(run.own, name)
     return getattr(run.cluster if name in _OF_CLUSTER else run, name)

@@ -1,7 +1,6 @@
-"""The memory formula of the search agrees with the dry run, which follows the code of training, on all kinds of stage.
+"""The memory of a stage from the records of its units is that of the dry run, which simulates the whole stage.
 
-The dry run's allowance is left out of both. The share of activations is large here, so that a change of what a layer
-keeps for its backward pass makes the test fail.
+The dry run's allowance is left out of both. The share of activations is large here.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +13,10 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.planner.plan import ALLOWANCE, Run, live_peaks, simulate_rank
+from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.memory_formula import MemoryFormula, stage_memory, tightest_memory
 from megatron.planner.search.schedule_moments import moments_of
+from megatron.planner.search.stage_memory import StageMemory
 from megatron.schedules.registry import build_schedule
 from megatron.training.build.vocabulary import Vocabulary
 
@@ -65,6 +65,10 @@ class Case:
         applied = self.layout.apply(config, self.given)
         check_run(applied, self.layout.num_gpus)
         return Run.of(applied, self.layout.num_gpus, Vocabulary(vocabulary, vocabulary - 1))
+
+
+    def memory(self) -> StageMemory:
+        return StageMemory(self.config(), UnitRecords(self.run().vocabulary.size), self.given)
 
 
 def experts(dispatcher: str, sizes: dict[str, Any], **more: Any) -> Case:
@@ -139,11 +143,11 @@ CASES = {
 
 
 def measured(case: Case, stage: int) -> tuple[int, int, int]:
-    """Bytes of a stage by the dry run and by the formula, without the allowance, and of its state."""
-    run, config = case.run(), case.config()
+    """Bytes of a stage by the dry run and by its units, without the allowance, and of its state."""
+    run = case.run()
     simulated = simulate_rank(run, run.rank_of_stage(stage))
     state = sum(simulated.steady.by_kind[kind] for kind in STATE)  # type: ignore[index, misc]
-    found = stage_memory(config, run.architecture, case.layout, stage, run.num_microbatches, case.given) - ALLOWANCE
+    found = case.memory().stage(case.layout, stage, run.num_microbatches) - ALLOWANCE
     return simulated.peak.total, found, state
 
 
@@ -209,23 +213,19 @@ def test_a_stage_of_a_large_model_is_never_much_too_low(name: str) -> None:
 
 def test_the_tightest_stage_is_the_one_with_the_most() -> None:
     case = CASES["1F1B"]
-    config, run = case.config(), case.run()
-    formula = MemoryFormula(config, run.architecture)
-    by_stage = [formula.stage(case.layout, stage, run.num_microbatches) for stage in range(3)]
-    most, stage = tightest_memory(config, run.architecture, case.layout, run.num_microbatches)
-    assert (most, stage) == (max(by_stage), by_stage.index(max(by_stage)))
-    assert formula.tightest(case.layout, run.num_microbatches) == (most, stage)
+    memory, count = case.memory(), case.run().num_microbatches
+    by_stage = [memory.stage(case.layout, stage, count) for stage in range(3)]
+    assert memory.tightest(case.layout, count) == (max(by_stage), by_stage.index(max(by_stage)))
 
 
 def test_what_layouts_share_is_computed_once_and_not_mixed_up() -> None:
     case = CASES["1F1B"]
-    run, formula = case.run(), MemoryFormula(case.config(), case.run().architecture)
+    run, shared = case.run(), case.memory()
     same = [name for name, one in CASES.items() if one.layers == 3 or one == Case(one.sizes)]
     for name in same:
         layout = CASES[name].layout
         if run.architecture.num_layers % (layout.pp * layout.vp) == 0 and layout.recompute_layers <= 3:
-            alone = stage_memory(case.config(), run.architecture, layout, 0, 16)
-            assert formula.stage(layout, 0, 16) == alone == formula.stage(layout, 0, 16), name
+            assert shared.stage(layout, 0, 16) == case.memory().stage(layout, 0, 16) == shared.stage(layout, 0, 16), name
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("gpipe", 1)])

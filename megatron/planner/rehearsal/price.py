@@ -1,0 +1,472 @@
+"""The time of training steps of this project from the records of their units: many layouts at once.
+
+Every launch of a unit has a price (:mod:`megatron.planner.launch_prices`). Virtual stages are sums of units; then come
+the pipeline, the reduction of gradients, and the optimizer.
+
+Sources: the bubble of 1F1B is (p - 1) / v passes (arXiv 2104.04473, section 2.2). Zero-bubble schedules
+(arXiv 2401.10241) have no such formula for few microbatches: their actions are followed one by one, for all runs of one
+schedule at once.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+import numpy as np
+
+from megatron.config.run import RunConfig
+from megatron.core.precision import number_formats
+from megatron.core.topology import RankGrid
+from megatron.planner.launch_prices import LaunchPrices, Product
+from megatron.planner.launches import Launch
+from megatron.planner.rehearsal.records import UnitsOfRun
+from megatron.planner.rehearsal.unit import UnitRecord
+from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.prices import (
+    Machines,
+    between_pods,
+    elementwise_seconds,
+    exposed_reduction,
+    exposed_sharding,
+    growth,
+    message_rate,
+    optimizer_seconds,
+    reduction_window,
+    ring_rate,
+)
+from megatron.planner.step_time.workload import TERMS, Array, Attention, StepTime
+from megatron.schedules.registry import build_schedule
+from megatron.schedules.schedule import Result
+from megatron.schedules.simulator import execution_order
+
+_CLOSED = ("1f1b", "interleaved")
+"""Schedules whose bubble has a formula."""
+_MOST_MICROBATCHES = 3
+"""Times the pipeline's stages that are followed; further microbatches take as long as the slowest stage."""
+_TERM = {name: place for place, name in enumerate(TERMS)}
+_ATTENTION: dict[str, Attention] = {"flash": "flash", "sdpa": "flash", "cpu": "flash", "reference": "unfused"}
+
+
+def attention_kind(config: RunConfig, cluster: Cluster) -> Attention:
+    """Attention kernels of a run: on GPUs cuDNN, or a kernel of its speed, from Hopper on."""
+    wanted, backend = config.kernels.wanted("attention"), config.model.attention_backend
+    if wanted is not None:
+        return _ATTENTION.get(wanted.implementation, "cudnn")
+    if backend in ("unfused", "local"):
+        return "unfused"
+    return "cudnn" if cluster.generation in ("hopper", "blackwell") and backend != "flash" else "flash"
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A training step to price."""
+
+    units: UnitsOfRun
+    global_batch_size: int
+    """Sequences."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.units.config
+
+    @property
+    def grid(self) -> RankGrid:
+        return self.units.grid
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a rank."""
+        return self.global_batch_size // (self.config.micro_batch_size * self.grid.dp)
+
+
+class StepPrices:
+    """Prices steps on one cluster with given constants."""
+
+    def __init__(self, cluster: Cluster, constants: Constants) -> None:
+        self.cluster, self.constants = cluster, constants
+        self._units: dict[Hashable, Array] = {}
+
+    def price(self, steps: Sequence[PlannedStep]) -> StepTime:
+        """The time of every step."""
+        return _Steps(self, steps).price()
+
+    def passes(self, step: PlannedStep, number: int) -> Array:
+        """Seconds of a microbatch in virtual stage ``number``: ``[pass, term]``, forward, backward and deferred weight
+        gradients."""
+        units, division = step.units, step.units.division
+        stage = division.stages[number]
+        found = np.zeros((3, len(TERMS)))
+        if stage.has_embedding:
+            found += self._passes(step, ("embedding", units.ends_key), units.ends.embedding)
+        for unit in division.units[number]:
+            found += self._passes(step, units.key(unit), units.unit(unit), unit.is_recomputed)
+        if stage.has_output_layer:
+            output = self._passes(step, ("output", units.ends_key), units.ends.output)
+            found[:, _TERM["output layer"]] += output.sum(axis=1)
+        return found
+
+    def _passes(self, step: PlannedStep, key: Hashable, record: UnitRecord, is_recomputed: bool = False) -> Array:
+        grid = step.grid
+        place = grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ())
+        if (key, place) not in self._units:
+            prices = self.launch_prices(step)
+            found = np.zeros((3, len(TERMS)))
+            for number, launches in enumerate(record.launches):
+                for name, seconds in prices.by_term(launches).items():
+                    found[number, _TERM[name]] += seconds
+            gap = self.constants["layer_gap"] * record.num_layers / 3
+            found[:2, _TERM["gaps"]] += gap, (3 if is_recomputed else 2) * gap
+            self._units[key, place] = found
+        return self._units[key, place]
+
+    def launch_prices(self, step: PlannedStep) -> LaunchPrices:
+        """Prices of the launches of a step."""
+        is_cudnn = attention_kind(step.config, self.cluster) == "cudnn"
+        return LaunchPrices.of(self.cluster, self.constants, step.grid, step.config.seq_length, is_cudnn)
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """What the passes of a step consist of."""
+
+    by_virtual_stage: tuple[tuple[float, float, float], ...]
+    """Seconds of forward, backward and weight-gradient passes, with the exposed part of a message each."""
+    products: tuple[Product, ...]
+    """Of the slowest pipeline stage."""
+
+
+def pass_times(prices: StepPrices, step: PlannedStep, step_time_s: float) -> PassTimes:
+    """The passes of one step in full. ``step_time_s`` is its time after a correction by a measured run."""
+    units, division = step.units, step.units.division
+    factor = step_time_s / float(prices.price([step]).total[0]) * float(growth(prices.constants, step.grid.world_size))
+    message = float(_Steps(prices, [step]).message[0])
+    of_kind = {
+        number: factor * (prices.passes(step, number).sum(axis=1) + np.array([message, message, 0.0]))
+        for number in set(division.like)
+    }
+    passes = [of_kind[number] for number in division.like]
+    busiest = max(division.by_stage, key=lambda numbers: sum(passes[number].sum() for number in numbers))
+    launches: list[Launch] = [
+        launch
+        for number in busiest
+        for unit in units.of_stage(number)
+        for of_pass in unit.launches
+        for launch in of_pass
+    ]
+    products = prices.launch_prices(step).products(launches, step.num_microbatches)
+    return PassTimes(tuple(tuple(map(float, one)) for one in passes), products)  # type: ignore[misc]
+
+
+class _Steps:
+    """Steps as arrays; ``[runs]`` where nothing else is said."""
+
+    def __init__(self, prices: StepPrices, steps: Sequence[PlannedStep]) -> None:
+        self.prices, self.steps, self.c = prices, steps, prices.constants
+        self.machines = Machines([prices.cluster])
+        grids, configs = [step.grid for step in steps], [step.config for step in steps]
+
+        def array(values: Iterator[float]) -> Array:
+            return np.fromiter(values, dtype=float, count=len(steps))
+
+        self.pp, self.dp, self.cp = (array(getattr(grid, name) for grid in grids) for name in ("pp", "dp", "cp"))
+        self.vp = array(step.units.division.placement.num_chunks for step in steps)
+        self.gpus, self.edp = array(grid.world_size for grid in grids), array(grid.edp for grid in grids)
+        self.microbatches = array(step.num_microbatches for step in steps)
+        self.schedules = [step.units.schedule for step in steps]
+        self.is_v = np.array([step.units.division.placement.shape == "v" for step in steps]) & (self.pp > 1)
+        formats = [number_formats(config.precision, config.optimizer) for config in configs]
+        self.weight_bytes = array(one.weight.itemsize for one in formats)
+        self.gradient_bytes = array(one.gradient.itemsize for one in formats)
+        parallel = [config.parallel for config in configs]
+        strategies = np.array([one.sharding_strategy for one in parallel])
+        self.is_sharded, self.reduces_each = strategies != "no_shard", strategies == "optim_grads"
+        self.is_fully_sharded = strategies == "optim_grads_params"
+        self.replicas = array(
+            grid.dp_replicas if one.sharding_strategy != "no_shard" else 1 for grid, one in zip(grids, parallel)
+        )
+        self.overlaps_reduction = np.array([one.overlap_grad_reduce for one in parallel]) & (self.dp * self.cp > 1)
+        self.overlaps_gathers = np.array([one.overlap_param_gather for one in parallel])
+        self.keeps_gathered = np.array([not one.torch_fsdp2_reshard_after_forward for one in parallel])
+        self.defers_reduction = np.array([one.defer_grad_reduce for one in parallel])
+        places = [_places(step.grid, prices.cluster, step.config.parallel.sharding_strategy) for step in steps]
+        self.places = {name: array(place[name] for place in places) for name in places[0]}
+
+    @cached_property
+    def shard_bytes(self) -> Array:
+        """Bytes of the tensor between two stages."""
+        return np.array([float(step.units.ends.shard) for step in self.steps])
+
+    def price(self) -> StepTime:
+        """The time of every step."""
+        c, m = self.c, self.microbatches
+        terms_of = self._virtual_stages()  # [kind, pass, term, runs]
+        passes = terms_of.sum(axis=2)  # [kind, pass, runs]
+        shares = self._shares()  # [stage, kind, runs]
+        stages = np.einsum("skr,kpr->sr", shares, passes)
+        busiest = np.argmax(stages, axis=0)
+        slowest = np.take_along_axis(stages, busiest[None], axis=0)[0]
+        makespan = self._makespan(passes, slowest, busiest)
+        busiest_shares = np.take_along_axis(shares, busiest[None, None], axis=0)[0]  # [kind, runs]
+        of_terms = m * np.einsum("kr,kptr->tr", busiest_shares, terms_of)
+        terms = dict(zip(TERMS, of_terms))
+        terms["gaps"] = terms["gaps"] + c["step"]
+        terms["bubble"] = np.maximum(makespan - m * slowest, 0.0)
+        terms["data parallelism"] = self._data_parallel(slowest)
+        terms["optimizer"] = self._optimizer()
+        larger = growth(c, self.gpus)
+        terms = {name: np.asarray(seconds * larger) for name, seconds in terms.items()}
+        return StepTime(np.asarray(sum(terms.values())), terms, passes)
+
+    # The pipeline.
+
+    def _virtual_stages(self) -> Array:
+        """Seconds of the first, the slowest inner and the last virtual stage, ``[kind, pass, term, runs]``. With one
+        virtual stage the first is also the last."""
+        found = np.zeros((len(self.steps), 3, 3, len(TERMS)))
+        for place, step in enumerate(self.steps):
+            like = step.units.division.like
+            found[place, 0] = self.prices.passes(step, 0)
+            if len(like) > 1:
+                found[place, 2] = self.prices.passes(step, len(like) - 1)
+            inner = [self.prices.passes(step, number) for number in dict.fromkeys(like[1:-1])]
+            if inner:
+                found[place, 1] = max(inner, key=np.sum)
+        by_kind = np.moveaxis(found, 0, -1)
+        by_kind[:, :2, _TERM["pipeline messages"]] += self.message
+        self._write_gradients(by_kind[:, 1])
+        return by_kind
+
+    def _shares(self) -> Array:
+        """How many first, inner and last virtual stages the first, an inner and the last pipeline stage have:
+        ``[stage, kind, runs]``."""
+        is_whole, one = self.pp * self.vp == 1, np.ones_like(self.pp)
+        none = np.zeros_like(one)
+        inner_of_ends = np.where(self.is_v, 0.0, self.vp - 1)
+        first = (one, inner_of_ends, np.where(self.is_v & ~is_whole, 1.0, 0.0))
+        inner_exists = (self.pp > 2) | self.is_v
+        inner = (none, np.where(inner_exists, self.vp, 0.0), none)
+        has_last = ~(self.is_v | is_whole)
+        last = (none, np.where(has_last, self.vp - 1, 0.0), np.where(has_last, 1.0, 0.0))
+        return np.array([first, inner, last])
+
+    def _bubble(self, passes: Array, slowest: Array, busiest: Array) -> Array:
+        """The idle time of the slowest stage under 1F1B, interleaved or not.
+
+        With one chunk it waits for one microbatch on all other stages. With several, for the first chunks of the stages
+        before it; of equal inner stages the last one is meant.
+        """
+        first, inner, last = passes.sum(axis=1)
+        count = self.pp * self.vp
+        others = np.where(count == 1, first, first + (count - 2) * inner + last) - slowest
+        before = first + np.maximum(self.pp - np.where(busiest == 2, 2, 3), 0) * inner
+        return np.where((self.vp > 1) & (busiest > 0), before, others / self.vp)
+
+    def _makespan(self, passes: Array, slowest: Array, busiest: Array) -> Array:
+        """Seconds from the first to the last pass."""
+        found = np.array(self.microbatches * slowest + self._bubble(passes, slowest, busiest))
+        keys = list(zip(self.schedules, self.pp.astype(int), self.vp.astype(int), self.microbatches.astype(int)))
+        for key in dict.fromkeys(key for key in keys if key[0] not in _CLOSED and key[1] > 1):
+            runs = np.array([other == key for other in keys])
+            found[runs] = followed_makespan(*key, passes[:, :, runs], slowest[runs])
+        return found
+
+    @cached_property
+    def message(self) -> Array:
+        """The exposed part of a message between two stages: of every tensor-parallel rank."""
+        in_pod = self.places["stages_in_pod"]
+        pods = between_pods(self.machines, in_pod, in_pod < self.pp)
+        rate = message_rate(self.machines, self.c, self.places["stages_in_node"] == self.pp, pods)
+        share = np.where(self.vp > 1, self.c["exposed_interleaved_messages"], self.c["exposed_messages"])
+        return np.where(self.pp > 1, self.shard_bytes / rate * share, 0.0)
+
+    # Data parallelism and the optimizer.
+
+    @cached_property
+    def _parameters(self) -> Array:
+        """Parameters of each kind of virtual stage and of the largest pipeline stage of a rank, outside of experts and
+        of experts: ``[first, inner, last, largest; 2; runs]``."""
+        return np.array([_parameters(step.units) for step in self.steps]).transpose(1, 2, 0)
+
+    def _write_gradients(self, backward: Array) -> None:
+        """Change the terms of backward passes, ``[kind, term, runs]``, of sharded gradients: whole ones are written and
+        not added to, as the records have it, and reduced in every microbatch, and added to the main gradient's shard."""
+        writes = (self.reduces_each | self.is_fully_sharded) & ~self.defers_reduction
+        shards = np.array([self.dp * self.cp, self.edp]) / self.replicas
+        whole = np.where(writes, self.gradient_bytes * self._parameters[:3].sum(axis=1), 0.0)
+        added = np.where(writes, self.gradient_bytes * (3 * self._parameters[:3] / shards).sum(axis=1), 0.0)
+        backward[:, _TERM["products"]] -= self.c["product_bytes"] * whole / self.machines.hbm
+        backward[:, _TERM["between products"]] += elementwise_seconds(self.machines, self.c, added)
+
+    def _moved(self, gathered: Array, reduced: Array, copied: Array) -> Array:
+        """Seconds to gather ``gathered`` and reduce ``reduced`` bytes of each parameter of the largest stage among its
+        shards, and ``copied`` among their replicas."""
+        dense, experts = self._parameters[3]
+        return dense * self._collectives(gathered, reduced, copied, self.dp * self.cp, "shards") + (
+            experts * self._collectives(gathered, reduced, copied, self.edp, "expert_shards")
+        )
+
+    def _collectives(self, gathered: Array, reduced: Array, copied: Array, ranks: Array, group: str) -> Array:
+        """The same for one parameter that ``ranks`` share: gathers and reduce-scatters in groups of shards, an
+        all-reduce of each shard among its replicas, or of everything without shards."""
+        shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
+        replicas = ranks / shards
+        ring = (shards - 1) / shards / self._rate(group, group, shards)
+        names = (np.where(self.is_sharded, self.places[f"{one}_in_{place}"], self.places[f"{group}_in_{place}"])
+                 for place, one in (("node", "replicas"), ("pod", "replicas")))  # fmt: skip
+        rate = self._ring_rate(*names, replicas)
+        return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * copied / shards / rate
+
+    def _rate(self, in_node: str, in_pod: str, ranks: Array) -> Array:
+        return self._ring_rate(self.places[f"{in_node}_in_node"], self.places[f"{in_pod}_in_pod"], ranks)
+
+    def _ring_rate(self, in_node: Array, in_pod: Array, ranks: Array) -> Array:
+        """Bytes per second of a ring of ``ranks``."""
+        share = between_pods(self.machines, in_pod, in_pod < ranks)
+        return ring_rate(self.machines, self.c, in_node, in_node >= ranks, share)
+
+    def _data_parallel(self, slowest: Array) -> Array:
+        """The exposed part of the reduction of gradients and of the gathers of weights."""
+        c, m, gradient, weight = self.c, self.microbatches, self.gradient_bytes, self.weight_bytes
+        none = np.zeros_like(m)
+        gathers = np.where(self.keeps_gathered, none, 2 * weight)
+        reduces = np.where(self.defers_reduction, none, gradient)
+        is_each = self.is_fully_sharded | self.reduces_each
+        each = self._moved(np.where(self.is_fully_sharded, gathers, none), np.where(is_each, reduces, none), none)
+        gathered_once = np.where(self.is_fully_sharded, np.where(self.keeps_gathered, weight, none), weight)
+        gathered_once = np.where(self.is_sharded, gathered_once, none)
+        once = self._moved(gathered_once, np.where(is_each, gradient - reduces, gradient), gradient)
+        window = reduction_window(slowest, m, self.pp, self.vp > 1)
+        exposed = exposed_reduction(c, once, window, self.overlaps_reduction)
+        sharded = exposed_sharding(c, each, slowest, c["fsdp2_contention"])
+        sharded = np.where(self.overlaps_gathers, sharded, each)
+        one_window = reduction_window(slowest, m, self.pp, False)
+        reduced = exposed_reduction(c, each, one_window, self.overlaps_reduction)
+        return np.asarray(exposed + m * np.where(self.is_fully_sharded, sharded, reduced))
+
+    def _optimizer(self) -> Array:
+        """The norm of the gradients and their scaling, the update of main weights and two moments, and the cast to the
+        dtype of the model."""
+        ranks = np.array([self.dp * self.cp, self.edp])
+        shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
+        parameters = (self._parameters[3] / shards).sum(axis=0)
+        gradient, weight = self.gradient_bytes, self.weight_bytes
+        moved = 3 * gradient + 24 + 2 * gradient + np.where(weight < 4, 4 + weight, 0.0)
+        return optimizer_seconds(self.machines, self.c, parameters * moved)
+
+
+def _parameters(units: UnitsOfRun) -> list[tuple[float, float]]:
+    """Parameters outside of experts and of experts of the first, the largest inner and the last virtual stage, and of
+    the largest pipeline stage."""
+    division = units.division
+    sizes = {number: _sizes(units, number) for number in set(division.like)}
+    stages = [
+        tuple(sum(sizes[number][kind] for number in content) for kind in range(2)) for content in set(division.contents)
+    ]
+    like = division.like
+    inner = [sizes[number] for number in set(like[1:-1])] or [(0.0, 0.0)]
+    last = sizes[like[-1]] if len(like) > 1 else (0.0, 0.0)
+    return [sizes[0], max(inner), last, (max(one[0] for one in stages), max(one[1] for one in stages))]
+
+
+def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float]:
+    """Parameters of a virtual stage outside of experts, and of experts. A weight that both ends share counts once."""
+    found = {info.name: info for record in units.of_stage(number) for info in record.parameters if info.is_vocabulary}
+    others = [info for record in units.of_stage(number) for info in record.parameters if not info.is_vocabulary]
+    dense = sum(prod(info.local_shape) for info in (*found.values(), *others) if not info.is_expert)
+    return float(dense), float(sum(prod(info.local_shape) for info in others if info.is_expert))
+
+
+# Where ranks are.
+
+
+def _places(grid: RankGrid, cluster: Cluster, strategy: str) -> dict[str, int]:
+    """How many ranks of each group are in a node and in a pod."""
+    dense = _dimensions(grid)
+    shards = ("cp", "dp_shard", "dp_replicate") if strategy == "no_shard" else ("cp", "dp_shard")
+    folded = _folded(grid, 1 if strategy == "no_shard" else grid.dp_replicas)
+    found = {}
+    for place, size in (("node", cluster.node_size), ("pod", cluster.pod_size or grid.world_size)):
+        found[f"stages_in_{place}"] = _inside(dense, ("pp",), size)
+        found[f"shards_in_{place}"] = _inside(dense, shards, size)
+        found[f"replicas_in_{place}"] = _inside(dense, ("dp_replicate",), size)
+        found[f"expert_shards_in_{place}"] = _inside(folded, ("edp",), size)
+    return found
+
+
+def _dimensions(grid: RankGrid) -> list[tuple[str, int]]:
+    """(axis, size) of the dense ranks from neighbours to distant ones."""
+    found = []
+    for axis in grid.order.split("-"):
+        if axis == "dp":
+            found += [("dp_shard", grid.dp // grid.dp_replicas), ("dp_replicate", grid.dp_replicas)]
+        elif axis != "ep":
+            found.append((axis, getattr(grid, axis)))
+    return found
+
+
+def _folded(grid: RankGrid, replicas: int) -> list[tuple[str, int]]:
+    """The same for experts, whose ranks are folded over those of a stage. If stages are neighbours, the ranks of a
+    stage are not: what is left of the axes inside of a stage counts from there on."""
+    order = grid.order.split("-")
+    near = prod(getattr(grid, axis) for axis in order[: order.index("pp")] if axis != "ep")
+    found, stride = [], 1
+    for axis, size in (("etp", grid.etp), ("ep", grid.ep), ("edp", max(1, grid.edp // replicas))):
+        inside = max(1, min(size, near // stride))
+        found += [(axis, inside)]
+        stride *= inside
+        if inside < size:
+            found += [("pp", grid.pp), (axis, size // inside)]
+            near, stride = grid.world_size, stride * (size // inside)
+    return found
+
+
+def _inside(dimensions: Sequence[tuple[str, int]], axes: Sequence[str], number: int) -> int:
+    """Ranks of a group along ``axes`` among the first ``number`` ranks."""
+    count, stride = 1, 1
+    for axis, size in dimensions:
+        if axis in axes:
+            count *= min(size, max(1, number // stride))
+        stride *= size
+    return count
+
+
+# Schedules without a formula.
+
+
+@lru_cache(maxsize=512)
+def _program(
+    name: str, stages: int, chunks: int, microbatches: int
+) -> tuple[tuple[int, int, int, tuple[int, ...]], ...]:
+    """The actions of a schedule in an order in which they can run: stage, virtual stage, kind, and the places of the
+    actions that they wait for."""
+    schedule = build_schedule(name, stages, microbatches, chunks)
+    place: dict[Result, int] = {}
+    found: list[tuple[int, int, int, tuple[int, ...]]] = []
+    for stage, action in execution_order(schedule):
+        result = schedule.result(stage, action)
+        needs = tuple(place[one] for one in schedule.requirements(stage, action))
+        place[result] = len(found)
+        found.append((stage, result.virtual_stage, "FBW".index(action.kind), needs))
+    return tuple(found)
+
+
+def followed_makespan(name: str, stages: int, chunks: int, microbatches: int, passes: Array, slowest: Array) -> Array:
+    """The makespan of a schedule for many runs; ``passes`` are those of the first, an inner and the last virtual
+    stage, ``[kind, pass, runs]``."""
+    left_out = max(0, -(-(microbatches - _MOST_MICROBATCHES * stages) // stages)) * stages
+    program = _program(name, stages, chunks, microbatches - left_out)
+    splits = any(kind == 2 for _, _, kind, _ in program)
+    last = stages * chunks - 1
+    ends: list[Array] = []
+    free = [np.zeros_like(slowest) for _ in range(stages)]
+    for stage, virtual_stage, kind, needs in program:
+        times = passes[0 if virtual_stage == 0 else 2 if virtual_stage == last else 1]
+        duration = times[kind] if splits or kind == 0 else times[1] + times[2]
+        start = free[stage]
+        for need in needs:
+            start = np.maximum(start, ends[need])
+        free[stage] = start + duration
+        ends.append(free[stage])
+    return np.maximum.reduce(free) + left_out * slowest

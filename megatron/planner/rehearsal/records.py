@@ -1,0 +1,225 @@
+"""The units of runs by virtual stage. A unit that many runs have is rehearsed once for all of them."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, TypeVar
+
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.core.topology import RankGrid
+from megatron.planner.layer_kinds import LayerKind, layer_kinds
+from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
+from megatron.planner.step_time.workload import Attention
+from megatron.schedules.registry import SCHEDULES, placement_of
+from megatron.schedules.schedule import Placement
+from megatron.schedules.stages import VirtualStage
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Map(Protocol):
+    """As ``map`` of one sequence."""
+
+    def __call__(self, function: Callable[[T], R], values: Iterable[T], /) -> Iterator[R]: ...
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Layers that run, or run again, as one unit."""
+
+    layers: tuple[int, ...]
+    """By their number in the model."""
+    is_recomputed: bool
+    kind: Hashable
+    """Equal for units with equal weights, operators and memory."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """The virtual stages of a pipeline with their units."""
+
+    stages: tuple[VirtualStage, ...]
+    units: tuple[tuple[Unit, ...], ...]
+    """Of each virtual stage, without the ends of the model."""
+    placement: Placement
+    kinds: tuple[Hashable, ...]
+    """Of each virtual stage; equal for those with equal units and ends."""
+    like: tuple[int, ...]
+    """The first virtual stage of the same kind as each virtual stage."""
+    by_stage: tuple[tuple[int, ...], ...]
+    """The virtual stages of each pipeline stage, by chunk."""
+
+    @cached_property
+    def contents(self) -> tuple[tuple[int, ...], ...]:
+        """By pipeline stage what :attr:`like` has for its chunks: stages with equal contents have equal units."""
+        return tuple(tuple(self.like[number] for number in numbers) for numbers in self.by_stage)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A unit to rehearse; without layers the ends of the model."""
+
+    rehearsals: UnitRehearsals
+    unit: Unit | None = None
+
+    def rehearse(self) -> UnitRecord | Ends:
+        if self.unit is None:
+            return self.rehearsals.ends()
+        return self.rehearsals.layers(self.unit.layers, self.unit.is_recomputed)
+
+
+class UnitRecords:
+    """Records of the units of runs that differ in their layout alone (:class:`~megatron.planner.search.layout.Layout`).
+
+    ``attention`` is the kernel that the runs choose on ``device``, which this machine may not have.
+    """
+
+    def __init__(self, vocab_size: int, attention: Attention = "cudnn", device: torch.device = GPU) -> None:
+        self.vocab_size, self._attention, self.device = vocab_size, attention, device
+        self._records: dict[Hashable, UnitRecord | Ends] = {}
+        self._divisions: dict[Hashable, Division] = {}
+        self._kinds: tuple[LayerKind, ...] = ()
+
+    def rehearse(self, runs: Iterable["UnitsOfRun"], map_in_parallel: Map = map) -> None:
+        """Rehearse every unit of ``runs`` that has no record yet."""
+        wanted: dict[Hashable, _Request] = {}
+        for run in runs:
+            wanted.update(one for one in run.requests() if one[0] not in self._records)
+        self._records.update(zip(wanted, map_in_parallel(_Request.rehearse, wanted.values())))
+
+    def record(self, key: Hashable, request: _Request) -> UnitRecord | Ends:
+        """The record of a ``key``, rehearsed if there is none."""
+        if key not in self._records:
+            self._records[key] = request.rehearse()
+        return self._records[key]
+
+    def division(self, config: RunConfig, num_stages: int) -> Division:
+        """The virtual stages of ``config`` on ``num_stages`` pipeline stages."""
+        key = num_stages, config.pipeline, config.activations
+        if key not in self._divisions:
+            self._divisions[key] = self._divide(config, num_stages)
+        return self._divisions[key]
+
+    def _divide(self, config: RunConfig, num_stages: int) -> Division:
+        architecture = config.model.resolve(self.vocab_size, 1, config.seq_length)
+        kinds, count, types = layer_kinds(architecture), architecture.num_layers, config.parallel.cp_comm_type
+
+        def kind(layer: int) -> Hashable:
+            return kinds[layer], _is_in_bf16(config, layer, count), types[layer] if len(set(types)) > 1 else ""
+
+        def units(stage: VirtualStage) -> Iterator[Unit]:
+            for unit in config.activations.units(len(stage.layers)):
+                layers = tuple(stage.layers[place] for place in unit.layers)
+                yield Unit(layers, unit.is_recomputed, (unit.is_recomputed, *map(kind, layers)))
+
+        pipeline = config.pipeline
+        stages = pipeline.virtual_stages(count, num_stages)
+        schedule = pipeline.schedule(count, num_stages) if num_stages > 1 else "1f1b"
+        placement = placement_of(schedule, num_stages, pipeline.num_chunks(count, num_stages))
+        of_stages = tuple(tuple(units(stage)) for stage in stages)
+        kinds_of_stages = tuple(
+            (tuple(unit.kind for unit in each), one.has_embedding, one.has_output_layer)
+            for each, one in zip(of_stages, stages)
+        )
+        like = tuple(map(kinds_of_stages.index, kinds_of_stages))
+        by_stage = tuple(
+            tuple(placement.virtual_stage(stage, chunk) for chunk in range(placement.num_chunks))
+            for stage in range(num_stages)
+        )
+        return Division(stages, of_stages, placement, kinds_of_stages, like, by_stage)
+
+    def with_attention_kernel(self, config: RunConfig) -> RunConfig:
+        """``config`` with the attention that it chooses on GPUs. Over packed sequences that is a kernel that takes all
+        of them in one call, as FlashAttention does."""
+        kernels = config.kernels
+        is_half = config.precision.bf16 or config.precision.fp16
+        if self.device.type == "cpu" or kernels.wanted("attention") is not None or not is_half:
+            return config
+        fused = "flash" if config.masks_attention else "cudnn"
+        kernel = {"cudnn": fused, "flash": "flash", "unfused": "reference"}[self._attention]
+        return replace(config, kernels=replace(kernels, kernel=(*kernels.kernel, f"attention={kernel}")))
+
+
+class UnitsOfRun:
+    """The units of a run."""
+
+    def __init__(self, records: UnitRecords, config: RunConfig, grid: RankGrid) -> None:
+        self._records, self.config, self.grid = records, config, grid
+
+    @cached_property
+    def division(self) -> Division:
+        """Its virtual stages."""
+        return self._records.division(self.config, self.grid.pp)
+
+    @cached_property
+    def schedule(self) -> str:
+        """The name of its pipeline schedule."""
+        return self.config.pipeline.schedule(len(self._layers), self.grid.pp) if self.grid.pp > 1 else "1f1b"
+
+    @property
+    def _layers(self) -> Sequence[int]:
+        return [layer for stage in self.division.stages for layer in stage.layers]
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients have passes of their own."""
+        return SCHEDULES[self.schedule].splits_backward
+
+    @cached_property
+    def ends(self) -> Ends:
+        """The embedding and the output layer."""
+        record = self._records.record(self.ends_key, _Request(self._rehearsals))
+        assert isinstance(record, Ends)
+        return record
+
+    def key(self, unit: Unit) -> Hashable:
+        """What the record of a unit depends on."""
+        config, grid = self.config, self.grid
+        # FSDP keeps no quantised weights.
+        is_fully_sharded = config.parallel.sharding_strategy == "optim_grads_params"
+        keeps_weights = config.precision.fp8_format is None or not is_fully_sharded
+        modules = None if unit.is_recomputed else config.activations.modules
+        return unit.kind, modules, self.ends_key, grid.ep, grid.etp, self.splits_backward, keeps_weights
+
+    def unit(self, unit: Unit) -> UnitRecord:
+        """The record of a unit between the ends."""
+        record = self._records.record(self.key(unit), _Request(self._rehearsals, unit))
+        assert isinstance(record, UnitRecord)
+        return record
+
+    def of_stage(self, number: int) -> list[UnitRecord]:
+        """The records of all units of a virtual stage, in order."""
+        stage, ends = self.division.stages[number], self.ends
+        found = [ends.embedding] if stage.has_embedding else []
+        found += map(self.unit, self.division.units[number])
+        return found + ([ends.output] if stage.has_output_layer else [])
+
+    def requests(self) -> Iterator[tuple[Hashable, _Request]]:
+        """By key all units that the run has."""
+        yield self.ends_key, _Request(self._rehearsals)
+        for number in set(self.division.like):
+            for unit in self.division.units[number]:
+                yield self.key(unit), _Request(self._rehearsals, unit)
+
+    @cached_property
+    def ends_key(self) -> Hashable:
+        """What the records of the ends depend on, and those of all other units, too."""
+        config, grid = self.config, self.grid
+        # Of the gradients' format: a product in FP8 is added to them after it.
+        adds_in_bf16 = config.precision.fp8_format is not None and config.precision.grad_reduce_in_bf16
+        return grid.tp, grid.cp, config.micro_batch_size, config.parallel.sequence_parallel, adds_in_bf16
+
+    @cached_property
+    def _rehearsals(self) -> UnitRehearsals:
+        records = self._records
+        config = records.with_attention_kernel(self.config)
+        return UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
+
+
+def _is_in_bf16(config: RunConfig, layer: int, num_layers: int) -> bool:
+    precision = config.precision
+    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
+    return precision.first_last_layers_bf16 and not first <= layer < num_layers - last

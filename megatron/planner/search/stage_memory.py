@@ -1,0 +1,228 @@
+"""Memory of the stages of a layout, from the records of its units: what the dry run would measure, in a fraction of its
+time.
+
+The sum of the state, of the activations of the live microbatches, and of the pass that runs, at the moments of the
+schedule that can be the peak. A test compares it with the dry run, which stays the judge: this sum only selects
+layouts.
+
+Not counted: --cpu-offloading-num-layers, and working memory of --optimizer muon.
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.run import RunConfig
+from megatron.core.parameter import ParameterInfo
+from megatron.core.precision import number_formats
+from megatron.planner.plan import ALLOWANCE
+from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
+from megatron.planner.rehearsal.unit import UnitRecord
+from megatron.planner.search.layout import Layout
+from megatron.planner.search.schedule_moments import StageMoments, moments_of
+from megatron.planner.search.state_memory import (
+    Formats,
+    Sharding,
+    StateMemory,
+    UnitBuffers,
+    Weight,
+    buffered_state,
+    fully_sharded_state,
+)
+from megatron.training.initialize import rank_grid
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Units of a chunk: what each keeps, and the peaks of the chunk's passes beyond the state and other activations."""
+
+    kept: int
+    forward: int
+    backward: int
+    deferred: int
+    """From the backward pass to the pass of the weight gradients."""
+    weight_pass: int
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The memory of a stage with certain layers, in bytes."""
+
+    lasting: int
+    """Between the passes, without activations."""
+    passes: NDArray[np.int64]
+    """Of each pass (:class:`StageMoments`)."""
+    held: NDArray[np.int64]
+    """Of each thing that is held beside a pass."""
+
+
+class StageMemory:
+    """Memory of the layouts of one run; it remembers what they share."""
+
+    def __init__(self, config: RunConfig, records: UnitRecords, given: Collection[str] = ()) -> None:
+        self.config, self.records, self.given = config, records, given
+        self.moments: dict[Hashable, StageMoments] = {}
+        self.states: dict[Hashable, StateMemory] = {}
+
+    def stage(self, layout: Layout, stage: int, num_microbatches: int) -> int:
+        """Bytes that pipeline stage ``stage`` needs, with the allowance."""
+        return _LayoutMemory(self, layout, num_microbatches).stage(stage) + ALLOWANCE
+
+    def tightest(self, layout: Layout, num_microbatches: int) -> tuple[int, int]:
+        """Bytes of the stage that needs the most, with the allowance, and its number."""
+        memory = _LayoutMemory(self, layout, num_microbatches)
+        most, stage = max((memory.stage(stage), -stage) for stage in range(layout.pp))
+        return most + ALLOWANCE, -stage
+
+
+class _LayoutMemory:
+    """The memory of one layout."""
+
+    def __init__(self, shared: StageMemory, layout: Layout, num_microbatches: int) -> None:
+        self.shared, self.layout, self.num_microbatches = shared, layout, num_microbatches
+        self.config = layout.apply(shared.config, shared.given)
+        self.units = UnitsOfRun(shared.records, self.config, rank_grid(self.config.parallel, layout.num_gpus))
+        self.division = self.units.division
+        self._contents: dict[tuple[int, ...], _Content] = {}
+
+    @cached_property
+    def formats(self) -> Formats:
+        formats = number_formats(self.config.precision, self.config.optimizer)
+        weight = formats.weight.itemsize
+        return Formats(weight, formats.gradient.itemsize, _bytes_of_moments(self.config), formats.master.itemsize)
+
+    def moments(self, stage: int) -> StageMoments:
+        layout, chunks = self.layout, self.division.placement.num_chunks
+        group = self.config.pipeline.microbatch_group_size_per_virtual_pipeline_stage
+        key = self.units.schedule, layout.pp, chunks, self.num_microbatches, stage
+        if key not in self.shared.moments:
+            self.shared.moments[key] = moments_of(
+                self.units.schedule, layout.pp, self.num_microbatches, chunks, stage, group
+            )
+        return self.shared.moments[key]
+
+    def stage(self, stage: int) -> int:
+        """Bytes of the stage's peak without the allowance."""
+        numbers = self.division.contents[stage]
+        if numbers not in self._contents:
+            self._contents[numbers] = self._content(numbers)
+        content, moments = self._contents[numbers], self.moments(stage)
+        most = int((content.passes[moments.passes] + moments.held @ content.held).max())
+        return content.lasting + most
+
+    def _content(self, numbers: Sequence[int]) -> "_Content":
+        """``numbers`` are the virtual stages of the stage."""
+        state, shard = self.state(numbers), self.units.ends.shard
+        chunks, first, lasting = [], 0, state.lasting + self.units.ends.position_tables
+        for number in numbers:
+            units = self.units.of_stage(number)
+            buffers = state.units[first : first + len(units)]
+            first += len(units)
+            receives = not self.division.stages[number].has_output_layer
+            chunks.append(self.chunk(units, buffers, held=shard if receives else 0))
+            lasting += sum(unit.memory.lasting for unit in units)
+        lasting += state.split_backward if self.units.splits_backward else 0
+        return _Content(
+            lasting=lasting,
+            passes=np.array([getattr(one, name) for name in ("forward", "backward", "weight_pass") for one in chunks]),
+            held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), shard]),
+        )
+
+    def chunk(self, records: Sequence[UnitRecord], buffers: Sequence[UnitBuffers], held: int) -> _Chunk:
+        """``held`` is the received gradient, which stays until the end of the backward pass."""
+        splits, units = self.units.splits_backward, [record.memory for record in records]
+        before = forward = backward = 0
+        for number, (unit, buffer) in enumerate(zip(units, buffers)):
+            # With a pass for weight gradients all whole gradients are counted in the state.
+            own = UnitBuffers() if splits else buffer
+            forward = max(forward, before + max(unit.forward + buffer.forward, buffer.start))
+            is_last = number == len(units) - 1
+            deferred = sum(one.deferred for one in units[number + 1 :]) + before
+            early = unit.backward + (0 if is_last else held)
+            late = unit.late_backward + held + own.late_backward if unit.late_backward else 0
+            backward = max(
+                backward,
+                deferred + early + max(own.backward, 0 if unit.late_backward else own.late_backward),
+                deferred + late,
+                deferred + unit.experts_end + held + own.experts_end if own.experts_end else 0,
+                deferred + unit.end + held + own.backward_end,
+                deferred + unit.kept + held + buffer.start,
+            )
+            before += unit.kept
+        waiting = sum(unit.deferred for unit in units)
+        gathers = self.config.parallel.sequence_parallel and self.layout.tp > 1
+        gathered = 2 * self.layout.tp * self.units.ends.shard if gathers else 0
+        return _Chunk(before, forward, backward, waiting, waiting + gathered)
+
+    def state(self, numbers: Sequence[int]) -> StateMemory:
+        layout = self.layout
+        key = (
+            tuple(self.division.kinds[number] for number in numbers),
+            *(layout.tp, layout.cp, layout.dp, layout.ep, layout.etp, layout.sharding, layout.replicas),
+            layout.reduces_in_bf16,
+        )
+        if key not in self.shared.states:
+            self.shared.states[key] = self._state(numbers)
+        return self.shared.states[key]
+
+    def _state(self, numbers: Sequence[int]) -> StateMemory:
+        sharding, stages = self.sharding, [self.division.stages[number] for number in numbers]
+        ends = self.units.ends
+        tables = {info.name for info in ends.embedding.parameters}
+        is_tied = any(info.name in tables for info in ends.output.parameters)
+        has_both = any(one.has_embedding for one in stages) and any(one.has_output_layer for one in stages)
+        is_full = self.layout.sharding == "optim_grads_params" and max(sharding.dense, sharding.experts) > 1
+        units = [
+            self._weights(record, is_tied and not has_both, not (is_tied and has_both))
+            for number in numbers
+            for record in self.units.of_stage(number)
+        ]
+        if not is_full:
+            return buffered_state(units, self.formats, sharding)
+        root: list[Weight] = []
+        if is_tied and has_both:
+            root, units[0], units[-1] = [*units[0], *units[-1]], [], []
+        return fully_sharded_state(units, root, self.formats, sharding)
+
+    def _weights(self, record: UnitRecord, is_tied: bool, has_output_weight: bool) -> list[Weight]:
+        infos = record.parameters
+        if record is self.units.ends.output and not has_output_weight:
+            infos = tuple(info for info in infos if not info.is_vocabulary)
+        return [_weight(info, is_tied) for info in infos]
+
+    @cached_property
+    def sharding(self) -> Sharding:
+        layout, parallel = self.layout, self.config.parallel
+        copies = layout.cp * layout.dp
+        of_experts = layout.tp * copies // (layout.ep * layout.etp) if self.config.model.num_experts else 1
+        is_sharded = layout.sharding != "no_shard"
+        return Sharding(
+            dense=copies // layout.replicas if is_sharded else 1,
+            experts=of_experts // layout.replicas if is_sharded else 1,
+            bucket_size=lambda is_expert, size: parallel.bucket_size(of_experts if is_expert else copies, size),
+            shards_gradients=layout.sharding == "optim_grads",
+            overlaps=parallel.overlap_grad_reduce,
+            prefetches=parallel.overlap_param_gather,
+            frees_experts=layout.ep * layout.etp > 1,
+            reshards=parallel.torch_fsdp2_reshard_after_forward,
+        )
+
+
+def _weight(info: ParameterInfo, is_tied: bool) -> Weight:
+    rows, *others = info.local_shape
+    return Weight(rows, prod(others), info.is_expert, is_tied and info.is_vocabulary)
+
+
+def _bytes_of_moments(config: RunConfig) -> int:
+    """Of an element, all moments together, and the moving average of the weights."""
+    optimizer = config.optimizer
+    average = 0 if optimizer.ema_decay is None else 8 if config.precision.fp64 else 4
+    if optimizer.optimizer == "sgd":
+        return 4 + average
+    if not optimizer.use_precision_aware_optimizer:
+        return (8 if not config.precision.fp64 else 16) + average
+    return average + sum({"fp32": 4, "bf16": 2}[name] for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
