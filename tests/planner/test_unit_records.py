@@ -84,7 +84,7 @@ CASES = [
     Case(f"{LLAMA_8B} {ZERO} --kernel attention=reference", 8),
     Case(f"{LLAMA_8B} {ZERO} {FP8} delayed", 8),
     Case(f"{LLAMA_8B} {ZERO} {TP4} {FP8} tensorwise", 8, cluster="b200"),
-    Case(f"{LLAMA_8B} {ZERO} {FP8} tensorwise --first-last-layers-bf16 --num-layers-at-start-in-bf16 1", 8),
+    Case(f"--model llama3-8b --num-layers 3 {ZERO} {FP8} tensorwise --first-last-layers-bf16", 8),
     Case(f"--model qwen3-8b {TWO} {ZERO} {TP4}", 8),
     Case(f"{LLAMA_70B} {ZERO} {PP2} --context-parallel-size 2", 64),
     Case(f"{LLAMA_70B} {ZERO} {PP2} --pipeline-schedule zb-h1", 64),
@@ -105,9 +105,9 @@ REDUCED = [
     Case(f"{LLAMA_8B} --data-parallel-sharding-strategy no_shard", 64),
     Case(f"{LLAMA_8B} {ZERO} {TP4} --grad-reduce-in-bf16", 64, cluster="h100-roce"),
     Case(f"{LLAMA_8B} {ZERO2}", 16),
-    Case(f"{LLAMA_8B} {ZERO2} --defer-grad-reduce", 16),
-    Case(f"{LLAMA_8B} --use-torch-fsdp2", 16),
-    Case(f"{LLAMA_8B} --use-torch-fsdp2 --num-distributed-optimizer-instances 2", 16),
+    Case("--model llama3-8b --num-layers 8 --use-torch-fsdp2", 16),
+    Case("--model llama3-8b --num-layers 8 --use-torch-fsdp2 --defer-grad-reduce", 16),
+    Case("--model llama3-8b --num-layers 8 --use-torch-fsdp2 --num-distributed-optimizer-instances 2", 16),
     Case(f"--model mixtral-8x7b {TWO} {ZERO} {EP} 4", 16),
 ]
 
@@ -168,12 +168,12 @@ def test_reductions_gathers_and_the_update_are_those_of_a_step(case: Case) -> No
     seconds_of = prices.launch_prices(step)
     shared = sum(seconds_of.collective(one) for one in launches if axis(one) in ("dp", "edp"))
     between = [one for one in launches if "pass, microbatch" not in one.during]
-    assert terms["data parallelism"] == pytest.approx(shared, rel=0.05)
+    assert terms["data parallelism"] == pytest.approx(shared, rel=0.08)
     assert terms["optimizer"] == pytest.approx(seconds_of.optimizer(between), rel=0.1)
     others = [one for one in launches if "pass, microbatch" in one.during and not is_part_of_fsdp(one)]
     expected = sum(seconds_of.by_term(others).values())
     computed = sum(seconds for name, seconds in terms.items() if name not in ("gaps", "data parallelism", "optimizer"))
-    assert computed == pytest.approx(expected, rel=0.01)
+    assert computed == pytest.approx(expected, rel=0.02)
 
 
 def is_part_of_fsdp(launch: Launch) -> bool:

@@ -346,13 +346,15 @@ class _Steps:
         return np.asarray(exposed + m * np.where(self.is_fully_sharded, sharded, reduced))
 
     def _optimizer(self) -> Array:
-        """The norm of the gradients and their scaling, the update of main weights and two moments, and the cast to the
-        dtype of the model."""
+        """The norm of the gradients and their scaling, copies of narrow ones in fp32, the update of main weights and two
+        moments, and the cast to the dtype of the model."""
         ranks = np.array([self.dp * self.cp, self.edp])
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         parameters = (self._parameters[3] / shards).sum(axis=0)
         gradient, weight = self.gradient_bytes, self.weight_bytes
-        moved = 3 * gradient + 24 + 2 * gradient + np.where(weight < 4, 4 + weight, 0.0)
+        moved = 3 * gradient + 32 + np.where(gradient < 4, 22.0, 0.0)
+        # FSDP casts the weights that it gathers.
+        moved = moved + np.where((weight < 4) & ~self.is_fully_sharded, 4 + weight, 0.0)
         return optimizer_seconds(self.machines, self.c, parameters * moved)
 
 

@@ -35,8 +35,8 @@ from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 
 GPU = torch.device("cuda")
-_MAX_ATTEMPTS = 3
-"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
+_MAX_ATTEMPTS = 4
+"""A first run may also allocate what lasts: FP8 weights, after each step again, and what all units share."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +166,12 @@ class UnitRehearsals:
         )
 
     def _attach_main_grads(self, recorder: UnitRecorder, unit: nn.Module) -> None:
+        """Main gradients that have those of an earlier microbatch."""
         gradient = number_formats(self._config.precision, self._config.optimizer).gradient
         for parameter in unit.parameters():
-            attach_main_grad(parameter, MainGrad(recorder.empty(parameter.shape, gradient)))
+            main_grad = MainGrad(recorder.empty(parameter.shape, gradient))
+            main_grad.is_filled = True
+            attach_main_grad(parameter, main_grad)
 
     def _context(self, recorder: UnitRecorder) -> tuple[BuildContext, TransformerConfig]:
         config, size = self._config, self._vocab_size
@@ -202,11 +205,13 @@ class UnitRehearsals:
         setting = RehearsalSetting(recorder, gradient, context.weight_gradients, self._defers)
         rehearsal = LayerRehearsal(setting, unit, unit.forward, is_first=False, is_last=False)
         before, recorded = recorder.now.total, None
-        for _ in range(_MAX_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
+            if context.fp8 is not None and attempt == 1:
+                context.fp8.finish_step()  # from now on delayed scaling has scales
             log = _LaunchLog(recorder)
             with nullcontext() if context.fp8 is None else context.fp8.forward_pass():
                 recorded = rehearsal.run(log, inputs, positions)
-            if recorded is not None:
+            if recorded is not None and (context.fp8 is None or attempt):
                 break
         assert recorded is not None, "the unit keeps memory after every pass"
         infos = tuple(map(info_of, unit.parameters()))
