@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from typing import cast
 
 import torch
 
+from megatron.core.models.transformer import TransformerChunk
 from megatron.planner.fake_backend import SimulatedTopology
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
 from megatron.planner.plan import Run, fake_processes
@@ -31,7 +33,7 @@ def record_step(run: Run, rank: int, num_microbatches: int, document_length: int
         )
         module = build_rank(run.config, topology, run.vocabulary, recorder, run.device)
         for chunk in module.executor.chunks:
-            recorder.label_recompute(chunk)
+            recorder.label_recompute(cast(TransformerChunk, chunk))
         for _ in range(2):
             recorder.launches.clear()
             run_step(run.config, topology, module, num_microbatches, recorder, starts)

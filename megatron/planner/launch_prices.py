@@ -1,4 +1,4 @@
-"""Seconds of recorded launches, by the prices that the closed form uses."""
+"""Seconds of recorded launches, by the prices that are fitted to published runs."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class LaunchPrices:
         return cls(Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length, is_cudnn)
 
     def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
-        """Seconds by cause, named as in the closed form; without data parallelism and messages of the pipeline."""
+        """Seconds by cause, named in :data:`TERMS`; without data parallelism and messages of the pipeline."""
         terms: dict[str, float] = {}
         for launch in launches:
             term, seconds = self._price(launch)
@@ -101,7 +101,7 @@ class LaunchPrices:
     def product(self, launch: Launch) -> float:
         """Seconds of a GEMM.
 
-        A weight gradient counts with its inner dimension's operand first, as in the closed form; the price of tiles
+        A weight gradient counts with its inner dimension's operand first, as in the fit; the price of tiles
         is not symmetric.
         """
         shape = launch.product
@@ -178,7 +178,7 @@ class LaunchPrices:
         return _number(optimizer_seconds(self.machines, self.constants, moved))
 
     def _ranks(self, group: Group) -> Sequence[int]:
-        """The ranks of the group in the whole run, whose stages are more than those of a shallow one."""
+        """The ranks of the group in the run that is priced, which may have other stages than the rehearsed one."""
         if group.axes == "cp" or group.axes.startswith("pp"):
             return group.ranks  # possibly of one level of the axis
         return self.grid.group(0, group.axes.split("x"))

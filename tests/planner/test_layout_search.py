@@ -34,9 +34,9 @@ from megatron.planner.search.rehearsals import Memory, parallel_map, rehearse_be
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
 from megatron.planner.search.search import find_layouts, node_warnings, unit_records
+from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.fit import load_fitted
-from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.published import NEMO, read_published
 from megatron.planner.step_time.workload import Run, Workload

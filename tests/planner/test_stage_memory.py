@@ -66,7 +66,6 @@ class Case:
         check_run(applied, self.layout.num_gpus)
         return Run.of(applied, self.layout.num_gpus, Vocabulary(vocabulary, vocabulary - 1))
 
-
     def memory(self) -> StageMemory:
         return StageMemory(self.config(), UnitRecords(self.run().vocabulary.size), self.given)
 
@@ -225,7 +224,9 @@ def test_what_layouts_share_is_computed_once_and_not_mixed_up() -> None:
     for name in same:
         layout = CASES[name].layout
         if run.architecture.num_layers % (layout.pp * layout.vp) == 0 and layout.recompute_layers <= 3:
-            assert shared.stage(layout, 0, 16) == case.memory().stage(layout, 0, 16) == shared.stage(layout, 0, 16), name
+            assert shared.stage(layout, 0, 16) == case.memory().stage(layout, 0, 16) == shared.stage(layout, 0, 16), (
+                name
+            )
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("gpipe", 1)])

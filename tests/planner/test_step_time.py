@@ -1,4 +1,4 @@
-"""The closed form of a step's time: against counts by hand and the schedule simulator, and what it takes from a run."""
+"""The closed form of a step's time: against counts by hand and the schedule simulator."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,19 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
-from megatron.core.topology import RankGrid
-from megatron.errors import ConfigError
-from megatron.planner.step_time.cluster import Cluster, read_cluster
+from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.constants import CONSTANTS
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.published import fitted_and_held_back, read_published
-from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
+from megatron.planner.step_time.workload import Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
-from megatron.training.initialize import rank_grid
 
 H100 = read_cluster("h100")
 SOFTWARE = Software(attention="cudnn", elementwise="transformer-engine", sharding="optimizer")

@@ -132,7 +132,7 @@ def differences(case: Case) -> dict[str, float]:
     step = planned(case, run)
     by_stage, found = step.units.division.by_stage, {}
     for stage in dict.fromkeys((0, run.grid.pp - 1)):
-        ours = sum(prices.passes(step, number) for number in by_stage[stage])
+        ours = np.sum([prices.passes(step, number) for number in by_stage[stage]], axis=0)
         rank = run.grid.group(run.rank_of_stage(stage), ("cp",))[-1]
         launches = record_step(run, rank, MICROBATCHES)
         for number, name in enumerate(("forward", "backward", "weight gradients")):

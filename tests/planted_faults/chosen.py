@@ -424,9 +424,9 @@ FIGURES = (
     ),
     Fault(
         "a plan counts activations of one microbatch less",
-        "held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),",
-        "held=np.array([*(0 for one in chunks), *(one.deferred for one in chunks), self.rules.shard]),",
-        ("planner/test_memory_formula.py",),
+        "held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), shard]),",
+        "held=np.array([*(0 for one in chunks), *(one.deferred for one in chunks), shard]),",
+        ("planner/test_stage_memory.py",),
     ),
     Fault(
         "lost iterations count as kept",

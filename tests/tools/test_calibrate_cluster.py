@@ -34,13 +34,12 @@ from megatron.planner.calibration.measure import (
 )
 from megatron.planner.calibration.operations import ProductShape, attention_shapes, product_action, product_shapes
 from megatron.planner.calibration.ranks import Ranks
-from megatron.planner.calibration.real_step import describe_step, with_layers
+from megatron.planner.calibration.real_step import planned_step, with_layers
 from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort, Sample
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.fit import load_fitted
-from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.workload import Run, Workload
 from tests.rank_pool import RankPool
 
 SMALL = (
@@ -82,7 +81,7 @@ def measured_on_the_machine(plan: Plan, ranks: int = 2, latency: float = 0.0) ->
     """Measurements without noise; ``latency`` is that of a ring."""
     lengths = attention_shapes(plan.model, 32, 2)
     runs = {
-        key: describe_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], MACHINE)
+        key: planned_step(with_layers(plan.config, key[0], key[1]), 1, plan.vocab_size, key[2], MACHINE)
         for key in ((1, 1, 1), (1, 2, 1), (3, 1, 1), (3, 2, 1), (3, 2, 2))
     }
     constants = {**load_fitted(), **without_overlap(), **TRUE}
@@ -103,8 +102,8 @@ def measured_on_the_machine(plan: Plan, ranks: int = 2, latency: float = 0.0) ->
     )
 
 
-def seconds(run: Run, constants: Mapping[str, float]) -> float:
-    return float(StepTimeModel(Workload([run])).price(constants).total[0])
+def seconds(step: PlannedStep, constants: Mapping[str, float], cluster: Cluster = MACHINE) -> float:
+    return float(StepPrices(cluster, constants).price([step]).total[0])
 
 
 def test_the_fit_recovers_the_constants_of_a_machine() -> None:
@@ -234,14 +233,14 @@ def test_measuring_takes_the_stated_number_of_operations(together: int) -> None:
     assert merge(measured, measured).products == measured.products
 
 
-def step_on_one_machine(name: str) -> Run:
+def step_on_one_machine(name: str) -> tuple[PlannedStep, Cluster]:
     layout = next(one for one in LAYOUTS if one.name == name)
     machine = replace(MACHINE, node_size=layout.ranks)
-    return describe_step(layout.config, layout.ranks, 2048, layout.num_microbatches, machine)
+    return planned_step(layout.config, layout.ranks, 2048, layout.num_microbatches, machine), machine
 
 
 def prices_on_cores(name: str, cores: int) -> Mapping[str, float]:
-    return price_on_cores(step_on_one_machine(name), {**load_fitted(), **without_overlap(), **TRUE}, cores)
+    return price_on_cores(*step_on_one_machine(name), {**load_fitted(), **without_overlap(), **TRUE}, cores)
 
 
 def test_ranks_that_share_cores_take_turns_and_have_the_core_of_a_stage_that_idles() -> None:
@@ -249,7 +248,8 @@ def test_ranks_that_share_cores_take_turns_and_have_the_core_of_a_stage_that_idl
     assert {name: 2 * value for name, value in own.items()} == pytest.approx(shared)
     own, shared = prices_on_cores("PP2 DP2", 4), prices_on_cores("PP2 DP2", 2)
     # A core for each rank changes no price.
-    expected = seconds(step_on_one_machine("PP2 DP2"), {**load_fitted(), **without_overlap(), **TRUE})
+    step, machine = step_on_one_machine("PP2 DP2")
+    expected = seconds(step, {**load_fitted(), **without_overlap(), **TRUE}, machine)
     assert own["bubble"] > 0 and sum(own.values()) == pytest.approx(expected)
     once = ("data parallelism", "optimizer")
     assert all(shared[name] == pytest.approx(2 * own[name]) for name in once)
@@ -264,8 +264,9 @@ def test_ranks_that_share_cores_take_turns_and_have_the_core_of_a_stage_that_idl
 def test_the_layouts_of_the_benchmark_have_two_to_four_ranks() -> None:
     assert len(LAYOUTS) >= 8 and {layout.ranks for layout in LAYOUTS} == {2, 3, 4}
     for layout in LAYOUTS:
-        run = describe_step(layout.config, layout.ranks, 2048, layout.num_microbatches, MACHINE)
-        assert run.global_batch_size == 16 and run.gpus == run.tp * run.pp * run.dp == layout.ranks
+        step = planned_step(layout.config, layout.ranks, 2048, layout.num_microbatches, MACHINE)
+        grid = step.grid
+        assert step.global_batch_size == 16 and grid.world_size == grid.tp * grid.pp * grid.dp == layout.ranks
 
 
 def test_order_counts_distinct_pairs_only() -> None:

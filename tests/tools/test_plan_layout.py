@@ -59,7 +59,6 @@ def test_the_best_layouts_are_rehearsed(planned: tuple[dict[str, Any], str, str]
         stages = [sum(kinds.values()) for kinds in one["memory_by_stage"]]
         assert max(stages) / 2**30 == pytest.approx(one["memory_gib"])
         assert stages.index(max(stages)) == one["tightest_stage"]
-        assert one["rehearsed_step_time_s"] > 0
 
 
 def test_the_flags_start_a_dry_run(

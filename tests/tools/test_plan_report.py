@@ -49,8 +49,8 @@ def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Pag
         for name, term in one.terms.items():
             bar = f"{rank}: {one.name}\n{name}: {seconds(term)}, {term / one.step_time_s:.1%}"
             assert (bar in tips(page)) == (term > 0)
-        if one.rehearsal is not None:
-            assert seconds(one.rehearsal.seconds) in page.text
+        if one.passes is not None:
+            assert seconds(one.step_time_s) in page.text
 
 
 def test_layouts_are_marked_and_their_flags_can_be_copied(result: SearchResult) -> None:
@@ -92,13 +92,13 @@ def test_the_memory_of_every_stage_is_on_the_page(result: SearchResult, page: Pa
 
 def test_the_timeline_has_the_durations_of_the_rehearsal(result: SearchResult, page: Page) -> None:
     """5 chunks on 4 stages: 160 boxes of a stage are 16 of 64 microbatches."""
-    rehearsal = result.best.rehearsal
-    assert rehearsal is not None
+    times = result.best.passes
+    assert times is not None
     assert "Drawn with 16 of the 64 microbatches" in page.text
     passes = [tip for tip in tips(page) if ", microbatch " in tip]
     assert len(passes) == 16 * 2 * 20
-    forward = 1e3 * rehearsal.stage_passes[0][0]
-    backward = 1e3 * sum(rehearsal.stage_passes[-1][1:])
+    forward = 1e3 * times.by_virtual_stage[0][0]
+    backward = 1e3 * sum(times.by_virtual_stage[-1][1:])
     assert sum(f"\n{forward:.3g} ms, from 0 s" in tip for tip in passes) == 1
     ends = [tip for tip in passes if f"\n{backward:.3g} ms" in tip]
     assert len(ends) == 16 and all(tip.startswith("backward, microbatch ") and ", chunk 4\n" in tip for tip in ends)
@@ -107,11 +107,11 @@ def test_the_timeline_has_the_durations_of_the_rehearsal(result: SearchResult, p
 def test_what_a_step_takes_once_is_at_the_end_of_the_timeline(result: SearchResult) -> None:
     """On one stage the passes take the microbatches times their durations."""
     best = result.best
-    assert best.rehearsal is not None
+    assert best.passes is not None
     layout = sample_layout(8, 1, 1)  # 16 microbatches
     terms = {"products": 1.6, "data parallelism": 0.25, "optimizer": 0.125, "gaps": 0.5}
-    rehearsal = replace(best.rehearsal, seconds=2.475, terms=terms, stage_passes=((0.03, 0.04, 0.03),))
-    one = replace(best, layout=layout, rehearsal=rehearsal)
+    passes = replace(best.passes, by_virtual_stage=((0.03, 0.04, 0.03),))
+    one = replace(best, layout=layout, step_time_s=2.475, terms=terms, passes=passes)
     found = tips(Page(plan_page(replace(result, layouts=(one,)))))
     for tip in (
         "data parallelism\n250 ms, from 1.6 s",
@@ -123,21 +123,21 @@ def test_what_a_step_takes_once_is_at_the_end_of_the_timeline(result: SearchResu
 
 def test_of_a_long_schedule_some_microbatches_are_drawn(result: SearchResult) -> None:
     """128 sequences on a replica: 80 microbatches are 160 boxes."""
-    rehearsal = result.layouts[1].rehearsal
-    assert rehearsal is not None
-    rehearsal = replace(rehearsal, stage_passes=tuple(rehearsal.stage_passes[:4]))
-    one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), rehearsal=rehearsal)
+    passes = result.layouts[1].passes
+    assert passes is not None
+    passes = replace(passes, by_virtual_stage=passes.by_virtual_stage[:4])
+    one = replace(result.layouts[1], layout=sample_layout(8, 4, 2), passes=passes)
     page = Page(plan_page(replace(result, layouts=(one,), num_fitting=1)))
     assert "Drawn with 80 of the 128 microbatches" in page.text
 
 
 def test_products_are_below_the_roof(result: SearchResult, page: Page) -> None:
-    rehearsal = result.best.rehearsal
-    assert rehearsal is not None
-    total = sum(product.seconds for product in rehearsal.products)
-    dots = plan_roofline.dots(rehearsal.products)
-    assert [dot.seconds for dot in dots] == sorted((product.seconds for product in rehearsal.products), reverse=True)
-    for product in rehearsal.products:
+    passes = result.best.passes
+    assert passes is not None
+    total = sum(product.seconds for product in passes.products)
+    dots = plan_roofline.dots(passes.products)
+    assert [dot.seconds for dot in dots] == sorted((product.seconds for product in passes.products), reverse=True)
+    for product in passes.products:
         m, n, k = product.m, product.n, product.k
         rate = 2 * m * n * k * product.count / product.seconds
         intensity = 2 * m * n * k / (2 * (m * k + k * n + m * n))
@@ -151,10 +151,10 @@ def test_products_are_below_the_roof(result: SearchResult, page: Page) -> None:
 
 def test_fp8_has_a_roof_of_its_own(result: SearchResult) -> None:
     best = result.best
-    assert best.rehearsal is not None
-    products = tuple(replace(product, dtype="float8_e4m3fn") for product in best.rehearsal.products[:2])
-    rehearsal = replace(best.rehearsal, products=(*products, *best.rehearsal.products[2:]))
-    text = Page(plan_page(replace(result, layouts=(replace(best, rehearsal=rehearsal),)))).text
+    assert best.passes is not None
+    products = tuple(replace(product, dtype="float8_e4m3fn") for product in best.passes.products[:2])
+    passes = replace(best.passes, products=(*products, *best.passes.products[2:]))
+    text = Page(plan_page(replace(result, layouts=(replace(best, passes=passes),)))).text
     assert "FP8 peak 1,979 TFLOP/s, from 591 FLOP/byte on" in text
     assert "bf16 peak 989 TFLOP/s" in text and "products in float8_e4m3fn" in text
 
@@ -199,11 +199,11 @@ def test_terms_have_colours_and_numbers_few_digits() -> None:
 def hostile(result: SearchResult) -> SearchResult:
     """With markup wherever a name comes from a file or from another module."""
     best = result.best
-    assert best.rehearsal is not None
-    product = replace(best.rehearsal.products[0], dtype=NASTY)
-    rehearsal = replace(best.rehearsal, products=(product, *best.rehearsal.products[1:]))
+    assert best.passes is not None
+    product = replace(best.passes.products[0], dtype=NASTY)
+    passes = replace(best.passes, products=(product, *best.passes.products[1:]))
     terms = {**best.terms, NASTY: 0.1}
-    best = replace(best, limits=NASTY, advice=NASTY, rehearsal=rehearsal, terms=terms)
+    best = replace(best, limits=NASTY, advice=NASTY, passes=passes, terms=terms)
     job = replace(result.job, cluster=dataclasses.replace(result.job.cluster, name=NASTY), arguments=(NASTY,))
     return replace(result, job=job, layouts=(best, *result.layouts[1:]), warnings=(NASTY,))
 

@@ -52,7 +52,7 @@ def plan_page(result: SearchResult) -> str:
         notes(result.warnings),
         _choice(result),
         section("Memory against time", pareto_figure(result), note=_pareto_note(result)),
-        section("Where the time goes", time_figure(result), note="Seconds of a step by cause, in closed form."),
+        section("Where the time goes", time_figure(result), note="Seconds of a step by cause."),
         *_rehearsed(result),
         _scaling(result),
         section("Layouts", _layout_table(result), note=_table_note(result)),
@@ -166,7 +166,7 @@ def _timeline(result: SearchResult, one: PlannedLayout) -> str:
 
     forward, backward, weight = (tuple(times) for times in zip(*one.passes.by_virtual_stage))
     durations = Durations(forward, backward, weight)
-    tail = [Tail(name, colour, one.terms[name]) for name, colour in _AFTER_THE_PASSES.items()]
+    tail = [Tail(name, colour, one.terms.get(name, 0.0)) for name, colour in _AFTER_THE_PASSES.items()]
     # What a step takes once, such as the host's work between two steps.
     passes = simulate(build(count), durations).makespan
     rest = one.step_time_s - passes - sum(term.seconds for term in tail)

@@ -190,7 +190,7 @@ class _Steps:
         self.overlaps_gathers = np.array([one.overlap_param_gather for one in parallel])
         self.keeps_gathered = np.array([not one.torch_fsdp2_reshard_after_forward for one in parallel])
         self.defers_reduction = np.array([one.defer_grad_reduce for one in parallel])
-        places = [_places(step.grid, prices.cluster, step.config.parallel.sharding_strategy) for step in steps]
+        places = [places_of(step.grid, prices.cluster, step.config.parallel.sharding_strategy) for step in steps]
         self.places = {name: array(place[name] for place in places) for name in places[0]}
 
     @cached_property
@@ -290,8 +290,8 @@ class _Steps:
         return np.array([_parameters(step.units) for step in self.steps]).transpose(1, 2, 0)
 
     def _write_gradients(self, backward: Array) -> None:
-        """Change the terms of backward passes, ``[kind, term, runs]``, of sharded gradients: whole ones are written and
-        not added to, as the records have it, and reduced in every microbatch, and added to the main gradient's shard."""
+        """Change the terms of backward passes, ``[kind, term, runs]``, of sharded gradients. Whole ones are written and
+        not added to as in the records; every microbatch reduces them and adds them to the main gradient's shard."""
         writes = (self.reduces_each | self.is_fully_sharded) & ~self.defers_reduction
         shards = np.array([self.dp * self.cp, self.edp]) / self.replicas
         whole = np.where(writes, self.gradient_bytes * self._parameters[:3].sum(axis=1), 0.0)
@@ -312,17 +312,13 @@ class _Steps:
         all-reduce of each shard among its replicas, or of everything without shards."""
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         replicas = ranks / shards
-        ring = (shards - 1) / shards / self._rate(group, group, shards)
-        names = (np.where(self.is_sharded, self.places[f"{one}_in_{place}"], self.places[f"{group}_in_{place}"])
-                 for place, one in (("node", "replicas"), ("pod", "replicas")))  # fmt: skip
-        rate = self._ring_rate(*names, replicas)
-        return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * copied / shards / rate
+        ring = (shards - 1) / shards / self._ring_rate(group, shards)
+        copies = np.where(self.is_sharded, self._ring_rate("replicas", replicas), self._ring_rate(group, replicas))
+        return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * copied / shards / copies
 
-    def _rate(self, in_node: str, in_pod: str, ranks: Array) -> Array:
-        return self._ring_rate(self.places[f"{in_node}_in_node"], self.places[f"{in_pod}_in_pod"], ranks)
-
-    def _ring_rate(self, in_node: Array, in_pod: Array, ranks: Array) -> Array:
+    def _ring_rate(self, group: str, ranks: Array) -> Array:
         """Bytes per second of a ring of ``ranks``."""
+        in_node, in_pod = self.places[f"{group}_in_node"], self.places[f"{group}_in_pod"]
         share = between_pods(self.machines, in_pod, in_pod < ranks)
         return ring_rate(self.machines, self.c, in_node, in_node >= ranks, share)
 
@@ -346,8 +342,8 @@ class _Steps:
         return np.asarray(exposed + m * np.where(self.is_fully_sharded, sharded, reduced))
 
     def _optimizer(self) -> Array:
-        """The norm of the gradients and their scaling, copies of narrow ones in fp32, the update of main weights and two
-        moments, and the cast to the dtype of the model."""
+        """The norm of the gradients and their scaling, copies of narrow ones in fp32, the update of main weights and
+        two moments, and the cast to the dtype of the model."""
         ranks = np.array([self.dp * self.cp, self.edp])
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         parameters = (self._parameters[3] / shards).sum(axis=0)
@@ -383,7 +379,7 @@ def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float]:
 # Where ranks are.
 
 
-def _places(grid: RankGrid, cluster: Cluster, strategy: str) -> dict[str, int]:
+def places_of(grid: RankGrid, cluster: Cluster, strategy: str) -> dict[str, int]:
     """How many ranks of each group are in a node and in a pod."""
     dense = _dimensions(grid)
     shards = ("cp", "dp_shard", "dp_replicate") if strategy == "no_shard" else ("cp", "dp_shard")

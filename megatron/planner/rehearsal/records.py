@@ -208,9 +208,8 @@ class UnitsOfRun:
     def ends_key(self) -> Hashable:
         """What the records of the ends depend on, and those of all other units, too."""
         config, grid = self.config, self.grid
-        # Of the gradients' format: a product in FP8 is added to them after it.
-        adds_in_bf16 = config.precision.fp8_format is not None and config.precision.grad_reduce_in_bf16
-        return grid.tp, grid.cp, config.micro_batch_size, config.parallel.sequence_parallel, adds_in_bf16
+        parallel, precision = config.parallel, config.precision
+        return grid.tp, grid.cp, config.micro_batch_size, parallel.sequence_parallel, precision.grad_reduce_in_bf16
 
     @cached_property
     def _rehearsals(self) -> UnitRehearsals:

@@ -37,8 +37,8 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
     grid = rank_grid(config.parallel, described["world_size"])
-    records = UnitRecords(job.vocabulary.size, attention_kind(config, job.cluster))
-    step = PlannedStep(UnitsOfRun(records, config, grid), last["global_batch_size"])
+    units = UnitsOfRun(UnitRecords(job.vocabulary.size, attention_kind(config, job.cluster)), config, grid)
+    step = PlannedStep(units, last["global_batch_size"])
     is_same_model = (architecture, config.seq_length) == (job.architecture, job.seq_length)
     predicted = float(StepPrices(job.cluster, job.constants).price([step]).total[0])
     return Level(

@@ -1,8 +1,8 @@
 """Prices of single operations: products, attention, memory traffic, rings of ranks, and what stays exposed of them.
 
-The closed form (:mod:`megatron.planner.step_time.formulas`) and the priced rehearsal
-(:mod:`megatron.planner.priced_rehearsal`) both use these functions, so each formula exists once. They work on scalars
-and arrays; times are seconds, sizes are bytes, rates are per second.
+The closed form of other software (:mod:`megatron.planner.step_time.formulas`) and the prices of our own launches
+(:mod:`megatron.planner.launch_prices`) both use these functions, so each formula exists once. They work on scalars and
+arrays; times are seconds, sizes are bytes, rates are per second.
 
 Sources: a ring all-gather or reduce-scatter moves (n - 1) / n bytes per byte, an all-reduce twice as many (Patarasuk
 and Yuan 2009).

@@ -1,0 +1,132 @@
+"""Prices of the steps of this project: the pipeline, where ranks are, and many runs at once."""
+
+import numpy as np
+import pytest
+
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
+from megatron.core.topology import RankGrid
+from megatron.planner.rehearsal.price import (
+    PlannedStep,
+    StepPrices,
+    attention_kind,
+    followed_makespan,
+    pass_times,
+    places_of,
+)
+from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
+from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.workload import TERMS
+from megatron.schedules.registry import build_schedule
+from megatron.schedules.simulator import Durations, simulate
+from megatron.training.initialize import rank_grid
+
+H100 = read_cluster("h100")
+COMMON = "--model llama3-70b --mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3"
+
+
+def step(flags: str, num_gpus: int = 64, batch: int = 64) -> PlannedStep:
+    config = parse_command_line(f"{COMMON} --global-batch-size {batch} {flags}".split())
+    check_run(config, num_gpus)
+    return PlannedStep(UnitsOfRun(UnitRecords(128256), config, rank_grid(config.parallel, num_gpus)), batch)
+
+
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TP4 = f"{ZERO} --tensor-model-parallel-size 4 --sequence-parallel"
+PP4 = f"{TP4} --pipeline-model-parallel-size 4"
+KINDS = [
+    PP4,
+    f"{PP4} --num-virtual-stages-per-pipeline-rank 5",
+    f"{PP4} --pipeline-schedule zb-h1",
+    f"{PP4} --pipeline-schedule zb-v",
+    f"{PP4} --pipeline-schedule zb-v --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+    "--num-layers 62",
+    f"{TP4} --context-parallel-size 2",
+    f"{TP4} --fp8-format hybrid",
+    "--use-torch-fsdp2",
+    TP4,
+]
+
+
+def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
+    """The schedules that are followed action by action are grouped: no run gets the time of another."""
+    prices = StepPrices(H100, load_fitted())
+    runs = [step(flags, batch=batch) for flags in KINDS for batch in (16, 64, 256)]
+    found = prices.price(runs)
+    assert found.total == pytest.approx([float(prices.price([run]).total[0]) for run in runs], rel=1e-12)
+    assert set(found.terms) == set(TERMS)
+    assert np.allclose(sum(found.terms.values()), found.total, rtol=1e-12)
+    assert all((one >= 0).all() and np.isfinite(one).all() for one in found.terms.values())
+
+
+@pytest.mark.parametrize("flags", KINDS)
+def test_the_passes_of_a_step_take_its_time_but_for_what_it_has_once(flags: str) -> None:
+    """The schedule with the passes of every virtual stage is simulated; many runs at once use three kinds of stage."""
+    run, prices = step(flags), StepPrices(H100, {**load_fitted(), "growth": 0.0})
+    price = prices.price([run])
+    seconds = float(price.total[0])
+    forward, backward, weight = zip(*pass_times(prices, run, seconds).by_virtual_stage)
+    placement = run.units.division.placement
+    schedule = build_schedule(run.units.schedule, run.grid.pp, run.num_microbatches, placement.num_chunks)
+    makespan = simulate(schedule, Durations(forward, backward, weight)).makespan
+    once = sum(float(price.terms[name][0]) for name in ("data parallelism", "optimizer")) + load_fitted()["step"]
+    assert makespan + once == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-v", 2), ("1f1b", 1), ("interleaved", 3)])
+@pytest.mark.parametrize("microbatches", [4, 8, 40])
+def test_a_followed_schedule_takes_as_long_as_a_simulated_one(name: str, chunks: int, microbatches: int) -> None:
+    """Five runs at once, with passes of any length at the ends of the model."""
+    random, last = np.random.default_rng(0), 4 * chunks - 1
+    passes = [[random.uniform(0.5, 1.5, 5) for _ in range(3)] for _ in range(3)]
+    schedule = build_schedule(name, 4, microbatches, chunks)
+    places = [0 if number == 0 else 2 if number == last else 1 for number in range(last + 1)]
+    makespans, busiest = [], []
+    for run in range(5):
+        by_pass = [tuple(float(passes[place][kind][run]) for place in places) for kind in range(3)]
+        forward, backward, weight = by_pass
+        makespans.append(simulate(schedule, Durations(forward, backward, weight)).makespan)
+        stages = [0.0] * 4
+        for number in range(last + 1):
+            stages[schedule.placement.location(number)[0]] += sum(one[number] for one in by_pass)
+        busiest.append(max(stages))
+    found = followed_makespan(name, 4, chunks, microbatches, np.array(passes), np.array(busiest))
+    assert found == pytest.approx(makespans, rel=1e-12 if microbatches <= 12 else 0.005)
+
+
+@pytest.mark.parametrize(
+    ("flags", "cluster", "kind"),
+    [
+        ("", "h100", "cudnn"),
+        ("", "b200", "cudnn"),
+        ("", "a100-80gb", "flash"),
+        ("--attention-backend flash", "h100", "flash"),
+        ("--kernel attention=flash3", "h100", "cudnn"),
+        ("--kernel attention=reference", "h100", "unfused"),
+    ],
+)
+def test_attention_is_the_kernel_that_the_run_would_choose(flags: str, cluster: str, kind: str) -> None:
+    config = parse_command_line(f"{COMMON} {flags}".split())
+    assert attention_kind(config, read_cluster(cluster)) == kind
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 64, 8, 1), (4, 2, 4, 8, 2, 1), (2, 1, 2, 16, 4, 2), (8, 1, 8, 2, 4, 4), (1, 4, 2, 8, 8, 1)]
+)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_ranks_in_a_node_are_those_of_the_grid(order: str, sizes: tuple[int, ...], strategy: str) -> None:
+    tp, cp, pp, dp, ep, etp = sizes
+    replicas = dp if strategy == "no_shard" else min(2, dp)
+    grid = RankGrid(tp, cp, pp, dp, ep, etp, 1 if (tp * cp * dp // (ep * etp)) % replicas else replicas, order)
+    places = places_of(grid, H100, strategy)
+
+    def inside(*axes: str) -> int:
+        return sum(rank < 8 for rank in grid.group(0, axes))
+
+    shards = ("cp", "dp") if strategy == "no_shard" else ("cp", "dp_shard")
+    expert_shards = "edp" if strategy == "no_shard" else "edp_shard"
+    names = ("stages", "shards", "expert_shards")
+    expected = inside("pp"), inside(*shards), inside(expert_shards)
+    assert tuple(places[f"{name}_in_node"] for name in names) == expected
