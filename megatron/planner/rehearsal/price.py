@@ -87,6 +87,7 @@ class StepPrices:
     def __init__(self, cluster: Cluster, constants: Constants) -> None:
         self.cluster, self.constants = cluster, constants
         self._units: dict[Hashable, Array] = {}
+        self._stages: dict[Hashable, Array] = {}
 
     def price(self, steps: Sequence[PlannedStep]) -> StepTime:
         """The time of every step."""
@@ -95,22 +96,25 @@ class StepPrices:
     def passes(self, step: PlannedStep, number: int) -> Array:
         """Seconds of a microbatch in virtual stage ``number``: ``[pass, term]``, forward, backward and deferred weight
         gradients."""
-        units, division = step.units, step.units.division
-        stage = division.stages[number]
-        found = np.zeros((3, len(TERMS)))
-        if stage.has_embedding:
-            found += self._passes(step, ("embedding", units.ends_key), units.ends.embedding)
-        for unit in division.units[number]:
-            found += self._passes(step, units.key(unit), units.unit(unit), unit.is_recomputed)
-        if stage.has_output_layer:
-            output = self._passes(step, ("output", units.ends_key), units.ends.output)
-            found[:, _TERM["output layer"]] += output.sum(axis=1)
-        return found
+        units, division, grid = step.units, step.units.division, step.grid
+        # With the usual order neither tensor- nor context-parallel ranks move with the other sizes.
+        place = (grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ()))
+        key = division.kinds[number], units.key, place
+        if key not in self._stages:
+            stage = division.stages[number]
+            found = np.zeros((3, len(TERMS)))
+            if stage.has_embedding:
+                found += self._passes(step, ("embedding", units.ends_key, place), units.ends.embedding)
+            for unit in division.units[number]:
+                found += self._passes(step, (unit.kind, units.key, place), units.unit(unit), unit.is_recomputed)
+            if stage.has_output_layer:
+                output = self._passes(step, ("output", units.ends_key, place), units.ends.output)
+                found[:, _TERM["output layer"]] += output.sum(axis=1)
+            self._stages[key] = found
+        return self._stages[key]
 
     def _passes(self, step: PlannedStep, key: Hashable, record: UnitRecord, is_recomputed: bool = False) -> Array:
-        grid = step.grid
-        place = grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ())
-        if (key, place) not in self._units:
+        if key not in self._units:
             prices = self.launch_prices(step)
             found = np.zeros((3, len(TERMS)))
             for number, launches in enumerate(record.launches):
@@ -118,8 +122,8 @@ class StepPrices:
                     found[number, _TERM[name]] += seconds
             gap = self.constants["layer_gap"] * record.num_layers / 3
             found[:2, _TERM["gaps"]] += gap, (3 if is_recomputed else 2) * gap
-            self._units[key, place] = found
-        return self._units[key, place]
+            self._units[key] = found
+        return self._units[key]
 
     def launch_prices(self, step: PlannedStep) -> LaunchPrices:
         """Prices of the launches of a step."""
@@ -370,10 +374,12 @@ def _parameters(units: UnitsOfRun) -> list[tuple[float, float]]:
 
 def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float]:
     """Parameters of a virtual stage outside of experts, and of experts. A weight that both ends share counts once."""
-    found = {info.name: info for record in units.of_stage(number) for info in record.parameters if info.is_vocabulary}
-    others = [info for record in units.of_stage(number) for info in record.parameters if not info.is_vocabulary]
-    dense = sum(prod(info.local_shape) for info in (*found.values(), *others) if not info.is_expert)
-    return float(dense), float(sum(prod(info.local_shape) for info in others if info.is_expert))
+    stage, found = units.division.stages[number], units.of_stage(number)
+    dense, experts = map(sum, zip(*(record.num_parameters for record in found)))
+    if stage.has_embedding and stage.has_output_layer:
+        names = {info.name for info in units.ends.embedding.parameters}
+        dense -= sum(prod(info.local_shape) for info in units.ends.output.parameters if info.name in names)
+    return float(dense), float(experts)
 
 
 # Where ranks are.

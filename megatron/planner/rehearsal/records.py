@@ -148,6 +148,7 @@ class UnitsOfRun:
 
     def __init__(self, records: UnitRecords, config: RunConfig, grid: RankGrid) -> None:
         self._records, self.config, self.grid = records, config, grid
+        self._found: dict[Hashable, UnitRecord] = {}
 
     @cached_property
     def division(self) -> Division:
@@ -175,20 +176,29 @@ class UnitsOfRun:
         assert isinstance(record, Ends)
         return record
 
-    def key(self, unit: Unit) -> Hashable:
-        """What the record of a unit depends on."""
+    @cached_property
+    def ends_key(self) -> Hashable:
+        """What the records of the ends depend on, and those of all other units, too."""
+        parallel, precision, grid = self.config.parallel, self.config.precision, self.grid
+        micro_batch_size, in_bf16 = self.config.micro_batch_size, precision.grad_reduce_in_bf16
+        return grid.tp, grid.cp, micro_batch_size, parallel.sequence_parallel, in_bf16
+
+    @cached_property
+    def key(self) -> Hashable:
+        """What the records of all units between the ends depend on besides their kind."""
         config, grid = self.config, self.grid
         # FSDP keeps no quantised weights.
         is_fully_sharded = config.parallel.sharding_strategy == "optim_grads_params"
         keeps_weights = config.precision.fp8_format is None or not is_fully_sharded
-        modules = None if unit.is_recomputed else config.activations.modules
-        return unit.kind, modules, self.ends_key, grid.ep, grid.etp, self.splits_backward, keeps_weights
+        return config.activations.modules, self.ends_key, grid.ep, grid.etp, self.splits_backward, keeps_weights
 
     def unit(self, unit: Unit) -> UnitRecord:
         """The record of a unit between the ends."""
-        record = self._records.record(self.key(unit), _Request(self._rehearsals, unit))
-        assert isinstance(record, UnitRecord)
-        return record
+        if unit.kind not in self._found:
+            record = self._records.record((unit.kind, self.key), _Request(self._rehearsals, unit))
+            assert isinstance(record, UnitRecord)
+            self._found[unit.kind] = record
+        return self._found[unit.kind]
 
     def of_stage(self, number: int) -> list[UnitRecord]:
         """The records of all units of a virtual stage, in order."""
@@ -202,14 +212,7 @@ class UnitsOfRun:
         yield self.ends_key, _Request(self._rehearsals)
         for number in set(self.division.like):
             for unit in self.division.units[number]:
-                yield self.key(unit), _Request(self._rehearsals, unit)
-
-    @cached_property
-    def ends_key(self) -> Hashable:
-        """What the records of the ends depend on, and those of all other units, too."""
-        config, grid = self.config, self.grid
-        parallel, precision = config.parallel, config.precision
-        return grid.tp, grid.cp, config.micro_batch_size, parallel.sequence_parallel, precision.grad_reduce_in_bf16
+                yield (unit.kind, self.key), _Request(self._rehearsals, unit)
 
     @cached_property
     def _rehearsals(self) -> UnitRehearsals:

@@ -9,7 +9,8 @@ only account of memory and time: of the search, of its prices, and of the pages.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,13 @@ class UnitRecord:
     """In the forward pass, in the backward pass, and of the weight gradients that it defers, for a microbatch that is
     neither the first nor the last. Gradients are added to those of earlier microbatches; nothing is reduced."""
     num_layers: int = 0
+
+    @cached_property
+    def num_parameters(self) -> tuple[int, int]:
+        """Elements of the parameters outside of experts, and of experts."""
+        sizes = [(prod(info.local_shape), info.is_expert) for info in self.parameters]
+        of_experts = sum(size for size, is_expert in sizes if is_expert)
+        return sum(size for size, _ in sizes) - of_experts, of_experts
 
 
 @dataclass(frozen=True)

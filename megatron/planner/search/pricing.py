@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.config.run import RunConfig
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
 from megatron.planner.search.accuracy import UNKNOWN_ERROR, Level, measured_regimes, regimes_of, unmeasured
@@ -21,6 +22,7 @@ class Priced:
     """Layouts with their times, the fastest first."""
 
     layouts: tuple[Layout, ...]
+    units: tuple[UnitsOfRun, ...]
     seconds: Array
     """``[layouts]``."""
     terms: Mapping[str, Array]
@@ -41,6 +43,7 @@ def price_layouts(job: Job, layouts: Sequence[Layout], records: UnitRecords, map
     order = np.argsort(times.total, kind="stable")
     return Priced(
         tuple(layouts[number] for number in order),
+        tuple(steps[number].units for number in order),
         times.total[order],
         {name: seconds[order] for name, seconds in times.terms.items()},
     )
@@ -53,19 +56,19 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
     for number, (num_bytes, stage) in needed.items():
         terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
         layout = priced.layouts[number]
-        error = UNKNOWN_ERROR if _unmeasured(job, layout, level) else level.error
+        error = UNKNOWN_ERROR if _unmeasured(job, priced.units[number].config, level) else level.error
         planned.append(_planned(job, layout, num_bytes, stage, terms, error, flops_per_token))
     return planned
 
 
 def accuracy_warnings(job: Job, layout: Layout, level: Level) -> list[str]:
     """Sentences on what of a layout has not been measured."""
-    missing = _unmeasured(job, layout, level)
+    missing = _unmeasured(job, layout.apply(job.config, job.given), level)
     return [f"There are no measurements of {reason}: times are +-{UNKNOWN_ERROR:.0%}." for reason in missing]
 
 
-def _unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
-    found = regimes_of(layout.apply(job.config, job.given), job.cluster, job.num_gpus)
+def _unmeasured(job: Job, config: RunConfig, level: Level) -> list[str]:
+    found = regimes_of(config, job.cluster, job.num_gpus)
     return unmeasured(found, job.cluster, measured_regimes() | level.regimes)
 
 

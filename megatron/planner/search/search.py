@@ -135,7 +135,7 @@ def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) ->
     def fits(number: int) -> bool:
         if number not in needed:
             layout = priced.layouts[number]
-            needed[number] = memory.tightest(layout, job.num_microbatches(layout))
+            needed[number] = memory.tightest(layout, job.num_microbatches(layout), priced.units[number])
         return needed[number][0] * SAFETY <= limit
 
     numbers = range(len(priced.layouts))

@@ -70,23 +70,26 @@ class StageMemory:
 
     def stage(self, layout: Layout, stage: int, num_microbatches: int) -> int:
         """Bytes that pipeline stage ``stage`` needs, with the allowance."""
-        return _LayoutMemory(self, layout, num_microbatches).stage(stage) + ALLOWANCE
+        return _LayoutMemory(self, layout, self._units(layout), num_microbatches).stage(stage) + ALLOWANCE
 
-    def tightest(self, layout: Layout, num_microbatches: int) -> tuple[int, int]:
-        """Bytes of the stage that needs the most, with the allowance, and its number."""
-        memory = _LayoutMemory(self, layout, num_microbatches)
+    def tightest(self, layout: Layout, num_microbatches: int, units: UnitsOfRun | None = None) -> tuple[int, int]:
+        """Bytes of the stage that needs the most, with the allowance, and its number. ``units`` are those of
+        ``layout``."""
+        memory = _LayoutMemory(self, layout, units or self._units(layout), num_microbatches)
         most, stage = max((memory.stage(stage), -stage) for stage in range(layout.pp))
         return most + ALLOWANCE, -stage
+
+    def _units(self, layout: Layout) -> UnitsOfRun:
+        config = layout.apply(self.config, self.given)
+        return UnitsOfRun(self.records, config, rank_grid(config.parallel, layout.num_gpus))
 
 
 class _LayoutMemory:
     """The memory of one layout."""
 
-    def __init__(self, shared: StageMemory, layout: Layout, num_microbatches: int) -> None:
-        self.shared, self.layout, self.num_microbatches = shared, layout, num_microbatches
-        self.config = layout.apply(shared.config, shared.given)
-        self.units = UnitsOfRun(shared.records, self.config, rank_grid(self.config.parallel, layout.num_gpus))
-        self.division = self.units.division
+    def __init__(self, shared: StageMemory, layout: Layout, units: UnitsOfRun, num_microbatches: int) -> None:
+        self.shared, self.layout, self.units, self.num_microbatches = shared, layout, units, num_microbatches
+        self.config, self.division = units.config, units.division
         self._contents: dict[tuple[int, ...], _Content] = {}
 
     @cached_property
@@ -136,12 +139,14 @@ class _LayoutMemory:
         """``held`` is the received gradient, which stays until the end of the backward pass."""
         splits, units = self.units.splits_backward, [record.memory for record in records]
         before = forward = backward = 0
+        waiting = all_deferred = sum(unit.deferred for unit in units)
         for number, (unit, buffer) in enumerate(zip(units, buffers)):
             # With a pass for weight gradients all whole gradients are counted in the state.
             own = UnitBuffers() if splits else buffer
             forward = max(forward, before + max(unit.forward + buffer.forward, buffer.start))
             is_last = number == len(units) - 1
-            deferred = sum(one.deferred for one in units[number + 1 :]) + before
+            waiting -= unit.deferred
+            deferred = waiting + before
             early = unit.backward + (0 if is_last else held)
             late = unit.late_backward + held + own.late_backward if unit.late_backward else 0
             backward = max(
@@ -153,10 +158,9 @@ class _LayoutMemory:
                 deferred + unit.kept + held + buffer.start,
             )
             before += unit.kept
-        waiting = sum(unit.deferred for unit in units)
         gathers = self.config.parallel.sequence_parallel and self.layout.tp > 1
         gathered = 2 * self.layout.tp * self.units.ends.shard if gathers else 0
-        return _Chunk(before, forward, backward, waiting, waiting + gathered)
+        return _Chunk(before, forward, backward, all_deferred, all_deferred + gathered)
 
     def state(self, numbers: Sequence[int]) -> StateMemory:
         layout = self.layout
