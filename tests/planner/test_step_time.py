@@ -6,17 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published.table import TABLE
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.constants import CONSTANTS
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import CONSTANTS, load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.of_run import attention_kind, step_to_price
 from megatron.planner.step_time.own_step import followed_makespan
-from megatron.planner.step_time.published import fitted_and_held_back, read_published
+from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
@@ -30,7 +30,7 @@ LLAMA_8B = Run(
 )  # fmt: skip
 IDEAL = {
     **dict.fromkeys(CONSTANTS, 1e-15),
-    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_", "flash", "cudnn", "power", "link", "network"))},
+    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_", "flash", "cudnn", "link", "network"))},
     "product_depth": 1e-15,
     "product_bytes": 1e-15,
 }
@@ -67,8 +67,7 @@ def test_fp32_moves_twice_the_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("faster", ["bf16_flops", "hbm_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"])
 def test_a_faster_part_never_makes_a_step_slower(faster: str) -> None:
-    known, _ = fitted_and_held_back(read_published())
-    runs = [one.run for one in known if one.run is not None]
+    runs = [one.run for one in read_published(TABLE) if one.run is not None]
     double = [replace(run, cluster=replace(run.cluster, **{faster: 2 * getattr(run.cluster, faster)})) for run in runs]
     before, after = (np.array(seconds(*some)) for some in (runs, double))
     assert (after <= before * (1 + 1e-12)).all()
@@ -139,7 +138,7 @@ def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
 
 
 def test_terms_are_those_of_published_runs_and_add_up() -> None:
-    published = [one.run for one in read_published() if one.run is not None]
+    published = [one.run for one in read_published(TABLE) if one.run is not None]
     for runs in ([step(flags) for flags in KINDS], published):
         price = StepTimeModel(Workload(runs)).price(load_fitted())
         assert set(price.terms) == set(TERMS)

@@ -11,7 +11,7 @@ from megatron.core.models.layer import MLP, SequencePositions, TransformerLayer
 from megatron.planner.plan import Run, planned_vocabulary
 from megatron.planner.priced_rehearsal import PricedStep, price_rehearsal
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.of_run import step_to_price
 from megatron.planner.step_time.workload import TERMS, Workload

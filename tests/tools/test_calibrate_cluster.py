@@ -38,7 +38,7 @@ from megatron.planner.calibration.real_step import describe_step, with_layers
 from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort, Sample
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.workload import Run, Workload
 from tests.rank_pool import RankPool

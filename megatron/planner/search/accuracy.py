@@ -2,15 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
 
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.fit import load_errors
-from megatron.planner.step_time.published import read_published
+from megatron.planner.step_time.constants import load_record
 from megatron.planner.step_time.workload import Run
 
-_ERRORS = load_errors()
+_ERRORS, _MEASURED = load_record()["errors"], load_record()["measured"]
 
 
 def _in_percent(error: float) -> float:
@@ -56,22 +54,15 @@ def regimes(run: Run) -> Iterator[Regime]:
         yield Regime(("experts",), "models with experts")
 
 
-@cache
-def _measured_runs() -> tuple[Run, ...]:
-    """The published runs that are measured."""
-    return tuple(one.run for one in read_published() if one.run is not None and one.seconds is not None)
-
-
 def largest_measured() -> int:
     """The most GPUs of a published run."""
-    return max(run.gpus for run in _measured_runs())
+    largest: int = _MEASURED["most_gpus"]
+    return largest
 
 
 def measured_regimes() -> frozenset[tuple[str, ...]]:
-    """The keys of the regimes of published runs."""
-    runs = _measured_runs()
-    dense = [run for run in runs if not run.num_experts]
-    return frozenset(regime.key for run in dense for regime in regimes(run))
+    """The keys of the regimes of published runs of dense models."""
+    return frozenset(tuple(key) for key in _MEASURED["regimes"])
 
 
 def unmeasured(run: Run, measured: frozenset[tuple[str, ...]]) -> list[str]:
@@ -105,7 +96,7 @@ def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[
     found = []
     if not level.source and not cluster.constants:
         found.append(
-            f"The prices are those of {len(_measured_runs())} runs of other software: no run of this code on GPUs has "
+            f"The prices are those of {_MEASURED['runs']} runs of other software: no run of this code on GPUs has "
             f"been measured, so times are at best +-{OWN_ERROR:.0%}. A measured run of yours corrects "
             "them (--measured)."
         )
