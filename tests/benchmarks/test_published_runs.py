@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -187,15 +187,14 @@ def test_a_model_that_finds_all_layouts_equal_chooses_by_chance(evaluation: Eval
     assert np.mean(regrets) > 0.05
 
 
-def test_a_sweep_is_of_one_release(evaluation: Evaluation) -> None:
-    """Two layouts of one job; the faster one was measured with another release."""
+def test_a_sweep_has_layouts_of_one_release_that_differ_by_more_than_two_percent(evaluation: Evaluation) -> None:
     first = next(one for one in evaluation.known if one.source == "dgxc-benchmarking")
     run = run_of(first)
-    other = replace(first, run=replace(run, vp=run.vp + 1), seconds=0.8 * (first.seconds or 0.0))
-    measured: Callable[[Sequence[PublishedRun]], Array] = lambda runs: np.ones(len(runs))  # noqa: E731
-    assert len(sweeps([first, other], measured)) == 1
-    later = replace(other, row={**first.row, "where": "tables; NeMo 99.1"})
-    assert sweeps([first, later], measured) == []
+    faster = replace(first, run=replace(run, vp=run.vp + 1), seconds=0.8 * (first.seconds or 0.0))
+    close = replace(faster, seconds=0.99 * (first.seconds or 0.0))
+    later = replace(faster, row={**first.row, "where": "tables; NeMo 99.1"})
+    found = [sweeps([first, other], lambda runs: np.ones(len(runs))) for other in (faster, close, later)]
+    assert [len(one) for one in found] == [1, 0, 0]
 
 
 def test_every_doubtful_row_exists_and_is_fitted_or_held_back(evaluation: Evaluation) -> None:

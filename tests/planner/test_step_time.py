@@ -65,6 +65,14 @@ def test_fp32_moves_twice_the_bytes(name: str) -> None:
     assert terms(wide, constants)[name] == pytest.approx(2 * terms(run, constants)[name])
 
 
+def test_an_optimizer_updates_the_parameters_of_its_shard() -> None:
+    alone = replace(LLAMA_8B, gpus=1, dp=1)
+    whole = replace(LLAMA_8B, software=replace(SOFTWARE, sharding="none"))
+    shard, replica, all_parameters = (terms(run, load_fitted())["optimizer"] for run in (LLAMA_8B, whole, alone))
+    assert shard == pytest.approx(all_parameters / 8)
+    assert replica == pytest.approx(all_parameters)
+
+
 @pytest.mark.parametrize("faster", ["bf16_flops", "hbm_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"])
 def test_a_faster_part_never_makes_a_step_slower(faster: str) -> None:
     runs = [one.run for one in read_published(TABLE) if one.run is not None]
