@@ -108,6 +108,10 @@ def test_measured_columns_and_the_text_of_the_row_do_not_change_a_prediction() -
         ({"where": "arXiv 2405.15362; ZB (half memory), 32 microbatches"}, "there are no measurements of schedule ZB"),
         ({"where": "Table 3; ZB-V"}, "there are no measurements of schedule ZB-V"),
         ({"where": "Table 3; V-Half"}, "there are no measurements of schedule V-Half"),
+        (
+            {"source": "megatron-sc21", "where": "arXiv 2104.04473 Tables 1-2; Table 2, ZeRO-3"},
+            "there are no measurements of ZeRO-3 with Megatron-LM of 2021",
+        ),
         ({"where": "DualPipeV"}, "there are no measurements of schedule DualPipeV"),
         ({"recompute": "every other layer"}, "recompute every other layer is not known: none, selective or full"),
         ({"model": "DeepSeek-V3"}, EXPERTS),
@@ -138,6 +142,13 @@ def test_other_spellings_have_the_same_time(cells: dict[str, str]) -> None:
 @pytest.mark.parametrize("precision", ["FP8", "fp8-cs", "FP8-MX", "float8"])
 def test_recipes_of_fp8_are_fp8(precision: str) -> None:
     assert one(precision=precision) == one(precision="fp8") != one()
+
+
+def test_zero_3_of_torchtitan_is_fsdp_and_the_title_of_a_document_is_no_label() -> None:
+    of_titan = {"source": "torchtitan", "where": "benchmarks/*.md; FSDP + compile"}
+    assert one(**of_titan | {"where": f"{of_titan['where']}, ZeRO-3 style FSDP"}) == one(**of_titan)
+    of_megatron = {"source": "megatron-sc21", "where": "PTD-P and ZeRO-3; Table 2, PTD parallelism"}
+    assert one(**of_megatron) == one(source="megatron-sc21", where="Table 2, PTD parallelism")
 
 
 def test_experts_of_a_known_model_are_priced() -> None:

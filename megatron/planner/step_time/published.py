@@ -181,7 +181,11 @@ def _experts(row: Row, layers: int, hidden: int, heads: int, layout: Mapping[str
 
 
 def _software(source: str, where: str) -> Software:
-    """The software of a source; of one that is not known, what its text suggests, else Megatron Core's."""
+    """The software of a source; of one that is not known, what its text suggests, else Megatron Core's.
+
+    Raises:
+        Unpriceable: sharding that has no measurements with this software.
+    """
     hint = f"{source} {where}".lower()
     similar = (
         "torchtitan" if "titan" in hint else "llm-foundry" if "foundry" in hint or "fsdp1" in hint else "nemo-25xx"
@@ -195,6 +199,9 @@ def _software(source: str, where: str) -> Software:
             elementwise="compiled" if is_compiled else "eager",
             overlaps_tensor_parallel="async TP" in where,
         )
+    of_row = where.partition("; ")[2] or where  # without the name of the document
+    if software.elementwise == "megatron-2021" and "ZeRO-3" in of_row:
+        raise Unpriceable("there are no measurements of ZeRO-3 with Megatron-LM of 2021")
     if "SHARD_GRAD_OP" in where:
         return replace(software, keeps_weights_gathered=True)
     if source == "nemo-25xx" and "FSDP" in where and "without FSDP" not in where:
