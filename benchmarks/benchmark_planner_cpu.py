@@ -42,7 +42,7 @@ from megatron.planner.calibration.ranks import Ranks
 from megatron.planner.calibration.real_step import build_step, planned_step
 from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.training.initialize import Process, prepare_cpu, rank_grid
 
 BATCH, VOCABULARY = 16, 2048

@@ -1,4 +1,4 @@
-"""Predict the step times of a table of runs, with columns like those of megatron/planner/step_time/published_runs.csv.
+"""Predict the step times of a table of runs, with columns like those of benchmarks/published/runs.csv.
 
 Columns of measured values may be empty; where a row has one, the error is printed, too. docs/planner.md describes the
 model and its errors.
@@ -15,9 +15,8 @@ import numpy as np
 import tyro
 
 from megatron.errors import UserError
-from megatron.planner.step_time.fit import load_fitted, predict
-from megatron.planner.step_time.published import PublishedRun, read_published
-from megatron.planner.step_time.validation import Errors
+from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.published import PublishedRun, predict, read_published
 from megatron.urls import refuse_urls
 
 
@@ -49,13 +48,13 @@ def report(runs: Sequence[PublishedRun], rows: Sequence[dict[str, float | str]])
     predicted = [row["step_time_s"] for row in rows if "step_time_s" in row]
     text = f"{len(predicted)} of {len(rows)} runs are predicted"
     errors = [
-        float(row["step_time_s"]) / one.seconds - 1
+        abs(float(row["step_time_s"]) / one.seconds - 1)
         for one, row in zip(runs, rows)
         if "step_time_s" in row and one.seconds is not None
     ]
     if errors:
-        found = Errors.of(np.array(errors))
-        text += f"; median error {found.median:.1%} of {found.rows} measured times, 90th percentile {found.p90:.1%}"
+        median, p90 = np.percentile(errors, (50, 90))
+        text += f"; median error {median:.1%} of {len(errors)} measured times, 90th percentile {p90:.1%}"
     return text
 
 

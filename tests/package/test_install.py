@@ -48,7 +48,7 @@ def test_every_file_of_the_packages_is_installed(tmp_path: Path, monkeypatch: py
     """A style sheet or a table that is missing is noticed only where the repository is not the working directory."""
     monkeypatch.chdir(REPOSITORY)
     files = set(files_of_packages())
-    assert {path.suffix for path in files} >= {".py", ".css", ".js", ".toml", ".json", ".csv"}
+    assert {path.suffix for path in files} >= {".py", ".css", ".js", ".toml", ".json"}
     assert packaged(tmp_path) == files
 
 

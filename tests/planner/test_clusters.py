@@ -10,7 +10,7 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import CLUSTERS, Cluster, cluster_names, read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import Machines, pod_share
 from megatron.planner.step_time.workload import Run, Software, Workload

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.fit import errors
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import CONSTANTS
+from megatron.planner.step_time.constants import CONSTANTS, load_fitted
 from megatron.planner.step_time.experts import ExpertShapes, accesses_between, dispatch_seconds, exchanged_bytes
-from megatron.planner.step_time.fit import errors, load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.published import PublishedRun, read_published
 from megatron.planner.step_time.workload import Run, Software, Workload
@@ -30,7 +30,7 @@ QWEN = replace(
 )  # fmt: skip
 PEAK = {
     **dict.fromkeys(CONSTANTS, 1e-15),
-    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_hopper", "product_fp8", "power"))},
+    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_hopper", "product_fp8"))},
     **dict.fromkeys(("cudnn_hopper", "link", "network"), 1e15),
 }
 """A machine whose products reach the peak, and where all else takes no time."""

@@ -20,6 +20,7 @@ from megatron.planner.search.accuracy import (
     UNKNOWN_ERROR,
     Level,
     basis_warnings,
+    largest_measured,
     level_of,
 )
 from megatron.planner.search.advice import describe_limit, largest_overhead
@@ -36,9 +37,9 @@ from megatron.planner.search.result import PlannedLayout, layout_name
 from megatron.planner.search.search import find_layouts, node_warnings, unit_records
 from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.published import NEMO, read_published
+from megatron.planner.step_time.published import NEMO
 from megatron.planner.step_time.workload import Run, Workload
 
 LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")
@@ -212,7 +213,7 @@ def test_what_has_no_measurements_is_said() -> None:
     assert accuracy_warnings(other, LAYOUT, Level()) == [
         "There are no measurements of the GPU of h300: times are +-30%."
     ]
-    largest = max(one.run.gpus for one in read_published() if one.run is not None and one.seconds is not None)
+    largest = largest_measured()
     large = job((*LLAMA_70B[:5], "2048", "--bf16"), 4 * largest)
     layout = replace(LAYOUT, tp=8, pp=8, vp=5, cp=1, dp=128)
     assert accuracy_warnings(large, layout, Level()) == [

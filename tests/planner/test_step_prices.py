@@ -16,7 +16,7 @@ from megatron.planner.rehearsal.price import (
 )
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.workload import TERMS
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate

@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.published.table import TABLE
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import CONSTANTS
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import CONSTANTS, load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.published import fitted_and_held_back, read_published
-from megatron.planner.step_time.workload import Run, Schedule, Software, Workload
+from megatron.planner.step_time.published import read_published
+from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 
@@ -23,7 +23,7 @@ LLAMA_8B = Run(
 )  # fmt: skip
 IDEAL = {
     **dict.fromkeys(CONSTANTS, 1e-15),
-    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_", "flash", "cudnn", "power", "link", "network"))},
+    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_", "flash", "cudnn", "link", "network"))},
     "product_depth": 1e-15,
     "product_bytes": 1e-15,
 }
@@ -58,10 +58,17 @@ def test_fp32_moves_twice_the_bytes(name: str) -> None:
     assert terms(wide, constants)[name] == pytest.approx(2 * terms(run, constants)[name])
 
 
+def test_an_optimizer_updates_the_parameters_of_its_shard() -> None:
+    alone = replace(LLAMA_8B, gpus=1, dp=1)
+    whole = replace(LLAMA_8B, software=replace(SOFTWARE, sharding="none"))
+    shard, replica, all_parameters = (terms(run, load_fitted())["optimizer"] for run in (LLAMA_8B, whole, alone))
+    assert shard == pytest.approx(all_parameters / 8)
+    assert replica == pytest.approx(all_parameters)
+
+
 @pytest.mark.parametrize("faster", ["bf16_flops", "hbm_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"])
 def test_a_faster_part_never_makes_a_step_slower(faster: str) -> None:
-    known, _ = fitted_and_held_back(read_published())
-    runs = [one.run for one in known if one.run is not None]
+    runs = [one.run for one in read_published(TABLE) if one.run is not None]
     double = [replace(run, cluster=replace(run.cluster, **{faster: 2 * getattr(run.cluster, faster)})) for run in runs]
     before, after = (np.array(seconds(*some)) for some in (runs, double))
     assert (after <= before * (1 + 1e-12)).all()
@@ -94,3 +101,11 @@ def test_the_bubble_is_that_of_the_simulated_schedule(
     placed = build_schedule(name, stages, microbatches, vp if vp > 1 else None)
     timeline = simulate(placed, Durations.uniform(placed.placement, 1.0, 1.0, 1.0))
     assert found["bubble"] / unit == pytest.approx(timeline.makespan - 3 * microbatches, rel=1e-5)
+
+
+def test_terms_of_published_runs_add_up() -> None:
+    published = [one.run for one in read_published(TABLE) if one.run is not None]
+    price = StepTimeModel(Workload(published)).price(load_fitted())
+    assert set(price.terms) == set(TERMS)
+    assert np.allclose(sum(price.terms.values()), price.total, rtol=1e-12)
+    assert all((one >= 0).all() and np.isfinite(one).all() for one in price.terms.values())

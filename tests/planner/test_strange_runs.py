@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.published.table import TABLE
 from megatron.commands.predict_runs import predict_rows, report
-from megatron.planner.step_time.published import TABLE, PublishedRun, read_published
+from megatron.errors import ConfigError
+from megatron.planner.step_time.published import PublishedRun, read_published
+from tests.end_to_end.run_process import REPOSITORY
 
 with TABLE.open(newline="", encoding="utf-8") as _file:
     ROWS = list(csv.DictReader(_file))
@@ -103,6 +108,10 @@ def test_measured_columns_and_the_text_of_the_row_do_not_change_a_prediction() -
         ({"where": "arXiv 2405.15362; ZB (half memory), 32 microbatches"}, "there are no measurements of schedule ZB"),
         ({"where": "Table 3; ZB-V"}, "there are no measurements of schedule ZB-V"),
         ({"where": "Table 3; V-Half"}, "there are no measurements of schedule V-Half"),
+        (
+            {"source": "megatron-sc21", "where": "arXiv 2104.04473 Tables 1-2; Table 2, ZeRO-3"},
+            "there are no measurements of ZeRO-3 with Megatron-LM of 2021",
+        ),
         ({"where": "DualPipeV"}, "there are no measurements of schedule DualPipeV"),
         ({"recompute": "every other layer"}, "recompute every other layer is not known: none, selective or full"),
         ({"model": "DeepSeek-V3"}, EXPERTS),
@@ -112,6 +121,14 @@ def test_measured_columns_and_the_text_of_the_row_do_not_change_a_prediction() -
 )  # fmt: skip
 def test_a_row_that_cannot_be_priced_says_why(cells: dict[str, str], reason: str) -> None:
     assert one(**cells) == {"reason": reason}
+
+
+@pytest.mark.parametrize("label", ["ZB (handcrafted)", "ZB (auto)", "ZB (handcrafted/auto), 24 microbatches"])
+def test_zero_bubble_schedules_without_a_limit_have_the_time_of_zb_2p(label: str) -> None:
+    pipeline = {"source": "zero-bubble", "pp": "8", "cp": "1", "dp": "1"}
+    rows = [one(**pipeline, where=f"arXiv 2401.10241; {name}") for name in (label, "ZB-2p", "ZB-1p", "1F1B")]
+    times = [float(row["step_time_s"]) for row in rows]
+    assert times[0] == times[1] < times[2] < times[3]
 
 
 SPELLINGS = (("gpu", "H100"), ("gpu", "DGX-H100 80GB"), ("gpu", " h100-80gb "), ("precision", "BF16"), ("vp", "n/a"))
@@ -125,6 +142,13 @@ def test_other_spellings_have_the_same_time(cells: dict[str, str]) -> None:
 @pytest.mark.parametrize("precision", ["FP8", "fp8-cs", "FP8-MX", "float8"])
 def test_recipes_of_fp8_are_fp8(precision: str) -> None:
     assert one(precision=precision) == one(precision="fp8") != one()
+
+
+def test_zero_3_of_torchtitan_is_fsdp_and_the_title_of_a_document_is_no_label() -> None:
+    of_titan = {"source": "torchtitan", "where": "benchmarks/*.md; FSDP + compile"}
+    assert one(**of_titan | {"where": f"{of_titan['where']}, ZeRO-3 style FSDP"}) == one(**of_titan)
+    of_megatron = {"source": "megatron-sc21", "where": "PTD-P and ZeRO-3; Table 2, PTD parallelism"}
+    assert one(**of_megatron) == one(source="megatron-sc21", where="Table 2, PTD parallelism")
 
 
 def test_experts_of_a_known_model_are_priced() -> None:
@@ -147,3 +171,32 @@ def test_short_rows_and_missing_columns_are_rows_without_a_statement() -> None:
 
 def test_an_empty_table_has_no_entries() -> None:
     assert predict_rows(read([])) == []
+
+
+def test_the_tool_predicts_rows_without_measurements_and_says_why_not(tmp_path: Path) -> None:
+    chosen = [dict(ROWS[number]) for number in (0, 130, 400)]
+    for row in chosen:
+        row |= dict.fromkeys(("step_time_s", "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "memory_gb"), "")
+    unknown = chosen[0] | {"gpu": "MI300X"}
+    table, out = tmp_path / "runs.csv", tmp_path / "out.json"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows([*chosen, unknown, chosen[1] | {"source": "somebody", "where": "NeMo"}])
+    command = [sys.executable, "tools/predict_runs.py", "--csv", str(table), "--json", str(out)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    found = json.loads(out.read_text())["rows"]
+    assert "4 of 5 runs are predicted" in done.stdout
+    for number, row in zip((0, 130, 400), found):
+        assert row["step_time_s"] == pytest.approx(float(ROWS[number]["step_time_s"]), rel=0.15)
+    assert found[3]["reason"] == "there are no measurements of GPU MI300X"
+    assert found[4] == found[1]
+
+
+def test_a_table_of_something_else_is_refused(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text("a,b\n1,2\n")
+    with pytest.raises(ConfigError, match="has no column gpu, gpus, hidden"):
+        read_published(table)
+    with pytest.raises(ConfigError, match="cannot be read as a CSV file"):
+        read_published(tmp_path / "missing.csv")

@@ -420,7 +420,7 @@ FIGURES = (
         "the optimizer updates the parameters of all ranks",
         "parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)",
         "parameters = self._parameters()",
-        ("planner",),
+        ("planner/test_step_time.py",),
     ),
     Fault(
         "a plan counts activations of one microbatch less",

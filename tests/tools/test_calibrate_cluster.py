@@ -39,7 +39,7 @@ from megatron.planner.calibration.shared_cores import price_on_cores
 from megatron.planner.calibration.turns import Effort, Sample
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.fit import load_fitted
+from megatron.planner.step_time.constants import load_fitted
 from tests.rank_pool import RankPool
 
 SMALL = (

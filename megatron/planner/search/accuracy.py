@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
 
 from megatron.config.run import RunConfig
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.fit import load_errors
-from megatron.planner.step_time.published import read_published
-from megatron.planner.step_time.workload import Run
+from megatron.planner.step_time.constants import load_record
 
-_ERRORS = load_errors()
+_ERRORS, _MEASURED = load_record()["errors"], load_record()["measured"]
 
 
 def _in_percent(error: float) -> float:
@@ -66,29 +63,15 @@ def regimes_of(config: RunConfig, cluster: Cluster, gpus: int) -> Iterator[Regim
     return regimes(cluster, is_fp8, sharding, "1f1b", gpus, parallel.context_parallel_size, has_experts)
 
 
-@cache
-def _measured_runs() -> tuple[Run, ...]:
-    """The published runs that are measured."""
-    return tuple(one.run for one in read_published() if one.run is not None and one.seconds is not None)
-
-
-@cache
 def largest_measured() -> int:
     """The most GPUs of a published run."""
-    return max(run.gpus for run in _measured_runs())
+    largest: int = _MEASURED["most_gpus"]
+    return largest
 
 
-@cache
 def measured_regimes() -> frozenset[tuple[str, ...]]:
-    """The keys of the regimes of published runs."""
-    return frozenset(
-        regime.key
-        for run in _measured_runs()
-        if not run.num_experts
-        for regime in regimes(
-            run.cluster, run.is_fp8, run.software.sharding, run.schedule, run.gpus, run.cp, has_experts=False
-        )
-    )
+    """The keys of the regimes of published runs of dense models."""
+    return frozenset(tuple(key) for key in _MEASURED["regimes"])
 
 
 def unmeasured(found: Iterable[Regime], cluster: Cluster, measured: frozenset[tuple[str, ...]]) -> list[str]:
@@ -122,7 +105,7 @@ def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[
     found = []
     if not level.source and not cluster.constants:
         found.append(
-            f"The prices are those of {len(_measured_runs())} runs of other software: no run of this code on GPUs has "
+            f"The prices are those of {_MEASURED['runs']} runs of other software: no run of this code on GPUs has "
             f"been measured, so times are at best +-{OWN_ERROR:.0%}. A measured run of yours corrects "
             "them (--measured)."
         )

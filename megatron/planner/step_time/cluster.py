@@ -46,8 +46,6 @@ class Cluster:
     """NVLink."""
     network_bytes_per_s: float
     """Network adapters."""
-    is_power_limited: bool = False
-    """Whether the GPU's power limit is well below that of the usual part."""
     price_per_gpu_hour: float | None = None
     """US dollars; None where no public price is known."""
     gpu_hours_per_failure: float | None = None
@@ -133,7 +131,7 @@ def _check(path: Path, values: Mapping[str, Any]) -> None:
     if values["generation"] not in GENERATIONS:
         raise ConfigError(f"{path} has generation {values['generation']!r}: use one of {', '.join(GENERATIONS)}.")
     for name, value in values.items():
-        if name not in (*_TABLES, "generation", "is_power_limited"):
+        if name not in (*_TABLES, "generation"):
             _check_number(path, name, value, may_be_zero=name == "fp8_flops")
     for name, value in values.get("constants", {}).items():
         _check_number(path, f"constants.{name}", value, may_be_zero=True)

@@ -32,6 +32,7 @@ from megatron.planner.step_time.prices import (
 from megatron.planner.step_time.workload import Array, Mask, StepTime, Workload
 
 _OPTIMIZER_BYTES = 30  # per parameter: gradient, main weight and two moments, read and written, and the weight
+_ODD_HEAD_SOFTMAX = 6.0  # factor on unfused attention's accesses of scores if the head size is no multiple of 8
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class StepTimeModel:
         forward, backward, weights = self._layer(c)
         again = self._recomputed(forward)
         gap = c["layer_gap"] * np.where(self._is["recompute", "full"], 4 / 3, 1.0)
-        gap = np.where(self._is["has_cuda_graphs", True], 0.0, gap)
         gap = gap + np.where(self._is["has_deepspeed_pipeline", True], c["deepspeed_layer"], 0.0)
         layer = forward.total + backward.total + weights.total + again + gap
         head = self._head(c)
@@ -212,7 +212,7 @@ class StepTimeModel:
         is_odd = self.head_size % 8 != 0
         products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
         score_bytes = self.element_bytes * self.tokens * length * self.heads / self.tp
-        access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, c["odd_head_softmax"], 1.0)
+        access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, _ODD_HEAD_SOFTMAX, 1.0)
         is_unfused = self._is["attention", "unfused"]
         return (
             np.where(is_unfused, products + 6 * access, fused),
@@ -320,7 +320,7 @@ class StepTimeModel:
         replicated = exposed_reduction(c, once, window, self._is["overlaps_data_parallel", True])
         # Two gathers of weights and one reduction of gradients for each microbatch.
         each = np.where(self._is["keeps_weights_gathered", True], 2.0, 3.0) * self.element_bytes * moved
-        contention = np.where(self._is["sharding", "fsdp1"], c["fsdp1_contention"], c["fsdp2_contention"])
+        contention = np.where(self._is["sharding", "fsdp1"], 1.0, c["fsdp2_contention"])
         return np.where(is_fsdp, self.microbatches * exposed_sharding(c, each, slowest, contention), replicated)
 
     def _optimizer(self, c: Constants) -> Array:
@@ -341,6 +341,5 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "keeps_weights_gathered": (True,),
     "recomputes_products": (True,),
     "has_deepspeed_pipeline": (True,),
-    "has_cuda_graphs": (True,),
 }
 """The values of fields that the formulas distinguish."""

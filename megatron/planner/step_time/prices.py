@@ -40,7 +40,6 @@ class Machines:
         self.link, self.network = numbers("link_bytes_per_s"), numbers("network_bytes_per_s")
         self.pod_size = np.array([float(cluster.pod_size or np.inf) for cluster in clusters])
         self.oversubscription = numbers("oversubscription")
-        self._is_power_limited = np.array([cluster.is_power_limited for cluster in clusters])
         names = [cluster.generation for cluster in clusters]
         self.is_gpu = all(name != "cpu" for name in names)
         self._generations = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
@@ -55,21 +54,15 @@ class Machines:
             )
         )
 
-    def power(self, constants: Constants) -> Array:
-        """The factor of power-limited parts."""
-        return np.where(self._is_power_limited, constants["power_limit"], 1.0)
-
     def product_flops(self, constants: Constants) -> Array:
         """bf16 FLOP/s that a large product reaches."""
-        share = self.by_generation(constants, "product")
-        return self.bf16_flops * share * self.power(constants)
+        return self.bf16_flops * self.by_generation(constants, "product")
 
     def attention_flops(self, constants: Constants, is_cudnn: Any, seq_length: Any) -> Array:
         """Causal FLOP/s of fused attention in the forward pass."""
         flash = self.by_generation(constants, "flash", {"blackwell": "cudnn_blackwell"})
         cudnn = self.by_generation(constants, "cudnn", {"ampere": "flash_ampere", "cpu": "flash_cpu"})
-        share = np.where(is_cudnn, cudnn, flash) * self.power(constants)
-        share = share * seq_length / (seq_length + constants["attention_length"])
+        share = np.where(is_cudnn, cudnn, flash) * seq_length / (seq_length + constants["attention_length"])
         return np.asarray(share * self.bf16_flops)
 
 

@@ -61,8 +61,6 @@ class Software:
     recomputes_products: bool = False
     """Whether selective recompute runs half of the products again, and not attention alone."""
     has_deepspeed_pipeline: bool = False
-    has_cuda_graphs: bool = False
-    """Whether layers are launched as CUDA graphs, so that the GPU does not wait for the host."""
     element_bytes: int = 2
     """Bytes of an element of weights, activations and reduced gradients: 4 in fp32."""
 

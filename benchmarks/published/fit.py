@@ -1,21 +1,18 @@
 """The fit of the constants of the step-time model to measured times.
 
 Damped Gauss-Newton on the logarithms of the constants, with Huber's loss on the logarithms of the times, and
-log-normal priors. ``python -m megatron.planner.fit`` runs it.
+log-normal priors.
 """
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from megatron.planner.step_time.constants import CONSTANTS, starts
+from megatron.planner.step_time.constants import CONSTANTS, Constants, starts
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.published import PublishedRun
+from megatron.planner.step_time.published import PublishedRun, predict
 from megatron.planner.step_time.workload import Array, Workload
 
-FITTED = Path(__file__).with_name("fitted.json")
 _HUBER = 0.04  # relative error from which on it counts linearly
 _SIGMA = 0.03  # expected relative error of a row
 _ITERATIONS, _TRIALS, _LARGEST_STEP, _DIFFERENCE = 40, 8, 0.5, 1e-4
@@ -28,7 +25,7 @@ def fitted_names() -> list[str]:
 
 def fit(runs: Sequence[PublishedRun]) -> dict[str, float]:
     """The constants that fit the measured times of ``runs`` best."""
-    model, names = model_of(runs), fitted_names()
+    model, names = StepTimeModel(Workload([one.run for one in runs if one.run is not None])), fitted_names()
     target = np.log(measured(runs))
     start = np.log([CONSTANTS[name].start for name in names])
     spread = np.array([CONSTANTS[name].spread for name in names])
@@ -73,37 +70,11 @@ def _jacobian(residuals: Callable[[Array], Array], point: Array, error: Array) -
     return np.stack(columns, axis=1)
 
 
-def model_of(runs: Sequence[PublishedRun]) -> StepTimeModel:
-    """The model of the runs that can be priced."""
-    return StepTimeModel(Workload([one.run for one in runs if one.run is not None]))
-
-
 def measured(runs: Sequence[PublishedRun]) -> Array:
     """The seconds of the runs that have been measured."""
     return np.array([one.seconds for one in runs if one.seconds is not None])
 
 
-def predict(runs: Sequence[PublishedRun], constants: dict[str, float]) -> Array:
-    """The seconds of runs that can be priced."""
-    return model_of(runs).price(constants).total
-
-
-def errors(runs: Sequence[PublishedRun], constants: dict[str, float]) -> Array:
+def errors(runs: Sequence[PublishedRun], constants: Constants) -> Array:
     """Relative errors of the predicted times of measured runs."""
     return predict(runs, constants) / measured(runs) - 1
-
-
-def load_fitted() -> dict[str, float]:
-    """The fitted constants that the planner uses, and the stated ones."""
-    return _load("constants")
-
-
-def load_errors() -> dict[str, float]:
-    """90th percentiles of the errors of the fit: the largest of a source that was left out, without doubtful rows
-    (``left_out``), and of all sources after a measured run (``same_software``, ``same_software_and_model``)."""
-    return _load("errors")
-
-
-def _load(key: str) -> dict[str, float]:
-    found: dict[str, float] = json.loads(FITTED.read_text(encoding="utf-8"))[key]
-    return found
