@@ -15,7 +15,6 @@ from megatron.planner.step_time.prices import (
     EXPOSED_RING,
     Machines,
     between_pods,
-    cast_seconds,
     elementwise_seconds,
     exchange_seconds,
     message_rate,
@@ -89,9 +88,7 @@ class LaunchPrices:
             length = launch.length or self.seq_length
             return "attention", _number(launch.flops / self.machines.attention_flops(c, self.is_cudnn, length))
         if launch.kind == "elementwise":
-            is_cast = "Quantization." in launch.name
-            price = cast_seconds if is_cast else elementwise_seconds
-            return "between products", _number(price(self.machines, c, launch.num_bytes))
+            return "between products", _number(elementwise_seconds(self.machines, c, launch.num_bytes))
         if launch.group is not None:
             term = _TERMS.get(axis_of(launch.group.axes))
             if term is not None:

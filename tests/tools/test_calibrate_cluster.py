@@ -59,7 +59,7 @@ PLAN = Plan(
 )
 TRUE = {
     "product_cpu": 0.8, "product_depth": 40.0, "product_bytes": 0.3, "flash_cpu": 0.2, "attention_length": 20.0,
-    "elementwise": 2.0, "layer_gap": 1e-5, "optimizer": 1.5, "step": 2e-4,
+    "own_elementwise": 2.0, "layer_gap": 1e-5, "optimizer": 1.5, "step": 2e-4,
 }  # fmt: skip
 """Constants of a machine."""
 MACHINE = Cluster(
@@ -115,7 +115,15 @@ def test_the_fit_recovers_the_constants_of_a_machine() -> None:
     assert cluster.hbm_bytes_per_s == pytest.approx(1e9)
     assert cluster.link_bytes_per_s == pytest.approx(2e8)
     assert constants["exposed_messages"] == pytest.approx(2.0)
-    for name in ("product_depth", "product_bytes", "attention_length", "elementwise", "layer_gap", "optimizer", "step"):
+    for name in (
+        "product_depth",
+        "product_bytes",
+        "attention_length",
+        "own_elementwise",
+        "layer_gap",
+        "optimizer",
+        "step",
+    ):
         assert constants[name] == pytest.approx(TRUE[name], rel=1e-4), name
     assert all(fitted.median_error < 1e-6 for fitted in found.errors.values())
 

@@ -111,7 +111,7 @@ def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], with_
 def fit_step(steps: Sequence[PlannedStep], cluster: Cluster, constants: Constants, samples: Sequence[Sample]) -> Fitted:
     """What only whole steps show: the factor of the operations between products, the gap of a layer, the factor of the
     optimizer and the seconds of a step; ``constants`` has everything else."""
-    names = ("elementwise", "layer_gap", "optimizer", "step")
+    names = ("own_elementwise", "layer_gap", "optimizer", "step")
     none = {**constants, **dict.fromkeys(names, 0.0)}
     base = StepPrices(cluster, none).price(steps).total
     columns = [StepPrices(cluster, {**none, name: 1.0}).price(steps).total - base for name in names]

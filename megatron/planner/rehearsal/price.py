@@ -99,16 +99,17 @@ class StepPrices:
         units, division, grid = step.units, step.units.division, step.grid
         # With the usual order neither tensor- nor context-parallel ranks move with the other sizes.
         place = (grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ()))
-        key = division.kinds[number], units.key, place
+        shared = units.records, units.key, place
+        key = division.kinds[number], shared
         if key not in self._stages:
             stage = division.stages[number]
             found = np.zeros((3, len(TERMS)))
             if stage.has_embedding:
-                found += self._passes(step, ("embedding", units.ends_key, place), units.ends.embedding)
+                found += self._passes(step, ("embedding", shared), units.ends.embedding)
             for unit in division.units[number]:
-                found += self._passes(step, (unit.kind, units.key, place), units.unit(unit), unit.is_recomputed)
+                found += self._passes(step, (unit.kind, shared), units.unit(unit), unit.is_recomputed)
             if stage.has_output_layer:
-                output = self._passes(step, ("output", units.ends_key, place), units.ends.output)
+                output = self._passes(step, ("output", shared), units.ends.output)
                 found[:, _TERM["output layer"]] += output.sum(axis=1)
             self._stages[key] = found
         return self._stages[key]

@@ -147,13 +147,13 @@ class UnitsOfRun:
     """The units of a run."""
 
     def __init__(self, records: UnitRecords, config: RunConfig, grid: RankGrid) -> None:
-        self._records, self.config, self.grid = records, config, grid
+        self.records, self.config, self.grid = records, config, grid
         self._found: dict[Hashable, UnitRecord] = {}
 
     @cached_property
     def division(self) -> Division:
         """Its virtual stages."""
-        return self._records.division(self.config, self.grid.pp)
+        return self.records.division(self.config, self.grid.pp)
 
     @cached_property
     def schedule(self) -> str:
@@ -172,7 +172,7 @@ class UnitsOfRun:
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the output layer."""
-        record = self._records.record(self.ends_key, _Request(self._rehearsals))
+        record = self.records.record(self.ends_key, _Request(self._rehearsals))
         assert isinstance(record, Ends)
         return record
 
@@ -195,7 +195,7 @@ class UnitsOfRun:
     def unit(self, unit: Unit) -> UnitRecord:
         """The record of a unit between the ends."""
         if unit.kind not in self._found:
-            record = self._records.record((unit.kind, self.key), _Request(self._rehearsals, unit))
+            record = self.records.record((unit.kind, self.key), _Request(self._rehearsals, unit))
             assert isinstance(record, UnitRecord)
             self._found[unit.kind] = record
         return self._found[unit.kind]
@@ -216,7 +216,7 @@ class UnitsOfRun:
 
     @cached_property
     def _rehearsals(self) -> UnitRehearsals:
-        records = self._records
+        records = self.records
         config = records.with_attention_kernel(self.config)
         return UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
 

@@ -48,8 +48,9 @@ CONSTANTS: Mapping[str, Constant] = {
     "batched_product": Constant(0.33, 0.0, "share of the peak of the two products of unfused attention"),
     "softmax": Constant(1.0, 0.0, "factor on the memory accesses of the softmax"),
     # Between the products.
-    "elementwise": Constant(1.6, 0.0, "factor on the counted memory accesses between products"),
-    "fp8_cast": Constant(1.6, 0.0, "factor on the counted memory accesses of casts to FP8"),
+    "elementwise": Constant(1.6, 0.0, "factor on the estimated memory accesses of other software between products"),
+    "own_elementwise": Constant(1.25, 0.0, "factor on the recorded memory accesses of this project between products"),
+    "fp8_cast": Constant(1.6, 0.0, "factor on the estimated memory accesses of other software's casts to FP8"),
     "layer_gap": Constant(50e-6, 0.0, "seconds per layer and microbatch without work on the GPU"),
     "deepspeed_layer": Constant(4.3e-3, 1.0, "seconds per layer and microbatch of DeepSpeed's pipeline engine"),
     # Communication.
