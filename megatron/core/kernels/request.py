@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import Trials, TrialSizes
+from megatron.core.ops.compiler import Compiler
 
 if TYPE_CHECKING:
     from megatron.core.backends.transformer_engine.package import TransformerEngine
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,9 @@ class Machine:
     """What Triton's kernels need and the machine does not have; None if nothing."""
     missing_for_inductor: str | None = None
     """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    simulated_compiler: Compiler | None = None
+    """Compiles for tensors without memory, where kernels are simulated for a machine that is not there: its packages
+    and compilers are taken to be. None: kernels run."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
@@ -94,9 +96,9 @@ class KernelRequest:
         """Whether the device is a GPU."""
         return self.machine.on_gpu
 
-    def trial(self, trial: Callable[[T], None]) -> Callable[[T], None] | None:
-        """``trial``, if this process can run it."""
-        return trial if self.machine.can_try else None
+    def trial(self, trial: Callable[..., None], *arguments: Any) -> Callable[[Any], None] | None:
+        """The ``trial`` of a kernel with further ``arguments``, if this process can run it."""
+        return (lambda kernel: trial(kernel, *arguments)) if self.machine.can_try else None
 
     @cached_property
     def compiler_obstacle(self) -> str | None:
