@@ -14,9 +14,14 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.device import device_is_broken
 from megatron.core.kernels.choice import Candidate, Choice, choose, table
-from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
+from megatron.core.kernels.request import (
+    ExpertSizes,
+    KernelRequest,
+    Machine,
+    missing_for_inductor,
+    missing_for_triton,
+)
 from megatron.core.kernels.selection import Kernels, choose_kernels
-from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
 from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape

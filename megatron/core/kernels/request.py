@@ -1,5 +1,7 @@
 """What a run asks of kernels, and what the machine has for them."""
 
+import importlib.util
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -7,12 +9,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import Trials, TrialSizes
 from megatron.core.ops.compiler import Compiler
 
 if TYPE_CHECKING:
     from megatron.core.backends.transformer_engine.package import TransformerEngine
+
+
+Find = Callable[[str], object]
+"""Finds a program or a module by its name; None if the machine does not have it."""
+
+
+def missing_for_triton(find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec) -> str | None:
+    """What Triton's kernels need and the machine does not have; None if nothing."""
+    if find_module("triton") is None:
+        return "Triton, which is not installed"
+    # Triton compiles its launchers.
+    return _missing_compiler(find_program, "gcc", "clang", "cc")
+
+
+def missing_for_inductor(
+    on_gpu: bool, find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec
+) -> str | None:
+    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    if on_gpu:
+        return missing_for_triton(find_program, find_module)
+    return _missing_compiler(find_program, "g++", "clang++", "c++")
+
+
+def _missing_compiler(find_program: Find, *names: str) -> str | None:
+    return None if any(find_program(name) for name in names) else f"a compiler ({', '.join(names)})"
 
 
 @dataclass(frozen=True)
