@@ -91,6 +91,7 @@ def attention(request: KernelRequest, wanted: Wanted | None) -> list[Candidate[A
             is_automatic=name in preferred,
             trial=None if name == "reference" else request.trial(request.trials.attention, *at_sizes),
             cost=costs.get(name, ""),
+            # What kernels of packages save is what torch's FlashAttention saves.
             simulated=(lambda compiler: CudaFlashAttention()) if name in ("te", "flash3") else None,
         )
         for name in dict.fromkeys((*preferred, *makers))

@@ -65,8 +65,8 @@ class Candidate(Generic[T]):
     is_broken: Callable[[], bool] = device_is_broken
     """Whether this process cannot use its GPU any longer, after a trial that ended with an error."""
     simulated: Callable[[Compiler], T] | None = None
-    """What stands for it on tensors without memory: it launches and allocates as much, where a launch is what the given
-    compiler compiles. None: ``make`` makes it, of torch's operations alone."""
+    """What stands for it on tensors without memory: torch's operations that launch and allocate as much, if the given
+    compiler makes one launch of a function. None: the implementation itself, which needs no package and no compiler."""
 
     def ready(self, operation: str, compiler: Compiler | None = None) -> T:
         """The implementation, after its trial, or what stands for it if ``compiler`` simulates. Raises

@@ -55,8 +55,8 @@ class Machine:
     missing_for_inductor: str | None = None
     """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
     simulated_compiler: Compiler | None = None
-    """Compiles for tensors without memory, where kernels are simulated for a machine that is not there: its packages
-    and compilers are taken to be. None: kernels run."""
+    """Makes one launch of a function on tensors without memory: kernels are simulated for a machine that is not here,
+    whose packages and compilers are taken to be there. None: kernels run."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
