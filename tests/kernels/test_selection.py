@@ -14,9 +14,14 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.device import device_is_broken
 from megatron.core.kernels.choice import Candidate, Choice, choose, table
-from megatron.core.kernels.request import KernelRequest, Machine
+from megatron.core.kernels.request import (
+    ExpertSizes,
+    KernelRequest,
+    Machine,
+    missing_for_inductor,
+    missing_for_triton,
+)
 from megatron.core.kernels.selection import Kernels, choose_kernels
-from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
 from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
@@ -400,6 +405,52 @@ def test_every_implementation_of_the_flag_is_a_candidate() -> None:
                 choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), request(fp8=True))
             except ConfigError as error:
                 assert "is not available" in str(error)
+
+
+def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiler of a simulated machine."""
+    return function
+
+
+SIMULATED = Machine(GPU, simulated_compiler=one_kernel)
+
+
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(module: str, package: str) -> Any:
+        raise AssertionError(f"a simulation loads {module}")
+
+    monkeypatch.setattr("megatron.core.kernels.candidates.load", load)
+
+
+def test_the_simulation_chooses_as_a_gpu_does(no_packages: None) -> None:
+    assert names(choose_kernels(KernelConfig(), request(SIMULATED))) == ON_A_GPU
+    merged = choose_kernels(KernelConfig(), request(SIMULATED, needs_log_sum_exp=True))
+    assert names(merged) == ON_A_GPU | {"attention": "flash"}
+    delayed = request(SIMULATED, has_delayed_scales=True)
+    assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
+
+
+REFUSED = {("attention", "cpu"): "sdpa", ("grouped_gemm", "padded"): "grouped_mm"}
+"""What is simulated instead of what a run on GPUs refuses."""
+
+
+@pytest.mark.parametrize("operation", IMPLEMENTATIONS)
+def test_every_implementation_is_simulated_without_its_package(operation: str, no_packages: None) -> None:
+    where = request(SIMULATED, fp8=True, has_delayed_scales=True, experts=ExpertSizes(4, 32, 48))
+    for implementation in IMPLEMENTATIONS[operation]:
+        kernels = choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), where)
+        assert names(kernels)[operation] == REFUSED.get((operation, implementation), implementation)
+
+
+@pytest.mark.parametrize("wanted", ["te", "flash3", "cudnn", "flash", "reference"])
+def test_a_required_attention_is_simulated_in_any_dtype(wanted: str, no_packages: None) -> None:
+    """The planner prices a run in fp32 by kernels for half precisions."""
+    config = KernelConfig(kernel=(f"attention={wanted}",))
+    kernels = choose_kernels(config, request(SIMULATED, torch.float32, needs_log_sum_exp=True))
+    assert names(kernels)["attention"] == wanted
+    chosen = choose_kernels(KernelConfig(), request(SIMULATED, torch.float32, needs_log_sum_exp=True))
+    assert names(chosen)["attention"] == "reference"
 
 
 def test_the_first_that_goes_is_chosen() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import KernelConfig
 from megatron.core.gradient import GradientProduct
+from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import Choice
-from megatron.core.kernels.grouped import grouped_gemm_candidates
 from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
 from megatron.core.kernels.selection import Kernels, choose_kernels
 from megatron.core.kernels.trials import Trials, TrialSizes, try_grouped_gemm
@@ -208,9 +208,9 @@ def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails() -> None:
 
     machine, trials = Machine(GPU, can_try=True), Trials(grouped_gemm=failing)
     request = KernelRequest(machine, torch.bfloat16, torch.float32, SIZES, experts=EXPERTS, trials=trials)
-    candidates = {one.name: one for one in grouped_gemm_candidates(request, LoopGroupedGemm()._kernel)}
+    grouped_mm, *_ = candidates.grouped_gemm(request, SeparateWeightGradient())
     with pytest.raises(Unavailable, match="error of 50%"):
-        candidates["grouped_mm"].ready("grouped_gemm")
+        grouped_mm.ready("grouped_gemm")
     assert tried == [(GPU, torch.bfloat16, torch.float32)]
 
 

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
+from megatron.core.topology import single_process
+from megatron.planner.kernels import simulated_kernels
 from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
 from megatron.planner.plan import Run, planned_vocabulary
 from tests.recorded_step import record_step
@@ -119,6 +121,28 @@ def test_a_fused_kernel_is_one_launch() -> None:
         recorder.fused(scale_and_add, matrix(), matrix(), matrix())
     # Read: into and summand. Written: into and the sums of eight rows.
     assert kinds_and_bytes(recorder.launches) == [("elementwise", 3 * MATRIX + 32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [
+        ("triton", ["2 + table"]),
+        ("compiled", ["2 + table", "2"]),  # into a temporary, which is copied back
+        ("eager", ["3", "4 + table", "3"]),  # a copy in fp32, the product in place, and the copy back
+    ],
+)
+def test_a_rotation_is_simulated_as_what_it_launches(name: str, passes: list[str]) -> None:
+    """``passes`` over the activations in bf16, and the table of a sequence, by launch."""
+    config = parse_command_line(
+        f"--model tiny --mock-data --vocab-size 61 --bf16 --seq-length 64 --micro-batch-size 2 "
+        f"--kernel rope={name}".split()
+    )
+    activations, table = empty(64, 2, 4 * 8), torch.empty(64, 1, 1, 4, dtype=torch.complex64, device=META)
+    with LaunchRecorder() as recorder:
+        rotate = simulated_kernels(config, single_process(), torch.device("cuda"), 61, recorder).layers.rotate
+        rotate(activations, table)
+    expected = [int(one[0]) * 2 * 64 * 2 * 32 + ("table" in one) * 64 * 4 * 8 for one in passes]
+    assert kinds_and_bytes(recorder.launches) == [("elementwise", size) for size in expected]
 
 
 def test_host_syncs_are_what_the_host_waits_for() -> None:

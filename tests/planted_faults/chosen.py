@@ -429,6 +429,18 @@ FIGURES = (
         ("planner/test_stage_memory.py",),
     ),
     Fault(
+        "a dry run launches the operations of a compiled kernel one by one",
+        "simulated_compiler=partial(partial, tracker.fused)",
+        "simulated_compiler=lambda function: function",
+        ("planner/test_launch_details.py",),
+    ),
+    Fault(
+        "a dry run loads the package of a kernel that a flag requires",
+        "            made = candidate.ready(operation, compiler)\n            return made",
+        "            made = candidate.ready(operation)\n            return made",
+        ("kernels/test_selection.py",),
+    ),
+    Fault(
         "lost iterations count as kept",
         '    seconds["step"], seconds["lost"] = attempt.second("step") - lost, attempt.second("lost") + lost\n',
         '    seconds["lost"] = attempt.second("lost") + lost\n',

@@ -8,6 +8,7 @@ import torch
 
 from megatron.config.kernels import Wanted
 from megatron.core.device import device_is_broken
+from megatron.core.ops.compiler import Compiler
 from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 
@@ -63,10 +64,15 @@ class Candidate(Generic[T]):
     """What it costs in this run, for the log; empty if nothing is to be said."""
     is_broken: Callable[[], bool] = device_is_broken
     """Whether this process cannot use its GPU any longer, after a trial that ended with an error."""
+    simulated: Callable[[Compiler], T] | None = None
+    """What stands for it on tensors without memory: torch's operations that launch and allocate as much, if the given
+    compiler makes one launch of a function. None: the implementation itself, which needs no package and no compiler."""
 
-    def ready(self, operation: str) -> T:
-        """The implementation, after its trial; raises :class:`Unavailable`, or :class:`ConfigError` if the trial has
-        left the process without a usable GPU."""
+    def ready(self, operation: str, compiler: Compiler | None = None) -> T:
+        """The implementation, after its trial, or what stands for it if ``compiler`` simulates. Raises
+        :class:`Unavailable`, or :class:`ConfigError` if the trial has left the process without a usable GPU."""
+        if compiler is not None and self.simulated is not None:
+            return self.simulated(compiler)
         try:
             made, trial = self.make(), self.trial
             if trial is not None:
@@ -84,19 +90,28 @@ class Candidate(Generic[T]):
         return Choice(operation, self.name, reason, is_forced, is_stand_in)
 
 
-def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | None) -> tuple[T, Choice]:
+def choose(
+    operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | None, compiler: Compiler | None = None
+) -> tuple[T, Choice]:
     """The first available one of ``candidates``, or the one that is wanted.
 
-    Raises :class:`ConfigError` if that one is not available, and names those that are.
+    Raises :class:`ConfigError` if that one is not available, and names those that are. On a simulated machine, whose
+    ``compiler`` is given, the first available one replaces it: a search over layouts goes on.
     """
     if wanted is not None:
-        return _choose_wanted(operation, candidates, wanted)
+        candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
+        try:
+            made = candidate.ready(operation, compiler)
+            return made, candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
+        except Unavailable as error:
+            if compiler is None:
+                raise _refusal(candidates, wanted, error) from error
     obstacles = []
     for candidate in candidates:
         if not candidate.is_automatic:
             continue
         try:
-            made = candidate.ready(operation)
+            made = candidate.ready(operation, compiler)
         except Unavailable as error:
             obstacles.append(f"{candidate.name}: {error}")
             continue
@@ -105,17 +120,13 @@ def choose(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted | 
     raise ConfigError(f"No implementation of {operation} is available: {'; '.join(obstacles)}.")
 
 
-def _choose_wanted(operation: str, candidates: Sequence[Candidate[T]], wanted: Wanted) -> tuple[T, Choice]:
-    candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
-    try:
-        return candidate.ready(operation), candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
-    except Unavailable as error:
-        # Only made, not tried: the trials of all others would cost the caller seconds to word an error.
-        available = [other.name for other in candidates if other is not candidate and _is_available(other)]
-        raise ConfigError(
-            f"{wanted.flag} is not available: {error}; available: {', '.join(available)}: use one of these, or remove "
-            "it."
-        ) from error
+def _refusal(candidates: Sequence[Candidate[T]], wanted: Wanted, obstacle: Unavailable) -> ConfigError:
+    """Why the implementation that is wanted cannot be had, and which can."""
+    # Only made, not tried: the trials of all others would cost the caller seconds to word an error.
+    others = (one.name for one in candidates if one.name != wanted.implementation and _is_available(one))
+    return ConfigError(
+        f"{wanted.flag} is not available: {obstacle}; available: {', '.join(others)}: use one of these, or remove it."
+    )
 
 
 def _is_available(candidate: Candidate[S]) -> bool:

@@ -1,19 +1,44 @@
 """What a run asks of kernels, and what the machine has for them."""
 
+import importlib.util
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.kernels.toolchain import missing_for_inductor, missing_for_triton
 from megatron.core.kernels.trials import Trials, TrialSizes
+from megatron.core.ops.compiler import Compiler
 
 if TYPE_CHECKING:
     from megatron.core.backends.transformer_engine.package import TransformerEngine
 
-T = TypeVar("T")
+
+Find = Callable[[str], object]
+"""Finds a program or a module by its name; None if the machine does not have it."""
+
+
+def missing_for_triton(find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec) -> str | None:
+    """What Triton's kernels need and the machine does not have; None if nothing."""
+    if find_module("triton") is None:
+        return "Triton, which is not installed"
+    # Triton compiles its launchers.
+    return _missing_compiler(find_program, "gcc", "clang", "cc")
+
+
+def missing_for_inductor(
+    on_gpu: bool, find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec
+) -> str | None:
+    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    if on_gpu:
+        return missing_for_triton(find_program, find_module)
+    return _missing_compiler(find_program, "g++", "clang++", "c++")
+
+
+def _missing_compiler(find_program: Find, *names: str) -> str | None:
+    return None if any(find_program(name) for name in names) else f"a compiler ({', '.join(names)})"
 
 
 @dataclass(frozen=True)
@@ -29,6 +54,9 @@ class Machine:
     """What Triton's kernels need and the machine does not have; None if nothing."""
     missing_for_inductor: str | None = None
     """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    simulated_compiler: Compiler | None = None
+    """Makes one launch of a function on tensors without memory: kernels are simulated for a machine that is not here,
+    whose packages and compilers are taken to be there. None: kernels run."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
@@ -94,9 +122,9 @@ class KernelRequest:
         """Whether the device is a GPU."""
         return self.machine.on_gpu
 
-    def trial(self, trial: Callable[[T], None]) -> Callable[[T], None] | None:
-        """``trial``, if this process can run it."""
-        return trial if self.machine.can_try else None
+    def trial(self, trial: Callable[..., None], *arguments: Any) -> Callable[[Any], None] | None:
+        """The ``trial`` of a kernel with further ``arguments``, if this process can run it."""
+        return (lambda kernel: trial(kernel, *arguments)) if self.machine.can_try else None
 
     @cached_property
     def compiler_obstacle(self) -> str | None:

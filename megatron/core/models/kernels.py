@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from megatron.core.backends.transformer_engine.package import TransformerEngine
 
 
-def build_kernels(config: RunConfig, topology: Topology, vocab_size: int) -> Kernels:
-    """The kernel of each operation on this rank."""
+def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machine: Machine | None = None) -> Kernels:
+    """The kernel of each operation on this rank, by default for this machine."""
     size = topology.tensor_parallel.size
     model = config.model.resolve(vocab_size, size, config.seq_length)
     formats = number_formats(config.precision, config.optimizer)
     request = KernelRequest(
-        Machine.of(topology.device),
+        machine or Machine.of(topology.device),
         formats.weight,
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.ops.compiler import Compiler, inductor
+
 _CPU_CHUNK_BYTES = 2 << 20  # fits in a CPU's cache
 GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy
 
@@ -59,11 +61,11 @@ class EagerCrossEntropy:
 
 
 class CompiledCrossEntropy:
-    """All rows at once through ``torch.compile``, which fuses the conversion to fp32."""
+    """All rows at once through a compiler, which fuses the conversion to fp32."""
 
-    def __init__(self) -> None:
-        self._log_sum_exp = torch.compile(wide_log_sum_exp, fullgraph=True)
-        self._write_gradient = torch.compile(_write_gradient, fullgraph=True)
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._log_sum_exp = compiler(wide_log_sum_exp)
+        self._write_gradient = compiler(_write_gradient)
 
     def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
         if logits.shape[1] == 0:

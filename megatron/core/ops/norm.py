@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.gradient import accumulate_main_grad
+from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.quantized import QuantizedActivation, QuantizedTensor
 
@@ -89,9 +90,10 @@ class EagerRMSNorm(NormThenQuantization):
 
 
 class CompiledRMSNorm(NormThenQuantization):
-    def __init__(self) -> None:
-        self.forward = torch.compile(normalise, fullgraph=True)
-        self.backward = torch.compile(normalise_backward, fullgraph=True)
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._compiler = compiler
+        self.forward = compiler(normalise)
+        self.backward = compiler(normalise_backward)
 
 
 class _RMSNorm(Function):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.ops.compiler import Compiler, inductor
+
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Multiplies every head of ``[s, b, heads * head_size]`` in place by a complex table, whose magnitude is not always 1
 (:func:`rotary_table`); the gradient is multiplied by ``table.conj()``."""
@@ -130,20 +132,16 @@ def rotated(activations: Tensor, table: Tensor, sign: int) -> Tensor:
 
 
 class CompiledRotation:
-    """:func:`rotated` through ``torch.compile``, which does not support complex numbers."""
+    """:func:`rotated` through a compiler, because ``torch.compile`` does not support complex numbers, and a copy."""
 
-    def __init__(self) -> None:
-        def rotate(activations: Tensor, table: Tensor, sign: int) -> None:
-            activations.copy_(rotated(activations, table, sign))
-
-        self._rotate = torch.compile(rotate, fullgraph=True)
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._rotated = compiler(rotated)
 
     def __call__(self, activations: Tensor, table: Tensor) -> Tensor:
         # conj() only sets a flag, which a real view does not have, so the sign is passed instead.
         is_conjugate = table.is_conj()
         plain = table.conj() if is_conjugate else table
-        self._rotate(activations, torch.view_as_real(plain), -1 if is_conjugate else 1)
-        return activations
+        return activations.copy_(self._rotated(activations, torch.view_as_real(plain), -1 if is_conjugate else 1))
 
 
 def rotate_reference(heads: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:

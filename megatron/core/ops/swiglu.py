@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.quantized import QuantizedActivation, QuantizedTensor
 
@@ -65,9 +66,10 @@ class EagerSwiGLU(SwiGLUThenQuantization):
 
 
 class CompiledSwiGLU(SwiGLUThenQuantization):
-    def __init__(self) -> None:
-        self.forward = torch.compile(swiglu_reference, fullgraph=True)
-        self.backward = torch.compile(swiglu_backward, fullgraph=True)
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._compiler = compiler
+        self.forward = compiler(swiglu_reference)
+        self.backward = compiler(swiglu_backward)
 
 
 class _SwiGLU(Function):
