@@ -150,11 +150,11 @@ class MemoryTracker(TorchDispatchMode):
     @contextmanager
     def untracked(self) -> Iterator[None]:
         """Allocations inside are not counted."""
-        self._is_tracking = False
+        before, self._is_tracking = self._is_tracking, False
         try:
             yield
         finally:
-            self._is_tracking = True
+            self._is_tracking = before
 
     def fused(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``method`` as one kernel: only its results are counted, since intermediate values stay in registers."""

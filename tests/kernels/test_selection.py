@@ -443,16 +443,6 @@ def test_every_implementation_is_simulated_without_its_package(operation: str, n
         assert names(kernels)[operation] == REFUSED.get((operation, implementation), implementation)
 
 
-@pytest.mark.parametrize("wanted", ["te", "flash3", "cudnn", "flash", "reference"])
-def test_a_required_attention_is_simulated_in_any_dtype(wanted: str, no_packages: None) -> None:
-    """The planner prices a run in fp32 by kernels for half precisions."""
-    config = KernelConfig(kernel=(f"attention={wanted}",))
-    kernels = choose_kernels(config, request(SIMULATED, torch.float32, needs_log_sum_exp=True))
-    assert names(kernels)["attention"] == wanted
-    chosen = choose_kernels(KernelConfig(), request(SIMULATED, torch.float32, needs_log_sum_exp=True))
-    assert names(chosen)["attention"] == "reference"
-
-
 def test_the_first_that_goes_is_chosen() -> None:
     def missing() -> int:
         raise Unavailable("it is not here")

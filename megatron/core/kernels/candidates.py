@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.config.kernels import Wanted
 from megatron.core.kernels.choice import Candidate, short_name
 from megatron.core.kernels.request import KernelRequest
 from megatron.core.kernels.simulated import (
@@ -75,18 +74,18 @@ _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "s
 """What kernels without a varlen call cost where documents mask attention."""
 
 
-def attention(request: KernelRequest, wanted: Wanted | None) -> list[Candidate[AttentionKernel]]:
+def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
     makers: dict[str, Callable[[], AttentionKernel]] = {
         "te": partial(_transformer_engine_attention, request),
         **_ATTENTION,
     }
-    preferred, required = _preferred_attention(request), None if wanted is None else wanted.implementation
+    preferred = _preferred_attention(request)
     costs = _COSTS_OF_DOCUMENTS if request.masks_attention and request.on_gpu else {}
     at_sizes = request.sizes, request.device, request.weight, request.masks_attention
     return [
         Candidate(
             name,
-            partial(_usable_attention, makers[name], request, name == required),
+            partial(_usable_attention, makers[name], request),
             _MERITS[name],
             is_automatic=name in preferred,
             trial=None if name == "reference" else request.trial(request.trials.attention, *at_sizes),
@@ -121,13 +120,9 @@ def _transformer_engine_attention(request: KernelRequest) -> AttentionKernel:
     return TransformerEngineAttention(request.engine)
 
 
-def _usable_attention(
-    make: Callable[[], AttentionKernel], request: KernelRequest, is_required: bool
-) -> AttentionKernel:
+def _usable_attention(make: Callable[[], AttentionKernel], request: KernelRequest) -> AttentionKernel:
     kernel = make()
-    # The planner prices runs in fp32, too, by a kernel for half precisions, which it requires.
-    is_priced = request.machine.simulated_compiler is not None and is_required
-    if not kernel.supports(request.device, torch.bfloat16 if is_priced else request.weight):
+    if not kernel.supports(request.device, request.weight):
         raise Unavailable(f"it does not support {short_name(request.weight)} on {request.device.type}")
     if request.needs_log_sum_exp and not kernel.returns_log_sum_exp:
         raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")

@@ -73,7 +73,7 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
             chosen("fp8_quantization", candidates.fp8_quantization(request)),
             chosen("fp8_weight_gradient", candidates.fp8_weight_gradient(request, fp8.gemm)),
         )
-    attention = chosen("attention", candidates.attention(request, config.wanted("attention")))
+    attention = chosen("attention", candidates.attention(request))
     weight_gradient = chosen("weight_gradient", candidates.weight_gradient(request))
     grouped_gemm: GroupedGemm = LoopGroupedGemm(weight_gradient)
     if request.experts is not None:
