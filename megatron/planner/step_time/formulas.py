@@ -75,8 +75,6 @@ class StepTimeModel:
         self.node_size, self.link = self.machines.node_size, self.machines.link
         self.main_grad_bytes, self.element_bytes = w.number("main_grad_bytes"), w.number("element_bytes")
         self.experts = ExpertShapes(w)
-        self.chunked = w.number("chunked_layers") / self.layers
-        self.chunk_length = np.where(self.chunked > 0, w.number("chunk_length"), self.seq_length)
         self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
 
@@ -198,14 +196,8 @@ class StepTimeModel:
         )
 
     def _attention(self, c: Constants) -> tuple[Array, Array]:
-        """Forward and backward, of the mean layer."""
-        inside = self._attention_over(c, self.chunk_length)
-        whole = self._attention_over(c, self.seq_length)
-        forward, backward = (self.chunked * a + (1 - self.chunked) * b for a, b in zip(inside, whole))
-        return forward, backward
-
-    def _attention_over(self, c: Constants, length: Array) -> tuple[Array, Array]:
-        """Forward and backward, of a layer whose attention stays inside ``length`` tokens."""
+        """Forward and backward."""
+        length = self.seq_length
         flops = 2 * self.tokens * length * self.query_hidden / self.tp
         fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], length)
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.

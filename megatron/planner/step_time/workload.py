@@ -78,10 +78,6 @@ class Run:
     """Whether the MLP has three products (SwiGLU) instead of two."""
     vocab: int
     seq_length: int
-    chunked_layers: int = 0
-    """Layers whose attention stays inside chunks of the sequence."""
-    chunk_length: float = 0.0
-    """Their length: attention of a chunked layer takes as long as in sequences of this length."""
     gpus: int
     tp: int = 1
     pp: int = 1
