@@ -71,8 +71,7 @@ def calibrate(config: CalibrateConfig) -> str | None:
     from megatron.config.parallel import ParallelConfig
     from megatron.planner.calibration.cluster_file import cluster_file
     from megatron.planner.calibration.measure import Plan, calibrated, measure, number_of_operations
-    from megatron.planner.calibration.ranks import Ranks
-    from megatron.planner.calibration.turns import Effort
+    from megatron.planner.calibration.turns import Effort, Ranks
     from megatron.planner.plan import planned_vocabulary
     from megatron.planner.step_time.cluster import read_cluster
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
+from benchmarks.shared_cores import price_on_cores
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands import calibrate_cluster
 from megatron.config.command_line import parse_command_line
@@ -33,10 +34,8 @@ from megatron.planner.calibration.measure import (
     number_of_operations,
 )
 from megatron.planner.calibration.operations import ProductShape, attention_shapes, product_action, product_shapes
-from megatron.planner.calibration.ranks import Ranks
 from megatron.planner.calibration.real_step import planned_step, with_layers
-from megatron.planner.calibration.shared_cores import price_on_cores
-from megatron.planner.calibration.turns import Effort, Sample
+from megatron.planner.calibration.turns import Effort, Ranks, Sample
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.constants import load_fitted

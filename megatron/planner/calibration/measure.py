@@ -37,9 +37,8 @@ from megatron.planner.calibration.operations import (
     product_action,
     product_shapes,
 )
-from megatron.planner.calibration.ranks import Ranks
 from megatron.planner.calibration.real_step import build_step, planned_step, with_layers
-from megatron.planner.calibration.turns import Action, Effort, Sample, take_turns
+from megatron.planner.calibration.turns import Action, Effort, Ranks, Sample, take_turns
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.workload import Attention

@@ -1,9 +1,10 @@
-"""Seconds of operations that take turns, so that a slow moment of the machine hits all of them."""
+"""Seconds of operations that take turns on all ranks, so that a slow moment of the machine hits all of them."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +26,43 @@ class Sample:
             return cls(middle, 0.0)
         first, _, third = quantiles(seconds, n=4)
         return cls(middle, (third - first) / 2 / middle)
+
+
+class Control(Protocol):
+    """Objects of all ranks (:class:`megatron.core.control.ControlGroup`)."""
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that measure at the same time, as they would train at the same time."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_size: int = 1
+    """Processes of a node."""
+    control: Control | None = None
+    """None for one process."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.control is not None:
+            self.control.all_gather_object(None)
+
+    def longest(self, seconds: float) -> float:
+        """The largest value of a rank."""
+        if self.control is None:
+            return seconds
+        return float(max(self.control.all_gather_object(seconds)))
+
+    def agree(self, samples: list[Sample]) -> list[Sample]:
+        """Of each sample the median over the ranks."""
+        if self.control is None:
+            return samples
+        of_ranks = self.control.all_gather_object([one.median for one in samples])
+        medians = [median(values) for values in zip(*of_ranks)]
+        return [replace(one, median=value) for one, value in zip(samples, medians)]
 
 
 @dataclass(frozen=True)
