@@ -26,7 +26,6 @@ from megatron.torch_compat import (
     local_scalar,
     operator_schema,
     storage_id,
-    tree_flatten,
 )
 
 LaunchKind = Literal["gemm", "attention", "elementwise", "collective", "host copy", "host sync"]
@@ -347,7 +346,14 @@ class _ObservedWork(CompletedWork):
 
 
 def _tensors_of(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+    """The tensors in arguments or results of an operator, which are nested in tuples, lists and dicts alone."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [tensor for one in tree for tensor in _tensors_of(one)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -99,7 +99,7 @@ class StepPrices:
         units, division, grid = step.units, step.units.division, step.grid
         # With the usual order neither tensor- nor context-parallel ranks move with the other sizes.
         place = (grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ()))
-        shared = units.records, units.key, place
+        shared = units.records, units.key, units.ends_key, place
         key = division.kinds[number], shared
         if key not in self._stages:
             stage = division.stages[number]

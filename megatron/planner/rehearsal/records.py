@@ -172,13 +172,13 @@ class UnitsOfRun:
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the output layer."""
-        record = self.records.record(self.ends_key, _Request(self._rehearsals))
+        record = self.records.record(self.ends_key, _Request(self._rehearsals_of(self.config)))
         assert isinstance(record, Ends)
         return record
 
     @cached_property
-    def ends_key(self) -> Hashable:
-        """What the records of the ends depend on, and those of all other units, too."""
+    def ends_key(self) -> tuple[int | bool, ...]:
+        """What the records of the ends depend on."""
         parallel, precision, grid = self.config.parallel, self.config.precision, self.grid
         micro_batch_size, in_bf16 = self.config.micro_batch_size, precision.grad_reduce_in_bf16
         return grid.tp, grid.cp, micro_batch_size, parallel.sequence_parallel, in_bf16
@@ -190,15 +190,31 @@ class UnitsOfRun:
         # FSDP keeps no quantised weights.
         is_fully_sharded = config.parallel.sharding_strategy == "optim_grads_params"
         keeps_weights = config.precision.fp8_format is None or not is_fully_sharded
-        return config.activations.modules, self.ends_key, grid.ep, grid.etp, self.splits_backward, keeps_weights
+        *sizes, _ = self.ends_key
+        # In FP8 products are added to main gradients after them.
+        in_bf16 = config.precision.fp8_format is not None and config.precision.grad_reduce_in_bf16
+        of_layers = config.activations.modules, grid.ep, grid.etp, self.splits_backward, keeps_weights
+        return *sizes, in_bf16, *of_layers
 
     def unit(self, unit: Unit) -> UnitRecord:
         """The record of a unit between the ends."""
         if unit.kind not in self._found:
-            record = self.records.record((unit.kind, self.key), _Request(self._rehearsals, unit))
+            record = self.records.record((unit.kind, self.key), self._request(unit))
             assert isinstance(record, UnitRecord)
-            self._found[unit.kind] = record
+            is_derived = self._is_derived
+            self._found[unit.kind] = record.with_gradients_in_bf16() if is_derived else record
         return self._found[unit.kind]
+
+    @property
+    def _is_derived(self) -> bool:
+        """Whether units between the ends are rehearsed with main gradients in fp32, which then become narrower."""
+        return self.config.precision.grad_reduce_in_bf16 and self.config.precision.fp8_format is None
+
+    def _request(self, unit: Unit) -> _Request:
+        config = self.config
+        if self._is_derived:
+            config = replace(config, precision=replace(config.precision, grad_reduce_in_bf16=False))
+        return _Request(self._rehearsals_of(config), unit)
 
     def of_stage(self, number: int) -> list[UnitRecord]:
         """The records of all units of a virtual stage, in order."""
@@ -209,15 +225,14 @@ class UnitsOfRun:
 
     def requests(self) -> Iterator[tuple[Hashable, _Request]]:
         """By key all units that the run has."""
-        yield self.ends_key, _Request(self._rehearsals)
+        yield self.ends_key, _Request(self._rehearsals_of(self.config))
         for number in set(self.division.like):
             for unit in self.division.units[number]:
-                yield (unit.kind, self.key), _Request(self._rehearsals, unit)
+                yield (unit.kind, self.key), self._request(unit)
 
-    @cached_property
-    def _rehearsals(self) -> UnitRehearsals:
+    def _rehearsals_of(self, config: RunConfig) -> UnitRehearsals:
         records = self.records
-        config = records.with_attention_kernel(self.config)
+        config = records.with_attention_kernel(config)
         return UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
 
 

@@ -77,12 +77,26 @@ class UnitRecord:
     neither the first nor the last. Gradients are added to those of earlier microbatches; nothing is reduced."""
     num_layers: int = 0
 
+    def with_gradients_in_bf16(self) -> "UnitRecord":
+        """The same unit, recorded with main gradients in fp32, with those of linear layers in bf16."""
+        forward, backward, deferred = (tuple(map(_accumulated_in_bf16, of_pass)) for of_pass in self.launches)
+        return replace(self, launches=(forward, backward, deferred))
+
     @cached_property
     def num_parameters(self) -> tuple[int, int]:
         """Elements of the parameters outside of experts, and of experts."""
         sizes = [(prod(info.local_shape), info.is_expert) for info in self.parameters]
         of_experts = sum(size for size, is_expert in sizes if is_expert)
         return sum(size for size, _ in sizes) - of_experts, of_experts
+
+
+def _accumulated_in_bf16(launch: Launch) -> Launch:
+    product = launch.product
+    if product is None or not product.is_accumulated:
+        return launch
+    # The main gradient is read and written.
+    saved = 2 * (torch.float32.itemsize - torch.bfloat16.itemsize) * product.rows * product.columns * product.count
+    return replace(launch, num_bytes=launch.num_bytes - saved)
 
 
 @dataclass(frozen=True)
