@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
-from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.plan import Run
 from megatron.planner.recorded_step import record_step
+from megatron.training.build.vocabulary import planned_vocabulary
 
 META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -20,12 +20,11 @@ from megatron.planner.plan import (
     fake_processes,
     live_peaks,
     make_plan,
-    planned_vocabulary,
     simulate_rank,
 )
 from megatron.planner.simulated_rank import build_rank
 from megatron.planner.traffic import Traffic
-from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 from tests.planner.real_step import RANKS, TINY, VOCABULARY, real_step, run_of
 from tests.rank_pool import RankPool
 

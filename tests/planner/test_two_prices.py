@@ -8,13 +8,14 @@ from torch import Tensor
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import MLP, SequencePositions, TransformerLayer
-from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.plan import Run
 from megatron.planner.priced_rehearsal import PricedStep, price_rehearsal
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.fit import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.of_run import step_to_price
 from megatron.planner.step_time.workload import TERMS, Workload
+from megatron.training.build.vocabulary import planned_vocabulary
 
 COMMON = "--mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3 --overlap-grad-reduce "
 ZERO = "--use-distributed-optimizer --overlap-param-gather"

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.models.parallelize import chunks_of_stage
 from megatron.core.precision import number_formats
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
-from megatron.planner.plan import ALLOWANCE
 from megatron.planner.search.layer_memory import UnitMemory
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.schedule_moments import StageMoments, moments_of

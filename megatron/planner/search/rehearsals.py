@@ -11,8 +11,9 @@ from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from megatron.config.dry_run import ALLOWANCE
 from megatron.errors import ConfigError
-from megatron.planner.plan import ALLOWANCE, Run, make_plan
+from megatron.planner.plan import Run, make_plan
 from megatron.planner.priced_rehearsal import PricedStep, price_rehearsal
 from megatron.planner.search.job import Job
 from megatron.planner.search.layout import Layout
