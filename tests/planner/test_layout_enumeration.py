@@ -14,6 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.enumeration import LONGEST_MICROBATCH, SHORTEST_PART, enumerate_layouts
 from megatron.planner.search.layout import Layout
+from megatron.planner.step_time.cluster import read_cluster
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
 DENSE = (
@@ -28,10 +29,10 @@ def config_of(flags: str) -> RunConfig:
 
 
 @cache
-def layouts_of(flags: str, num_gpus: int, given: tuple[str, ...] = ()) -> list[Layout]:
+def layouts_of(flags: str, num_gpus: int, given: tuple[str, ...] = (), cluster: str = "h100") -> list[Layout]:
     config = config_of(flags)
     architecture = config.model.resolve(config.mock_vocab_size or 1, 1, config.seq_length)
-    return enumerate_layouts(config, architecture, num_gpus, NODE, given)
+    return enumerate_layouts(config, architecture, num_gpus, read_cluster(cluster), given)
 
 
 RUNS = {
@@ -184,22 +185,27 @@ def test_chunks_of_one_layer_and_deep_pipelines_are_searched_only_if_given() -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "given", "overlapping"),
+    ("flags", "given", "cluster", "overlapping"),
     [
-        ("", (), {2, 4}),
-        ("--tp-comm-overlap", ("tp_comm_overlap",), {1, 2, 4}),
-        ("--no-tp-comm-overlap", ("tp_comm_overlap",), set()),
-        ("--no-sequence-parallel", ("sequence_parallel",), set()),
-        ("--transformer-impl transformer_engine", (), {2, 4}),
+        ("", (), "h100", {2, 4}),
+        ("", (), "gb200", {2, 4}),
+        # Messages between parts of products.
+        ("", (), "a100-80gb", set()),
+        ("--fp8-format hybrid", (), "h100", set()),
+        ("--fp8-format hybrid --fp8-recipe tensorwise --transformer-impl transformer_engine", (), "h100", {2, 4}),
+        ("--tp-comm-overlap", ("tp_comm_overlap",), "a100-80gb", {1, 2, 4}),
+        ("--no-tp-comm-overlap", ("tp_comm_overlap",), "h100", set()),
+        ("--no-sequence-parallel", ("sequence_parallel",), "h100", set()),
         # Transformer Engine sends a quarter of the hidden size in vectors of eight.
-        ("--transformer-impl transformer_engine --hidden-size 48", (), set()),
+        ("--transformer-impl transformer_engine", (), "h100", {2, 4}),
+        ("--transformer-impl transformer_engine --hidden-size 48", (), "h100", set()),
     ],
 )
-def test_tensor_parallel_communication_overlaps_where_it_can(
-    flags: str, given: tuple[str, ...], overlapping: set[int]
+def test_tensor_parallel_communication_overlaps_where_it_costs_nothing(
+    flags: str, given: tuple[str, ...], cluster: str, overlapping: set[int]
 ) -> None:
     """All layouts of a tensor-parallel size overlap it, or none."""
-    found = layouts_of(f"{DENSE} {flags}", 8, given)
+    found = layouts_of(f"{DENSE} {flags}", 8, given, cluster)
     assert {one.tp for one in found} == {1, 2, 4}
     assert {one.tp for one in found if one.tp_comm_overlap} == overlapping
     assert not overlapping & {one.tp for one in found if not one.tp_comm_overlap}

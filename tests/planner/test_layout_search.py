@@ -106,7 +106,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
     model, memory = found.architecture, MemoryFormula(found.config, found.architecture, found.given)
     layouts = [
         layout
-        for layout in enumerate_layouts(found.config, model, 64, 8, found.given)
+        for layout in enumerate_layouts(found.config, model, 64, found.cluster, found.given)
         if layout.recompute == "none" and layout.sharding == "optim" and layout.schedule in ("1f1b", "interleaved")
         if not layout.reduces_in_bf16 and not layout.counts_ends
         if memory.tightest(layout, found.num_microbatches(layout))[0] <= 80 * GIB
@@ -193,7 +193,7 @@ def test_layouts_in_parallel_processes_need_the_same_memory() -> None:
 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
-    layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster.node_size, of_run.given)
+    layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster, of_run.given)
     priced = price_layouts(of_run, layouts)
     assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
     assert 1000 <= len(layouts) <= 10_000

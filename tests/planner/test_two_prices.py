@@ -64,6 +64,8 @@ CASES = [
     Case(f"{model('8b')} {ZERO} --tensor-model-parallel-size 2", 8),
     Case(f"{model('8b')} {ZERO} {TP4}", 8),
     Case(f"{model('8b')} {ZERO} {TP4} --micro-batch-size 4 --grad-reduce-in-bf16", 8),
+    Case(f"{model('8b')} {ZERO} {TP4} --tp-comm-overlap", 8),
+    Case(f"{model('70b')} {ZERO} {PP4} --tp-comm-overlap --pipeline-schedule zb-v", 64),
     Case(f"{model('8b')} {ZERO} --context-parallel-size 4", 8),
     Case(f"{model('8b')} {ZERO} {TP4} --context-parallel-size 2 --cp-comm-type a2a", 16),
     Case(f"{model('8b')} {ZERO} --context-parallel-size 4 --cp-comm-type allgather", 8),
@@ -131,7 +133,7 @@ def test_both_prices_agree(case: Case) -> None:
 
 
 def test_there_are_more_than_thirty_layouts() -> None:
-    assert len(CASES) == len(set(CASES)) == 36
+    assert len(CASES) == len(set(CASES)) == 38
 
 
 DENSE = Case(f"{model('8b')} {ZERO}", 8)

@@ -18,6 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.job import Job
 from megatron.planner.search.layout import Layout, divides_layers
+from megatron.planner.step_time.cluster import Cluster
 from megatron.schedules.registry import SCHEDULES
 from megatron.training.batch_schedule import build_batch_schedule
 
@@ -66,9 +67,9 @@ LAYOUT_FIELDS = frozenset(
 
 
 def enumerate_layouts(
-    config: RunConfig, architecture: TransformerConfig, num_gpus: int, node_size: int, given: Collection[str] = ()
+    config: RunConfig, architecture: TransformerConfig, num_gpus: int, cluster: Cluster, given: Collection[str] = ()
 ) -> list[Layout]:
-    """The layouts of ``config`` over ``num_gpus`` GPUs in nodes of ``node_size``.
+    """The layouts of ``config`` over ``num_gpus`` GPUs of ``cluster``.
 
     ``given`` are the names of the fields of ``config`` that the user set: constraints, with which every layout agrees.
     Each layout, applied to ``config``, passes :func:`check_run` and divides every global batch of the run.
@@ -82,7 +83,7 @@ def enumerate_layouts(
     (``etp``) with expert parallelism, and over other than the tensor-parallel ranks; gradients that are both sharded
     (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
     """
-    space = _Space(config, architecture, num_gpus, node_size, frozenset(given))
+    space = _Space(config, architecture, num_gpus, cluster, frozenset(given))
     return list(space.layouts())
 
 
@@ -118,7 +119,7 @@ def no_layout(job: Job) -> ConfigError:
 
 
 def _space(job: Job, num_gpus: int) -> "_Space":
-    return _Space(job.config, job.architecture, num_gpus, job.cluster.node_size, job.given)
+    return _Space(job.config, job.architecture, num_gpus, job.cluster, job.given)
 
 
 def _has_layout(job: Job, num_gpus: int) -> bool:
@@ -151,7 +152,7 @@ class _Space:
     config: RunConfig
     architecture: TransformerConfig
     num_gpus: int
-    node_size: int
+    cluster: Cluster
     given: frozenset[str]
 
     def _grids(self) -> Iterator[_Grid]:
@@ -251,7 +252,7 @@ class _Space:
 
     def _allows_tensor_parallel(self, tp: int) -> bool:
         model = self.architecture
-        if tp > self.node_size and "tensor_model_parallel_size" not in self.given:
+        if tp > self.cluster.node_size and "tensor_model_parallel_size" not in self.given:
             return False
         divided = [model.num_attention_heads, model.num_query_groups]
         if not all(model.moe_layers()):
@@ -261,11 +262,17 @@ class _Space:
         return all(value % tp == 0 for value in divided)
 
     def _overlaps_tensor_parallel(self, grid: _Grid) -> bool:
-        """Wherever the run supports it: the overlap hides communication and costs nothing else."""
+        """Wherever it hides communication and costs nothing else: with PyTorch's symmetric memory, and in Transformer
+        Engine. The overlap by messages, of other GPUs, over nodes, and of FP8 rows, divides the matrix products among
+        as many parts as ranks, and copies and adds the parts."""
         if "tp_comm_overlap" in self.given:
             return self.config.parallel.tp_comm_overlap
         if grid.tp == 1 or not self._sequence_parallel:
             return False
+        if self.config.model.transformer_impl == "local":
+            has_symmetric_memory = self.cluster.generation in ("hopper", "blackwell")
+            is_in_node = grid.tp <= self.cluster.node_size and self.config.parallel.rank_order.startswith("tp-")
+            return has_symmetric_memory and is_in_node and self.config.precision.fp8_format is None
         parallel = replace(
             self.config.parallel,
             tensor_model_parallel_size=grid.tp,
@@ -391,7 +398,7 @@ class _Space:
                 yield strategy, parallel.num_distributed_optimizer_instances
                 continue
             yield strategy, 1
-            nodes = grid.tp * grid.cp * grid.dp // self.node_size
+            nodes = grid.tp * grid.cp * grid.dp // self.cluster.node_size
             if strategy == "optim_grads_params" and nodes > 1 and grid.dp % nodes == 0 and of_experts % nodes == 0:
                 yield strategy, nodes
 

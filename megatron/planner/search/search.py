@@ -96,7 +96,7 @@ def find_layouts(
     """Enumerate, price, prune by the memory formula, and rank: layouts of at most ``interest`` times the time of the
     fastest that fits."""
     report("enumerate layouts", 0, 1)
-    layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
+    layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster, job.given)
     if not layouts:
         raise no_layout(job)
     report("price layouts", 0, 1)
