@@ -214,6 +214,28 @@ def test_tensor_parallel_communication_overlaps_where_it_costs_nothing(
         check_run(layout.apply(config, given), 8)
 
 
-def test_experts_are_divided_in_every_way_that_fits_the_stage() -> None:
-    sizes = {(one.ep, one.etp) for one in layouts_of(*RUNS["experts"]) if (one.tp, one.pp, one.cp) == (4, 8, 1)}
-    assert sizes == {(1, 1), (1, 4), (2, 1), (4, 1), (8, 1)}
+SCOUT = "--model llama4-scout --bf16 --seq-length 8192 --global-batch-size 256"
+
+
+@pytest.mark.parametrize(
+    ("flags", "num_gpus", "given", "sizes"),
+    [
+        (RUNS["experts"][0], 128, (), {(1, 1), (8, 1)}),
+        (RUNS["experts"][0], 64, (), {(1, 1), (8, 1)}),
+        (RUNS["experts"][0], 32, (), {(1, 1), (4, 1)}),
+        (f"{RUNS['experts'][0]} --expert-model-parallel-size 2", 128, ("expert_model_parallel_size",), {(2, 1)}),
+        (
+            f"{RUNS['experts'][0]} --expert-tensor-parallel-size 4",
+            128,
+            ("expert_tensor_parallel_size",),
+            {(1, 4), (2, 4), (4, 4)},
+        ),
+        (SCOUT, 128, (), {(1, 1), (8, 1), (16, 1)}),
+    ],
+)
+def test_experts_are_on_all_ranks_of_a_node_on_several_nodes_or_not_divided(
+    flags: str, num_gpus: int, given: tuple[str, ...], sizes: set[tuple[int, int]]
+) -> None:
+    """Of a pipeline with eight stages, or as given."""
+    found = layouts_of(flags, num_gpus, given)
+    assert {(one.ep, one.etp) for one in found if (one.tp, one.pp, one.cp) == (4, 8, 1)} == sizes

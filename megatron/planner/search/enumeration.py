@@ -78,9 +78,9 @@ def enumerate_layouts(
     parallelism with fewer than ``SHORTEST_PART`` tokens of a sequence on a rank; microbatches of several sequences with
     context parallelism, of more than ``LONGEST_MICROBATCH`` tokens or ``LARGEST_MICROBATCH`` sequences, or fewer than
     pipeline stages; pipelines of more than ``MOST_STAGES`` stages; several chunks on a rank of one layer each;
-    interleaving with fewer microbatches than stages; fully sharded weights with pipeline parallelism,
-    which would be gathered for every microbatch; tensor parallelism without sequence parallelism; sharded experts
-    (``etp``) with expert parallelism, and over other than the tensor-parallel ranks; gradients that are both sharded
+    interleaving with fewer microbatches than stages; fully sharded weights with pipeline parallelism, which would be
+    gathered for every microbatch; tensor parallelism without sequence parallelism; experts that are sharded themselves
+    (``etp``); in a node, expert parallelism over fewer ranks than there can be; gradients that are both sharded
     (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
     """
     space = _Space(config, architecture, num_gpus, cluster, frozenset(given))
@@ -299,12 +299,14 @@ class _Space:
         if experts is None:
             yield 1, 1
             return
-        is_given = "expert_tensor_parallel_size" in self.given
-        for ep in self._sizes("expert_model_parallel_size", parallel.expert_model_parallel_size, experts):
-            divided = {1, tp} if ep == 1 else {1}
-            for etp in (parallel.expert_tensor_parallel_size or tp,) if is_given else sorted(divided):
-                if ranks % (ep * etp) == 0:
-                    yield ep, etp
+        etp = (parallel.expert_tensor_parallel_size or tp) if "expert_tensor_parallel_size" in self.given else 1
+        sizes = self._sizes("expert_model_parallel_size", parallel.expert_model_parallel_size, experts)
+        sizes = [ep for ep in sizes if ranks % (ep * etp) == 0]
+        in_node = [ep for ep in sizes if ep * etp <= self.cluster.node_size]
+        for ep in sizes:
+            # Fewer parts in a node save little of its fast exchange, and cost memory.
+            if ep == 1 or ep not in in_node[:-1]:
+                yield ep, etp
 
     @cached_property
     def _batch(self) -> int:
