@@ -30,6 +30,7 @@ from megatron.errors import UserError
 from megatron.flags import values_of
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.job import Job, Operation
+from megatron.planner.search.measured import measured_level
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
@@ -155,11 +156,10 @@ def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
 
 def _search(job: Job, measured: str | None, measured_flag: str, num_rehearsed: int = _REHEARSED) -> "SearchResult":
     require_layout(job)
+    level = None if measured is None else measured_level(Path(measured), job, measured_flag)
     # Only now: torch is not needed to refuse a job.
-    from megatron.planner.search.measured import measured_level
     from megatron.planner.search.search import search
 
-    level = None if measured is None else measured_level(Path(measured), job, measured_flag)
     with progress_bar() as report:
         return search(job, num_rehearsed, level, report)
 

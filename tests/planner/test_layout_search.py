@@ -24,7 +24,7 @@ from megatron.planner.search.accuracy import (
 )
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
-from megatron.planner.search.enumeration import enumerate_layouts
+from megatron.planner.search.enumeration import enumerate_layouts, require_layout
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
@@ -242,19 +242,29 @@ def test_a_search_that_finds_nothing_says_what_to_change() -> None:
         find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
 
 
-def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours() -> None:
-    """17 GPUs: no flag is to blame."""
+@pytest.mark.parametrize(("num_gpus", "below", "above"), [(17, 16, 20), (3, 2, 4), (10_000, 8192, 10_240)])
+def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours(num_gpus: int, below: int, above: int) -> None:
+    """No flag is to blame."""
     with pytest.raises(ConfigError) as refused:
-        find_layouts(job(num_gpus=17), Level())
+        find_layouts(job(num_gpus=num_gpus), Level())
     assert str(refused.value) == (
-        "--num-gpus 17 has no layout: the tensor-parallel size must divide the 64 attention heads, the pipeline size "
-        "the 80 layers, and the data-parallel size --global-batch-size 128: use 16 or 20 GPUs."
+        f"--num-gpus {num_gpus} has no layout: the tensor-parallel size must divide the 64 attention heads, the "
+        f"pipeline size the 80 layers, and the data-parallel size --global-batch-size 128: use {below:,} or {above:,} GPUs."
     )
-    for count in (16, 20):
-        assert find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "1e6"), count), Level()).num_enumerated
-    for count in (18, 19):
+    for count in (below, above):
+        require_layout(job(num_gpus=count))
+    for count in {below + 1, above - 1}:
         with pytest.raises(ConfigError, match="has no layout"):
-            find_layouts(job(num_gpus=count), Level())
+            require_layout(job(num_gpus=count))
+
+
+def test_flags_that_the_checks_refuse_are_told_with_their_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"satisfies the flags: --num-distributed-optimizer-instances 7 does not divide"
+    ):
+        require_layout(job((*LLAMA_70B, "--num-distributed-optimizer-instances", "7")))
+    with pytest.raises(ConfigError, match=r"^--global-batch-size 128 is not divisible by --micro-batch-size 3"):
+        require_layout(job((*LLAMA_70B, "--micro-batch-size", "3")))
 
 
 @pytest.mark.parametrize(("num_gpus", "idle"), [(4, None), (8, None), (64, None), (12, 4), (65, 7)])

@@ -55,6 +55,8 @@ COMMANDS = [
     ),
     ("plan", f"{LLAMA} --num-gpus 64 --tensor-model-parallel-size 3", 2, "satisfies the flags: remove one"),
     ("plan", f"{LLAMA} --num-gpus 64 --num-distributed-optimizer-instances 7", 2, "7 does not divide the"),
+    ("plan", f"{LLAMA} --num-gpus 64 --measured none.jsonl", 2, "--measured none.jsonl cannot be read"),
+    ("plan", f"{LLAMA} --num-gpus 64 --fp8-format hybrid --fp8-recipe blockwise", 2, "blockwise is not supported by"),
     ("plan", f"--model llama3.1-405b {JOB} --num-gpus 16381", 2, "--num-gpus 16381 has no layout"),
     ("train", "--help", 0, "--help GROUP"),
     ("train", f"{PLAN} --plan-cluster h300", 2, "There is no cluster h300"),

@@ -12,9 +12,6 @@ from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
 from megatron.planner.search.accuracy import CORRECTED_ERROR, SAME_MODEL_ERROR, Level, regimes
 from megatron.planner.search.job import Job
-from megatron.planner.search.pricing import price_steps
-from megatron.planner.step_time.of_run import step_to_price
-from megatron.training.initialize import rank_grid
 
 _WARM_UP = 2
 """Records of a process that are left out, if there are more: compilation, first allocations."""
@@ -34,6 +31,11 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
         )
     described, last = records[starts[-1]][RUN], records[-1]
     seconds = _step_time(f"{flag} {path}", records[starts[-1] :])
+    # Only now: torch is not needed to refuse a file.
+    from megatron.planner.search.pricing import price_steps
+    from megatron.planner.step_time.of_run import step_to_price
+    from megatron.training.initialize import rank_grid
+
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
     grid = rank_grid(config.parallel, described["world_size"])
