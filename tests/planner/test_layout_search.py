@@ -249,7 +249,8 @@ def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours(num_gpu
         find_layouts(job(num_gpus=num_gpus), Level())
     assert str(refused.value) == (
         f"--num-gpus {num_gpus} has no layout: the tensor-parallel size must divide the 64 attention heads, the "
-        f"pipeline size the 80 layers, and the data-parallel size --global-batch-size 128: use {below:,} or {above:,} GPUs."
+        "pipeline size the 80 layers, and the data-parallel size --global-batch-size 128: "
+        f"use {below:,} or {above:,} GPUs."
     )
     for count in (below, above):
         require_layout(job(num_gpus=count))

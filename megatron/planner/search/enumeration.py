@@ -31,7 +31,7 @@ LONGEST_MICROBATCH = 16384
 LARGEST_MICROBATCH = 8
 """Sequences."""
 MOST_STAGES = 32
-"""Pipeline stages above which deeper pipelines are not searched: bubble and messages exceed what they save."""
+"""Pipeline stages above which deeper pipelines are not searched."""
 _RECOMPUTE = ("none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
 _FARTHEST = 4096
 """How far from a number of GPUs another one is searched."""
@@ -113,8 +113,7 @@ def no_layout(job: Job) -> ConfigError:
     return ConfigError(
         f"--num-gpus {job.num_gpus} has no layout: the tensor-parallel size must divide the "
         f"{job.architecture.num_attention_heads} attention heads, the pipeline size the {job.architecture.num_layers} "
-        f"layers, and the data-parallel size --global-batch-size {batch}: "
-        f"{other or 'use another number of GPUs'}."
+        f"layers, and the data-parallel size --global-batch-size {batch}: {other or 'use another number of GPUs'}."
     )
 
 
@@ -172,6 +171,7 @@ class _Space:
                             yield _Grid(tp, pp, cp, dp, ep, etp)
 
     def layouts(self) -> Iterator[Layout]:
+        """All valid layouts; the first of a group is checked for all of it."""
         for variants in self._groups():
             first = next(variants, None)
             if first is not None and self.refusal(first) is None:
@@ -191,7 +191,7 @@ class _Space:
         return None
 
     def _groups(self) -> Iterator[Iterator[Layout]]:
-        """Layouts that differ in recompute, microbatch and gradient precision alone: one check is enough for all."""
+        """Groups of layouts that differ in recompute, microbatch and gradient precision alone."""
         for grid in self._grids():
             overlaps = self._overlaps_tensor_parallel(grid)
             for pipeline in self._pipelines(grid.pp):
