@@ -72,8 +72,8 @@ def calibrate(config: CalibrateConfig) -> str | None:
     from megatron.planner.calibration.cluster_file import cluster_file
     from megatron.planner.calibration.measure import Plan, calibrated, measure, number_of_operations
     from megatron.planner.calibration.turns import Effort, Ranks
-    from megatron.planner.plan import planned_vocabulary
     from megatron.planner.step_time.cluster import read_cluster
+    from megatron.training.build.vocabulary import planned_vocabulary
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 
     process = Process.from_environment(os.environ)

@@ -13,7 +13,7 @@ docs/planner.md describes the model of the step time and its errors.
 
 import json
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,20 +25,23 @@ from megatron.commands.report_run import write
 from megatron.config.command_line import parse_command_line
 from megatron.config.plan import PlanConfig
 from megatron.config.run import RunConfig
+from megatron.config.words import without_flags
 from megatron.errors import UserError
 from megatron.flags import values_of
+from megatron.planner.search.enumeration import require_layout
+from megatron.planner.search.job import Job, Operation
+from megatron.planner.search.measured import measured_level
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
 
-# What needs torch is imported once the flags are known to be right.
+# What needs torch is imported once the job is known to have layouts.
 if TYPE_CHECKING:
-    from megatron.planner.search.job import Job
     from megatron.planner.search.result import SearchResult
 
 WIDTH = 170
 """Columns of the tables in a narrow terminal or a file."""
-_TOP = 10
+_TOP, _REHEARSED = 10, 5
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class PlanLayoutConfig:
     """--metrics-jsonl file of a real run on this cluster, whose step time corrects the level of all predictions."""
     top: int = _TOP
     """Layouts to print."""
-    rehearse: int = 5
+    rehearse: int = _REHEARSED
     """Layouts to simulate by the dry run, from the best on."""
     json: str | None = None
     """File for all layouts in JSON."""
@@ -105,10 +108,8 @@ def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, list[str]]:
     return config, words
 
 
-def job_of(config: PlanLayoutConfig, words: Sequence[str]) -> "Job":
+def job_of(config: PlanLayoutConfig, words: Sequence[str]) -> Job:
     """The job of all flags. Raises :class:`UserError`."""
-    from megatron.planner.search.job import Job, Operation
-
     operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
     return Job.of(words, read_cluster(config.cluster), config.num_gpus, operation)
 
@@ -137,32 +138,30 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
-def plan(config: PlanLayoutConfig, job: "Job") -> None:
+def plan(config: PlanLayoutConfig, job: Job) -> None:
     """Search, print, and write the files. Raises :class:`UserError`."""
-    from megatron.planner.search.measured import measured_level
-    from megatron.planner.search.search import search
-
-    level = None if config.measured is None else measured_level(Path(config.measured), job)
-    with progress_bar() as report:
-        result = search(job, config.rehearse, level, report)
+    result = _search(job, config.measured, "--measured", config.rehearse)
     show(result, config.top, {"--json": config.json, "--html": config.html})
 
 
 def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     """As ``pretrain_llama.py --plan`` with these words."""
-    from megatron.planner.search.job import Job, Operation
-    from megatron.planner.search.measured import measured_level
-    from megatron.planner.search.search import search
-
     assert config.dry_run.num_gpus is not None
     of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
     operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
     job = Job.of(of_run, read_cluster(config.plan.plan_cluster), config.dry_run.num_gpus, operation)
-    measured = config.plan.plan_measured
-    level = None if measured is None else measured_level(Path(measured), job, "--plan-measured")
-    with progress_bar() as report:
-        result = search(job, level=level, report=report)
+    result = _search(job, config.plan.plan_measured, "--plan-measured")
     show(result, _TOP, {"--plan-json": config.plan.plan_json, "--plan-html": config.plan.plan_html})
+
+
+def _search(job: Job, measured: str | None, measured_flag: str, num_rehearsed: int = _REHEARSED) -> "SearchResult":
+    require_layout(job)
+    level = None if measured is None else measured_level(Path(measured), job, measured_flag)
+    # Only now: torch is not needed to refuse a job.
+    from megatron.planner.search.search import search
+
+    with progress_bar() as report:
+        return search(job, num_rehearsed, level, report)
 
 
 def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> None:
@@ -179,17 +178,6 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
         write(json_flag, json_file, json.dumps(report.as_json(result), indent=1, allow_nan=False) + "\n")
     if html_file is not None:
         write(html_flag, html_file, plan_page(result))
-
-
-def without_flags(arguments: Sequence[str], names: Container[str]) -> list[str]:
-    """A command line without the flags of these fields and their values."""
-    kept, keeps = [], True
-    for word in arguments:
-        if word.startswith("--"):
-            keeps = word[2:].partition("=")[0].replace("-", "_") not in names
-        if keeps:
-            kept.append(word)
-    return kept
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

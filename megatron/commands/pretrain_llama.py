@@ -28,8 +28,8 @@ from megatron.operation.run_settings import RunSettings
 from megatron.training.build.hugging_face_flags import with_hugging_face
 
 
-def dry_run(config: RunConfig, world_size: int) -> None:
-    """Report what the run that ``config`` describes will need."""
+def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
+    """Report what the run that ``arguments`` describe will need; ``config`` is parsed from them."""
     config.dry_run.check()
     if world_size > 1:
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, world_size: int) -> None:
     check_run(config, config.dry_run.num_gpus)
     from megatron.planner.dry_run import plan_and_report
 
-    plan_and_report(config)
+    plan_and_report(config, arguments)
 
 
 def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
@@ -70,7 +70,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
         plan(config, arguments, world_size)
         return ExitCode.COMPLETE
     if config.dry_run.dry_run:
-        dry_run(config, world_size)
+        dry_run(config, arguments, world_size)
         return ExitCode.COMPLETE
     num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
     check_run(config, world_size - num_spares)

@@ -9,6 +9,8 @@ from megatron.urls import refuse_urls
 
 DEFAULT_GPU_MEMORY = 80.0
 """GiB of an H100."""
+ALLOWANCE = 4 * 2**30
+"""Bytes outside of tensors: the CUDA context, buffers of NCCL and cuBLAS, memory inside kernels, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class DryRunConfig:
     """Dry run: file for the report as a page: charts of memory, bytes sent and schedule, in one HTML file that loads
     nothing."""
     gpu_memory_gb: float | None = None
-    """Dry run: memory of a GPU in GiB (default: 80)."""
+    """Dry run and --plan: memory of a GPU in GiB (default: 80, with --plan that of the cluster)."""
     gpus_per_node: int = 8
-    """Dry run: GPUs of a node, which the fast link connects: 8 of a DGX, 72 of a GB200 NVL72. Traffic is divided into
-    bytes inside a node and across nodes."""
+    """Dry run and --plan: GPUs of a node, which the fast link connects: 8 of a DGX, 72 of a GB200 NVL72 (default with
+    --plan: that of the cluster). Traffic is divided into bytes inside a node and across nodes."""
     dry_run_expert_load: float = 1.0
     """Dry run: tokens that the experts of the simulated rank receive, relative to the mean over the expert-parallel
     ranks. 1 is a balanced load; a higher one needs more memory for activations."""

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -34,6 +34,17 @@ def split_words(arguments: Iterable[str]) -> list[Given]:
         flag, values = name.replace("_", "-"), [value] if has_value else []
     found.append(Given(flag, tuple(values)))
     return [given for given in found if given != Given("", ())]
+
+
+def without_flags(arguments: Iterable[str], names: Container[str]) -> list[str]:
+    """``arguments`` as typed, without the flags of the fields ``names`` and their values."""
+    kept, keeps = [], True
+    for word in arguments:
+        if word.startswith("--"):
+            keeps = word[2:].partition("=")[0].replace("-", "_") not in names
+        if keeps:
+            kept.append(word)
+    return kept
 
 
 def value_of(flag: str, kind: Any, words: Sequence[str]) -> Any:

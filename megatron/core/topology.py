@@ -4,11 +4,12 @@ The grid is arithmetic over rank numbers. A process group is created when a comm
 alone. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest link to the slowest: arXiv 2407.21783, section 3.3.2.)
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -164,6 +165,8 @@ class Topology:
 
     has_memory = True
     """Whether tensors have memory; False in a dry run."""
+    simulated_overlap: Callable[[Communicator], Any] | None = None
+    """Makes the overlap of tensor-parallel collectives in a dry run; a run chooses one for its GPUs."""
 
     def __init__(
         self,

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.memory_chart import ALLOWANCE_NAME, StageMemory, gib, memory_figure
-from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
-from megatron.planner.report import chunk_sizes, expert_load_sentence, groups, neighbours, warnings
+from megatron.planner.plan import Plan, StagePlan
+from megatron.planner.report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
 from megatron.planner.schedule_chart import schedule_figure
-from megatron.planner.suggestions import Suggestion
 from megatron.planner.traffic import Link
 from megatron.reports.charts import Bar, Part, stacked_bars
 from megatron.reports.page import (
@@ -48,12 +48,13 @@ _LINK_COLOURS: Mapping[Link, str] = {"in node": "teal", "across": "red"}
 _LINK_NAMES: Mapping[Link, str] = {"in node": "inside a node", "across": "across nodes"}
 
 
-def dry_run_page(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None, seconds: float) -> str:
-    """The HTML file; ``fitting_load`` is the largest load of the experts that fits."""
+def dry_run_page(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> str:
+    """The HTML file; ``plan_command`` searches a layout if this one does not fit, and ``fitting_load`` is the largest
+    load of the experts that fits."""
     run = plan.run
     parts = [
         tiles(_tiles(plan)),
-        _verdict(plan, suggestions, fitting_load),
+        _verdict(plan, plan_command, fitting_load),
         section("Memory by stage", _memory(plan), note=_memory_note(plan)),
         section("Bytes sent", _traffic(plan), note="By a rank of each stage in one step."),
         section("Schedule", _schedule(plan), note=_schedule_note(plan)),
@@ -108,26 +109,18 @@ def _sizes(plan: Plan) -> str:
     return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "DP")
 
 
-def _verdict(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None) -> str:
-    """Whether it fits, what would make it fit, and warnings."""
+def _verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -> str:
+    """Whether it fits, the command that searches what fits, and warnings."""
     load = expert_load_sentence(plan, fitting_load if plan.fits else None)
     found = notes([*warnings(plan), *([load] if load else [])])
-    if plan.fits:
+    if plan_command is None:
         return found
     tightest = plan.tightest
     sentence = (
         f"Does not fit: stage {tightest.stage} needs {gib(tightest.needed)} GiB, "
         f"{gib(tightest.needed - plan.limit)} more than a GPU has."
     )
-    if not suggestions:
-        return notes([sentence]) + paragraph(
-            "Nothing that was tried makes it fit: use more GPUs for a copy of the model."
-        )
-    changes = "".join(
-        copyable(one.flags) + paragraph(f"fits: {gib(one.needed)} GiB on stage {one.stage}", "note")
-        for one in suggestions
-    )
-    return notes([sentence]) + found + section("Flags with which it fits", changes, note="The cheapest first.")
+    return notes([sentence]) + found + section(TO_SEARCH.capitalize(), copyable(plan_command))
 
 
 def _memory(plan: Plan) -> str:

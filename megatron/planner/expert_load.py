@@ -1,6 +1,7 @@
 """The load of the experts with which a plan still fits."""
 
-from megatron.planner.plan import ALLOWANCE, Plan, StagePlan, simulate_rank
+from megatron.config.dry_run import ALLOWANCE
+from megatron.planner.plan import Plan, StagePlan, simulate_rank
 
 
 def largest_fitting_load(plan: Plan) -> float | None:

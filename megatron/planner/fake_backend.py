@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.communication import Communicator, Observer
+from megatron.core.communication import Communicator, Observer, Work
+from megatron.core.quantized import QuantizedTensor
+from megatron.core.tensor_parallel.overlap import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Message, Reduction, Transport
 from megatron.planner.memory import MemoryTracker
@@ -99,6 +101,34 @@ class FakeCommunicator(Communicator):
             return super().device_mesh(device_type, name)
 
 
+class SimulatedSymmetricMemory(P2POverlap):
+    """The overlap by PyTorch's symmetric memory, which GPUs of a node have from Hopper on: products of all rows, which
+    hide the copies between the ranks. Quantised rows are exchanged and multiplied part by part, as in a run."""
+
+    def gather_gemm(
+        self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
+    ) -> tuple[Tensor, QuantizedTensor]:
+        if matrix is None:
+            return super().gather_gemm(rows, gemm, matrix)
+        whole = rows.with_rows([self._received(tensor, self._ranks.size) for tensor in rows.row_tensors])
+        self._ranks.record("exchange", (self._ranks.size - 1) * rows.data.nbytes)
+        return gemm(whole), whole
+
+    def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
+        if matrix is None:
+            return super().gemm_reduce(inputs, gemm, matrix)
+        partial, size = gemm(inputs), self._ranks.size
+        self._ranks.record("exchange", partial.nbytes * (size - 1) // size)
+        output = self._received(partial.chunk(size)[0], 1)
+        return Work((), lambda: output)
+
+    def _received(self, part: Tensor, size: int) -> Tensor:
+        """A communication buffer for the rows of ``size`` ranks."""
+        buffer = part.new_empty((size * part.shape[0], *part.shape[1:]))
+        self._ranks.transport.all_gather(buffer, part)
+        return buffer
+
+
 class SimulatedTopology(Topology):
     """The topology of a rank without the other ranks; ``observer`` makes the observer of each group's collectives.
 
@@ -118,6 +148,7 @@ class SimulatedTopology(Topology):
         start_work: Callable[[], CompletedWork] = CompletedWork,
     ) -> None:
         super().__init__(grid, rank, tensors_device)
+        self.simulated_overlap = None if device.type == "cpu" else SimulatedSymmetricMemory
         self._observer = observer
         self._transport = FakeTransport(
             lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu", start_work

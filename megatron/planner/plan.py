@@ -10,19 +10,17 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
-from megatron.data.tokenizers import tokenizer_files
-from megatron.errors import ConfigError
 from megatron.planner.extrapolation import Extrapolation
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.planner.layer_kinds import layer_kinds
@@ -36,14 +34,11 @@ from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensorMode, fake_store
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import build_batches
-from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
+from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
 
 _MIN_PARALLEL = 4
 """Simulations from which on they run in several processes."""
-
-ALLOWANCE = 4 * 2**30
-"""Bytes outside of tensors: the CUDA context, buffers of NCCL and cuBLAS, memory inside kernels, fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -363,21 +358,3 @@ def live_peaks(schedule: Schedule, stage: int) -> frozenset[tuple[int, ...]]:
     return frozenset(
         one for one in seen if not any(other != one and all(a >= b for a, b in zip(other, one)) for other in seen)
     )
-
-
-def planned_vocabulary(config: RunConfig) -> Vocabulary:
-    """The vocabulary of the tokenizer if its file exists, otherwise a vocabulary of the size in the flags."""
-    tokenizer = config.tokenizer
-    files = tokenizer_files(tokenizer)
-    if tokenizer.tokenizer_type is None or (files and all(Path(path).exists() for path in files)):
-        return load_vocabulary(config)
-    if tokenizer.vocab_size is not None:
-        size = tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
-    elif config.model.preset_vocab_size is not None:
-        size = config.model.preset_vocab_size
-    else:
-        raise ConfigError(
-            f"--dry-run has no vocabulary size: {' or '.join(files)} does not exist, and no --model preset sets one: "
-            "add --vocab-size."
-        )
-    return Vocabulary(size, size - 1)

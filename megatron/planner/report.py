@@ -9,11 +9,11 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.memory_chart import gib
-from megatron.planner.plan import ALLOWANCE, Plan, StagePlan
-from megatron.planner.suggestions import Suggestion
+from megatron.planner.plan import Plan, StagePlan
 from megatron.planner.traffic import expert_placement_advice, is_in_node
 
 _COLORS: dict[Kind, str] = {
@@ -28,6 +28,7 @@ _COLORS: dict[Kind, str] = {
 }
 _BAR_WIDTH = 48
 _AXES = ("tp", "cp", "pp", "dp")
+TO_SEARCH = "to search the layouts that fit"
 
 
 def warnings(plan: Plan) -> list[str]:
@@ -53,9 +54,7 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     return described
 
 
-def as_json(
-    plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None, seconds: float
-) -> dict[str, Any]:
+def as_json(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> dict[str, Any]:
     """The report; docs/dry_run.md explains its fields."""
     run = plan.run
     has_experts = run.architecture.num_experts is not None
@@ -82,7 +81,7 @@ def as_json(
         "expert_load": run.config.dry_run.dry_run_expert_load if has_experts else None,
         "largest_fitting_expert_load": fitting_load,
         "warnings": warnings(plan),
-        "remedies": [vars(suggestion) for suggestion in suggestions],
+        "plan_command": plan_command,
         "global_batch_size": run.global_batch_size,
         "num_microbatches": run.num_microbatches,
         "rehearsed_microbatches": by_stage(lambda stage: stage.simulated_microbatches),
@@ -96,10 +95,10 @@ def as_json(
     }
 
 
-def print_report(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None, console: Console) -> None:
+def print_report(plan: Plan, plan_command: str | None, fitting_load: float | None, console: Console) -> None:
     tables = _layout_table(plan), _memory_table(plan), _bars(plan), _traffic_table(plan)
     notes = [Text(f"\nWARNING: {warning}", style="yellow") for warning in warnings(plan)]
-    console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, suggestions, fitting_load)))
+    console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, plan_command, fitting_load)))
 
 
 def _summary(plan: Plan) -> Text:
@@ -222,7 +221,7 @@ def expert_load_sentence(plan: Plan, fitting_load: float | None) -> str:
     return f"{text}; fits up to an expert load of {max(assumed, math.floor(100 * fitting_load) / 100):g}"
 
 
-def _verdict(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float | None) -> Text:
+def _verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -> Text:
     tightest = plan.tightest
     limit, needed, distance = (gib(size) for size in (plan.limit, tightest.needed, abs(tightest.needed - plan.limit)))
     # With --dry-run-rank the other stages are unknown.
@@ -235,9 +234,7 @@ def _verdict(plan: Plan, suggestions: Sequence[Suggestion], fitting_load: float 
         f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many",
         style="bold red",
     )
-    lines = [f"{one.flags}: fits, {gib(one.needed)} GiB on stage {one.stage}" for one in suggestions]
-    for line in lines or ["nothing that was tried makes it fit: use more GPUs for a copy of the model"]:
-        text.append(f"\n  {line}", style="not bold")
+    text.append(f"\n{TO_SEARCH}: {plan_command}", style="not bold")
     return _append_load(text, plan, None)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.planner.launches import Launch
-from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.plan import Run
+from megatron.training.build.vocabulary import planned_vocabulary
 from tests.recorded_step import passes_of, record_step
 
 BUDGETS = Path(__file__).with_name("launches.md")

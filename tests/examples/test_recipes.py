@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.planner.search.enumeration import require_layout
+from megatron.planner.search.job import Job
+from megatron.planner.step_time.cluster import read_cluster
 from megatron.training.batch_schedule import build_batch_schedule
 from tests.end_to_end.run_process import call_training
 
@@ -248,7 +252,7 @@ def test_all_stages_of_a_model_with_experts_are_planned_and_fit(tmp_path: Path, 
     outcome = call_training([*start(tmp_path, one.recipe, DRY_RUN="1").flags, "--dry-run-json", str(report)])
     assert outcome.exit_code == 0, outcome.stderr
     found = json.loads(report.read_text())
-    assert found["fits"] and found["remedies"] == []
+    assert found["fits"] and found["plan_command"] is None
     assert found["largest_fitting_expert_load"] > one.least_load
     # bf16 weights, fp32 gradients, and 12 bytes of optimizer state divided by the ranks with the same parameters.
     of_experts = one.moe_layers * one.experts * 3 * one.hidden * one.width
@@ -294,7 +298,7 @@ def test_the_stages_of_llama_4_are_one_run(tmp_path: Path, recipe: str, gpus: in
 
 
 @PLANS_LARGE_MODELS
-def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path) -> None:
+def test_less_recompute_would_not_fit_405b_and_its_search_is_named(tmp_path: Path) -> None:
     """On the fullest stage, with the outputs of norms computed again instead of SwiGLU's."""
     report = tmp_path / "report.json"
     command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
@@ -303,10 +307,13 @@ def test_less_recompute_would_not_fit_405b_and_it_says_what_would(tmp_path: Path
     found = json.loads(report.read_text())
     assert not found["fits"]
     assert (found["tightest_stage"], 0 < found["missing_bytes"] < 8 * 2**30) == (1, True)
-    flags = [remedy["flags"] for remedy in found["remedies"]]
-    assert "--recompute-modules mlp_act" in flags and "--data-parallel-sharding-strategy optim_grads" in flags
-    for line in (*flags, "does not fit 76.00 GiB: looked at alone: stage 1 (rank 8)"):
+    for line in (found["plan_command"], "does not fit 76.00 GiB: looked at alone: stage 1 (rank 8)"):
         assert line in outcome.stdout
+    words = shlex.split(found["plan_command"])[2:]
+    assert words[-3:] == ["--plan", "--num-gpus", "16384"]
+    job = Job.of(words[:-3], read_cluster("h100"), 16384)
+    require_layout(job)
+    assert job.config.dry_run.gpu_memory_gb == 76 and job.global_batch_size == found["global_batch_size"]
 
 
 @PLANS_LARGE_MODELS

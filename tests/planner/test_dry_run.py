@@ -1,18 +1,23 @@
 """``--dry-run`` as a user calls it: what it reports, what it refuses, what it leaves alone, and its page."""
 
 import json
+import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.architectures.registry import PRESETS
+from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.planner import suggestions
+from megatron.config.dry_run import ALLOWANCE
+from megatron.planner.dry_run import plan_command
 from megatron.planner.memory_chart import gib
-from megatron.planner.plan import ALLOWANCE, Run
-from megatron.planner.suggestions import MOST, candidates, flags_between
+from megatron.planner.plan import Run
+from megatron.planner.search.enumeration import require_layout
+from megatron.planner.search.job import Job
+from megatron.planner.step_time.cluster import read_cluster
+from megatron.training.build.vocabulary import planned_vocabulary
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import Outcome, call_training
 from tests.reports.load_page import WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
@@ -66,7 +71,7 @@ def test_mock_data_has_the_vocabulary_of_the_model(model: str, parameters: int, 
 def test_a_report_says_what_a_run_needs(tmp_path: Path) -> None:
     found = report(f"{TINY} --num-gpus 16 --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", tmp_path)
     assert found["fits"]
-    assert found["remedies"] == []
+    assert found["plan_command"] is None
     assert found["layers"] == [[2], [2]]
     assert found["num_microbatches"] == 1
     assert found["bubble_fraction"] == pytest.approx(0.5, abs=0.1)
@@ -106,55 +111,72 @@ def test_megatron_lms_recipe_for_8b_in_fp8_fits_its_gpus(tmp_path: Path) -> None
     assert sizes["gradients"] == pytest.approx(2 * parameters, rel=1e-3)
 
 
-def test_what_does_not_fit_is_told_with_flags_that_mend_it(tmp_path: Path) -> None:
-    flags = f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 2 --global-batch-size 16"
-    whole = report(flags, tmp_path)
-    limit = (whole["memory_bytes"]["0"]["total"] - 200_000) / 2**30
+SMALL = (
+    "--num-layers 3 --hidden-size 2048 --num-attention-heads 16 --vocab-size 32000 --mock-data --bf16 "
+    "--seq-length 1024 --train-iters 10 --lr 1e-3"
+)
+OF_THE_LAYOUT = (
+    "--pipeline-model-parallel-size 2 --micro-batch-size 2 --pipeline-schedule=1f1b --recompute-activations "
+    "--sequence-parallel --overlap-grad-reduce --account-for-loss-in-pipeline-split --num-gpus 4"
+)
+
+
+def test_what_does_not_fit_is_told_with_the_search_that_finds_what_fits(tmp_path: Path) -> None:
+    """Its words, pasted, find layouts of the same job that fit the same memory."""
+    flags = f"{SMALL} {OF_THE_LAYOUT}"
+    limit = report(flags, tmp_path)["memory_bytes"]["1"]["total"] / 2**30 - 0.1
     found = report(f"{flags} --gpu-memory-gb {limit}", tmp_path)
-    assert not found["fits"]
-    assert found["missing_bytes"] > 0
-    assert found["remedies"]
-    for suggestion in found["remedies"]:
-        mended = report(f"{flags} --gpu-memory-gb {limit} {suggestion['flags']}", tmp_path)
-        assert mended["fits"]
-        assert mended["memory_bytes"][str(suggestion["stage"])]["total"] == suggestion["needed"]
+    assert not found["fits"] and found["missing_bytes"] > 0
     words = dry_run(f"{flags} --gpu-memory-gb {limit}").stdout
     assert f"does not fit {limit:.2f} GiB: tightest on stage {found['tightest_stage']}" in words
-    assert found["remedies"][0]["flags"] in words
+    command = found["plan_command"]
+    assert f"\nto search the layouts that fit: {command}\n" in words
+    python, script, *pasted = shlex.split(command)
+    assert (python, script) == ("python", "pretrain_llama.py")
+    outcome = call_training([*pasted, "--plan-json", str(tmp_path / "plan.json")])
+    assert outcome.exit_code == 0, outcome.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert (plan["num_gpus"], plan["seq_length"], plan["global_batch_size"]) == (4, 1024, found["global_batch_size"])
+    assert plan["layouts"] and all(one["memory_gib"] <= limit for one in plan["layouts"])
+    assert {one["flags"]["pipeline-model-parallel-size"] for one in plan["layouts"]} == {1}  # of three layers
 
 
-def test_remedies_are_flags_that_layers_of_transformer_engine_take(tmp_path: Path) -> None:
-    """They are planned as ours, which can recompute a norm; theirs cannot, and the run would refuse."""
-    flags = f"{TINY} --num-gpus 1 --transformer-impl transformer_engine --use-distributed-optimizer"
-    limit = (report(flags, tmp_path)["memory_bytes"]["0"]["total"] - 100_000) / 2**30
-    found = report(f"{flags} --gpu-memory-gb {limit}", tmp_path)
-    assert found["remedies"]
-    assert not any("layernorm" in suggestion["flags"] for suggestion in found["remedies"])
-    for suggestion in found["remedies"]:
-        assert report(f"{flags} --gpu-memory-gb {limit} {suggestion['flags']}", tmp_path)["fits"]
-
-
-def test_a_suggestion_is_simulated_once_for_stages_with_equal_signatures(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[int] = []
-
-    def fits(run: Run, rank: int) -> SimpleNamespace:
-        simulated.append(rank)
-        return SimpleNamespace(needed=0)
-
-    monkeypatch.setattr(suggestions, "simulate_rank", fits)
-    # No stage fits, and the second and the third are alike.
-    dry_run(
-        f"{TINY} --num-gpus 4 --pipeline-model-parallel-size 4 --pipeline-schedule gpipe --global-batch-size 8 "
-        f"--gpu-memory-gb {ALLOWANCE / 2**30}"
-    )
-    assert [sorted(simulated[first : first + 3]) for first in range(0, len(simulated), 3)] == [[0, 1, 3]] * MOST
-
-
-def test_remedies_are_spelled_as_flags() -> None:
-    before = parse_command_line(f"{TINY} --tensor-model-parallel-size 2".split())
-    for after in candidates(before):
-        flags = flags_between(before, after)
-        assert parse_command_line(f"{TINY} --tensor-model-parallel-size 2 {flags}".split()) == after
+@pytest.mark.parametrize(
+    ("flags", "kept", "batch"),
+    [
+        (OF_THE_LAYOUT, "", 4),
+        (f"{OF_THE_LAYOUT} --global-batch-size 16", "--global-batch-size 16", None),
+        ("--num-gpus 4 --micro-batch-size 1 --step-batch-size-schedule 0:4,100K:8", "", 8),
+        (
+            "--num-gpus 4 --micro-batch-size 1 --context-parallel-size 4 --cp-comm-type a2a+p2p "
+            "--hierarchical-context-parallel-sizes 2 2 --dry-run-json report.json --dry-run-whole",
+            "",
+            1,
+        ),
+        (
+            "--num-gpus 4 --micro-batch-size 1 --cp-comm-type allgather --gpu-memory-gb 4.1 --gpus-per-node 2 "
+            "--no-overlap-p2p-communication --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward "
+            "--defer-grad-reduce --rank-order tp-cp-ep-dp-pp --transformer-impl=local --grad-reduce-in-bf16",
+            "--cp-comm-type allgather --gpu-memory-gb 4.1 --gpus-per-node 2 --no-overlap-p2p-communication "
+            "--transformer-impl=local --grad-reduce-in-bf16",
+            4,
+        ),
+    ],
+)
+def test_the_search_has_the_flags_of_the_run_without_those_of_its_layout(
+    flags: str, kept: str, batch: int | None
+) -> None:
+    words = [*SMALL.split(), *flags.split(), "--dry-run"]
+    config = parse_command_line(words)
+    check_run(config, 4)
+    of_batch = [] if batch is None else ["--global-batch-size", str(batch)]
+    found = shlex.split(plan_command(Run.of(config, 4, planned_vocabulary(config)), words))
+    assert found[2:] == [*SMALL.split(), *kept.split(), *of_batch, "--plan", "--num-gpus", "4"]
+    parsed = parse_command_line(found[2:])
+    parsed.plan.check()
+    job = Job.of(found[2:-3], read_cluster("h100"), 4)
+    require_layout(job)
+    assert job.cluster.node_size == (2 if "gpus_per_node" in job.given else 8)
 
 
 def test_nothing_is_written_or_read(tmp_path: Path) -> None:
@@ -232,15 +254,11 @@ def test_the_timeline_has_a_box_for_every_pass(tmp_path: Path) -> None:
             assert sum(tip.startswith(f"{kind}, microbatch {microbatch}\n") for tip in tips) == 2
 
 
-def test_flags_that_make_it_fit_can_be_copied(tmp_path: Path) -> None:
-    flags = "--num-gpus 4 --pipeline-model-parallel-size 2 --global-batch-size 16"
-    _, whole = page_of(flags, tmp_path)
-    limit = (whole["memory_bytes"]["0"]["total"] - 200_000) / 2**30
-    text, report = page_of(f"{flags} --gpu-memory-gb {limit}", tmp_path)
+def test_the_search_for_what_fits_can_be_copied(tmp_path: Path) -> None:
+    text, report = page_of(f"{LAYOUT} --gpu-memory-gb 4", tmp_path)
     assert not report["fits"] and "Does not fit" in text
-    assert copied(text) == [remedy["flags"] for remedy in report["remedies"]]
-    for remedy in report["remedies"]:
-        assert f"fits: {gib(remedy['needed'])} GiB on stage {remedy['stage']}" in text
+    assert copied(text) == [report["plan_command"]]
+    assert not copied(page_of(LAYOUT, tmp_path)[0])
 
 
 @needs_browser

@@ -12,8 +12,9 @@ from torch import Tensor
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer
-from megatron.planner.plan import Plan, Run, StagePlan, planned_vocabulary, simulate_rank
+from megatron.planner.plan import Plan, Run, StagePlan, simulate_rank
 from megatron.planner.report import as_json
+from megatron.training.build.vocabulary import planned_vocabulary
 
 TINY = (
     "--model tiny --num-layers 6 --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --bf16 "
@@ -124,7 +125,7 @@ def test_one_layer_of_a_kind_runs() -> None:
     whole, all_of_them = layers_run(lambda: simulate_rank(run_of(1, "", whole=True), 0))
     assert (repeated.simulated_microbatches, few, all_of_them) == (2, 1, 6 * 3)
     plans = Plan(run_of(1, ""), (repeated,)), Plan(run_of(1, "", whole=True), (whole,))
-    assert [as_json(plan, [], None, 0.0)["extrapolated"] for plan in plans] == [{"0": True}, {"0": False}]
+    assert [as_json(plan, None, None, 0.0)["extrapolated"] for plan in plans] == [{"0": True}, {"0": False}]
 
 
 @pytest.mark.parametrize("was_frozen", [False, True])

@@ -10,7 +10,8 @@ from megatron.config.command_line import parse_command_line
 from megatron.core.topology import single_process
 from megatron.planner.kernels import simulated_kernels
 from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
-from megatron.planner.plan import Run, planned_vocabulary
+from megatron.planner.plan import Run
+from megatron.training.build.vocabulary import planned_vocabulary
 from tests.recorded_step import record_step
 
 META = torch.device("meta")

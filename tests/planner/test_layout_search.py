@@ -25,7 +25,7 @@ from megatron.planner.search.accuracy import (
 )
 from megatron.planner.search.advice import describe_limit, largest_overhead
 from megatron.planner.search.cost import scale_point
-from megatron.planner.search.enumeration import enumerate_layouts
+from megatron.planner.search.enumeration import enumerate_layouts, require_layout
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
@@ -107,7 +107,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
     model, memory = found.architecture, StageMemory(found.config, unit_records(found), found.given)
     layouts = [
         layout
-        for layout in enumerate_layouts(found.config, model, 64, 8, found.given)
+        for layout in enumerate_layouts(found.config, model, 64, found.cluster, found.given)
         if layout.recompute == "none" and layout.sharding == "optim" and layout.schedule in ("1f1b", "interleaved")
         if not layout.reduces_in_bf16 and not layout.counts_ends
         if memory.tightest(layout, found.num_microbatches(layout))[0] <= 80 * GIB
@@ -135,11 +135,10 @@ def test_a_layout_is_limited_by_its_largest_term_besides_products() -> None:
     alone = replace(LAYOUT, pp=1, vp=1)
     assert largest_overhead(terms, alone) == "tensor parallelism"  # the output layer is a product
     assert largest_overhead(terms, LAYOUT) == "output layer"  # for which the other stages wait
-    limits, advice = describe_limit(terms, alone, job())
+    limits, advice = describe_limit(terms, alone, job((*LLAMA_70B, "--no-tp-comm-overlap")))
     assert limits == "tensor parallelism: 10% of the step"
     assert advice.startswith("--tp-comm-overlap")
-    overlapped = job((*LLAMA_70B, "--sequence-parallel", "--tp-comm-overlap"))
-    assert "--tp-comm-overlap" not in describe_limit(terms, alone, overlapped)[1]
+    assert "--tp-comm-overlap" not in describe_limit(terms, alone, job())[1]
 
 
 # Cost.
@@ -185,7 +184,7 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
 
 def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> None:
     of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
-    layouts = enumerate_layouts(of_run.config, of_run.architecture, 4, 8, of_run.given)
+    layouts = enumerate_layouts(of_run.config, of_run.architecture, 4, of_run.cluster, of_run.given)
     alone = price_layouts(of_run, layouts, unit_records(of_run))
     with parallel_map() as map_in_parallel:
         found = price_layouts(of_run, layouts, unit_records(of_run), map_in_parallel)
@@ -195,12 +194,12 @@ def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> 
 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
-    layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster.node_size, of_run.given)
+    layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster, of_run.given)
     priced = price_layouts(of_run, layouts, unit_records(of_run))
     assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
     assert 1000 <= len(layouts) <= 10_000
     assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
-    assert LAYOUT in priced.layouts
+    assert replace(LAYOUT, tp_comm_overlap=True) in priced.layouts
 
 
 def test_what_has_no_measurements_is_said() -> None:
@@ -244,19 +243,30 @@ def test_a_search_that_finds_nothing_says_what_to_change() -> None:
         find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
 
 
-def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours() -> None:
-    """17 GPUs: no flag is to blame."""
+@pytest.mark.parametrize(("num_gpus", "below", "above"), [(17, 16, 20), (3, 2, 4), (10_000, 8192, 10_240)])
+def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours(num_gpus: int, below: int, above: int) -> None:
+    """No flag is to blame."""
     with pytest.raises(ConfigError) as refused:
-        find_layouts(job(num_gpus=17), Level())
+        find_layouts(job(num_gpus=num_gpus), Level())
     assert str(refused.value) == (
-        "--num-gpus 17 has no layout: the tensor-parallel size must divide the 64 attention heads, the pipeline size "
-        "the 80 layers, and the data-parallel size --global-batch-size 128: use 16 or 20 GPUs."
+        f"--num-gpus {num_gpus} has no layout: the tensor-parallel size must divide the 64 attention heads, the "
+        "pipeline size the 80 layers, and the data-parallel size --global-batch-size 128: "
+        f"use {below:,} or {above:,} GPUs."
     )
-    for count in (16, 20):
-        assert find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "1e6"), count), Level()).num_enumerated
-    for count in (18, 19):
+    for count in (below, above):
+        require_layout(job(num_gpus=count))
+    for count in {below + 1, above - 1}:
         with pytest.raises(ConfigError, match="has no layout"):
-            find_layouts(job(num_gpus=count), Level())
+            require_layout(job(num_gpus=count))
+
+
+def test_flags_that_the_checks_refuse_are_told_with_their_reason() -> None:
+    with pytest.raises(
+        ConfigError, match=r"satisfies the flags: --num-distributed-optimizer-instances 7 does not divide"
+    ):
+        require_layout(job((*LLAMA_70B, "--num-distributed-optimizer-instances", "7")))
+    with pytest.raises(ConfigError, match=r"^--global-batch-size 128 is not divisible by --micro-batch-size 3"):
+        require_layout(job((*LLAMA_70B, "--micro-batch-size", "3")))
 
 
 @pytest.mark.parametrize(("num_gpus", "idle"), [(4, None), (8, None), (64, None), (12, 4), (65, 7)])

@@ -13,15 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
 from megatron.core.moe.experts import Experts
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner import simulated_rank
 from megatron.planner.expert_load import largest_fitting_load
 from megatron.planner.plan import Plan, Run, make_plan, simulate_rank
 from megatron.planner.report import groups
-from megatron.planner.suggestions import candidates, flags_between
 from megatron.planner.traffic import axis_of, expert_placement_advice
 from tests.end_to_end.run_process import call_training
 from tests.planner.real_step import TINY, config_of, real_step, run_of
@@ -175,23 +172,6 @@ def test_the_report_says_the_assumed_load_and_the_largest(tmp_path: Path) -> Non
     assert json.loads(path.read_text())["largest_fitting_expert_load"] is None
 
 
-def test_remedies_are_flags_that_a_model_with_experts_takes() -> None:
-    words = f"{TINY} {EP4} --dry-run --num-gpus 32".split()
-    before = parse_command_line(words)
-    suggested = []
-    for after in candidates(before):
-        flags = flags_between(before, after)
-        assert parse_command_line([*words, *flags.split()]) == after
-        check_run(after, 32)
-        suggested.append(flags)
-    assert "--recompute-granularity selective --recompute-modules moe_act" in suggested
-    assert any("--recompute-modules layernorm moe" in flags for flags in suggested)
-    wider = next(flags for flags in suggested if "--tensor-model-parallel-size 2" in flags)
-    # Experts are as wide as before.
-    assert "--sequence-parallel" in wider and "--expert-tensor-parallel-size 1" in wider
-    assert any("--expert-model-parallel-size 8" in flags for flags in suggested)
-
-
 # --- nodes of the ranks of experts, and axes of their traffic -------------------------------------------------
 
 
@@ -249,22 +229,3 @@ def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
 )
 def test_the_traffic_of_experts_has_axes_of_its_own(axes: str, axis: str) -> None:
     assert axis_of(axes) == axis
-
-
-@pytest.mark.parametrize(
-    ("flags", "parts"),
-    [
-        ("--model tiny", {"mlp", "mlp_act"}),
-        ("--model tiny-moe", {"moe", "moe_act"}),
-        ("--model tiny-moe --moe-layer-freq 2", {"mlp", "mlp_act", "moe", "moe_act"}),
-    ],
-)
-def test_suggestions_recompute_what_the_layers_have(flags: str, parts: set[str]) -> None:
-    words = f"{flags} --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 1 --train-iters 1 --lr 1"
-    suggested = list(candidates(parse_command_line(words.split())))
-    for config in suggested:
-        check_run(config, 16)
-    modules = {module for config in suggested for module in config.activations.modules}
-    assert modules == {"core_attn", "layernorm"} | parts
-    sizes = {config.parallel.expert_model_parallel_size for config in suggested}
-    assert sizes == ({1, 2} if "moe" in flags else {1})

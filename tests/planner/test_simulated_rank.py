@@ -20,12 +20,11 @@ from megatron.planner.plan import (
     fake_processes,
     live_peaks,
     make_plan,
-    planned_vocabulary,
     simulate_rank,
 )
 from megatron.planner.simulated_rank import build_rank
 from megatron.planner.traffic import Traffic
-from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 from tests.planner.real_step import RANKS, TINY, VOCABULARY, real_step, run_of
 from tests.rank_pool import RankPool
 
@@ -283,3 +282,19 @@ def test_with_loss_chunks_the_plan_saves_the_logits_of_the_other_tokens(tp: int)
     hidden = 2 * 4096 * TOKENS
     saved = whole.peak.total - chunked.peak.total
     assert logits * (1 - CHUNK / TOKENS) - 2 * hidden <= saved <= logits
+
+
+def test_overlapped_tensor_parallelism_on_gpus_is_planned_with_whole_products() -> None:
+    """As symmetric memory has it: the bytes of the collectives, and no copies of parts. Rows in FP8 are exchanged and
+    multiplied part by part."""
+    layout = "--tensor-model-parallel-size 4 --sequence-parallel"
+    plain, overlapped = plan_of_8b(layout, 4), plan_of_8b(f"{layout} --tp-comm-overlap", 4)
+    assert overlapped.sent_by_axis == plain.sent_by_axis
+    assert overlapped.peak.total == pytest.approx(plain.peak.total, rel=1e-3)
+
+    def exchanges(plan: StagePlan) -> int:
+        return sum(record.kind == "exchange" for record in plan.records)
+
+    in_fp8 = plan_of_8b(f"{layout} --tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise", 4)
+    assert exchanges(plain) == 0 < exchanges(overlapped)
+    assert exchanges(in_fp8) > 2 * exchanges(overlapped)

@@ -11,8 +11,9 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
-from megatron.planner.plan import ALLOWANCE, Run, live_peaks, simulate_rank
+from megatron.planner.plan import Run, live_peaks, simulate_rank
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.schedule_moments import moments_of

@@ -139,7 +139,11 @@ def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParall
     ranks = topology.tensor_parallel
     if ranks.size == 1 or not config.parallel.sequence_parallel:
         return TensorParallel(ranks)
-    overlap = choose_overlap(ranks, topology.control, topology.device) if config.parallel.tp_comm_overlap else None
+    overlap = None
+    if config.parallel.tp_comm_overlap and topology.simulated_overlap is not None:
+        overlap = topology.simulated_overlap(ranks)
+    elif config.parallel.tp_comm_overlap:
+        overlap = choose_overlap(ranks, topology.control, topology.device)
     return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
 
 

@@ -179,9 +179,10 @@ class UnitsOfRun:
     @cached_property
     def ends_key(self) -> tuple[int | bool, ...]:
         """What the records of the ends depend on."""
-        parallel, precision, grid = self.config.parallel, self.config.precision, self.grid
-        micro_batch_size, in_bf16 = self.config.micro_batch_size, precision.grad_reduce_in_bf16
-        return grid.tp, grid.cp, micro_batch_size, parallel.sequence_parallel, in_bf16
+        parallel, grid = self.config.parallel, self.grid
+        of_tensor_parallel = grid.tp, parallel.sequence_parallel, parallel.tp_comm_overlap
+        in_bf16 = self.config.precision.grad_reduce_in_bf16
+        return *of_tensor_parallel, grid.cp, self.config.micro_batch_size, in_bf16
 
     @cached_property
     def key(self) -> Hashable:

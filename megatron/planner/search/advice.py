@@ -40,6 +40,6 @@ def describe_limit(terms: Mapping[str, float], layout: Layout, job: Job) -> tupl
     name = largest_overhead(terms, layout)
     share = terms[name] / sum(terms.values())
     advice = _ADVICE[name]
-    if name == "tensor parallelism" and not job.config.parallel.tp_comm_overlap:
+    if name == "tensor parallelism" and "tp_comm_overlap" in job.given and not layout.tp_comm_overlap:
         advice = f"--tp-comm-overlap, or {advice}"
     return f"{name}: {share:.0%} of the step", advice

@@ -1,17 +1,24 @@
 """All layouts that are worth a price: the product of the sizes and choices, pruned by divisibility and by sense."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import product
-from math import gcd
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import islice, product
+from math import gcd, isqrt
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_run
+from megatron.config.checks.backends import (
+    check_transformer_engine,
+    check_transformer_engine_buffers,
+    check_transformer_engine_overlap,
+)
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.planner.search.job import Job
 from megatron.planner.search.layout import Layout, divides_layers
+from megatron.planner.step_time.cluster import Cluster
 from megatron.schedules.registry import SCHEDULES
 from megatron.training.batch_schedule import build_batch_schedule
 
@@ -23,8 +30,10 @@ LONGEST_MICROBATCH = 16384
 """Tokens of a microbatch above which it is one sequence."""
 LARGEST_MICROBATCH = 8
 """Sequences."""
-_RECOMPUTE = ("layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
-_FARTHEST = 1024
+MOST_STAGES = 32
+"""Pipeline stages above which deeper pipelines are not searched."""
+_RECOMPUTE = ("none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
+_FARTHEST = 4096
 """How far from a number of GPUs another one is searched."""
 _SHARDING = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2")
 _RECOMPUTE_FLAGS = (
@@ -58,9 +67,9 @@ LAYOUT_FIELDS = frozenset(
 
 
 def enumerate_layouts(
-    config: RunConfig, architecture: TransformerConfig, num_gpus: int, node_size: int, given: Collection[str] = ()
+    config: RunConfig, architecture: TransformerConfig, num_gpus: int, cluster: Cluster, given: Collection[str] = ()
 ) -> list[Layout]:
-    """The layouts of ``config`` over ``num_gpus`` GPUs in nodes of ``node_size``.
+    """The layouts of ``config`` over ``num_gpus`` GPUs of ``cluster``.
 
     ``given`` are the names of the fields of ``config`` that the user set: constraints, with which every layout agrees.
     Each layout, applied to ``config``, passes :func:`check_run` and divides every global batch of the run.
@@ -68,27 +77,52 @@ def enumerate_layouts(
     Not searched, unless given: tensor parallelism beyond a node, whose all-reduces would be between nodes; context
     parallelism with fewer than ``SHORTEST_PART`` tokens of a sequence on a rank; microbatches of several sequences with
     context parallelism, of more than ``LONGEST_MICROBATCH`` tokens or ``LARGEST_MICROBATCH`` sequences, or fewer than
-    pipeline stages; interleaving with fewer microbatches than stages; fully sharded weights with pipeline parallelism,
-    which would be gathered for every microbatch; tensor parallelism without sequence parallelism; sharded experts
-    (``etp``) with expert parallelism, and over other than the tensor-parallel ranks; gradients that are both sharded
+    pipeline stages; pipelines of more than ``MOST_STAGES`` stages; several chunks on a rank of one layer each;
+    interleaving with fewer microbatches than stages; fully sharded weights with pipeline parallelism, which would be
+    gathered for every microbatch; tensor parallelism without sequence parallelism; experts that are sharded themselves
+    (``etp``); in a node, expert parallelism over fewer ranks than there can be; gradients that are both sharded
     (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
     """
-    space = _Space(config, architecture, num_gpus, node_size, frozenset(given))
-    return [layout for sizes in space.grids() for layout in space.layouts(sizes)]
+    space = _Space(config, architecture, num_gpus, cluster, frozenset(given))
+    return list(space.layouts())
 
 
-def nearest_counts(
-    config: RunConfig, architecture: TransformerConfig, num_gpus: int, node_size: int, given: Collection[str] = ()
-) -> list[int]:
-    """The next lower and the next higher number of GPUs with a layout, as far as there is one."""
+def require_layout(job: Job) -> None:
+    """Raise :class:`ConfigError` if there is no layout. It takes no longer than to find the first one."""
+    if not _has_layout(job, job.num_gpus):
+        raise no_layout(job)
 
-    def has_layout(count: int) -> bool:
-        space = _Space(config, architecture, count, node_size, frozenset(given))
-        return any(True for sizes in space.grids() for _ in space.layouts(sizes))
 
-    lower = next(filter(has_layout, range(num_gpus - 1, max(num_gpus - _FARTHEST, 1) - 1, -1)), None)
-    higher = next(filter(has_layout, range(num_gpus + 1, num_gpus + _FARTHEST)), None)
-    return [count for count in (lower, higher) if count is not None]
+def no_layout(job: Job) -> ConfigError:
+    """Why no layout is possible, and what to change."""
+    flags = f"No layout on --num-gpus {job.num_gpus} satisfies the flags"
+    batch, size = job.global_batch_size, job.config.micro_batch_size
+    if batch % size:
+        return ConfigError(f"--global-batch-size {batch} is not divisible by --micro-batch-size {size}: change one.")
+    space = _space(job, job.num_gpus)
+    first = next(space.candidates(), None)
+    if first is not None and (refusal := space.refusal(first)) is not None:
+        return ConfigError(f"{flags}: {refusal.sentences[0]}")
+    below = range(job.num_gpus - 1, max(job.num_gpus // 2, job.num_gpus - _FARTHEST, 1) - 1, -1)
+    above = range(job.num_gpus + 1, min(2 * job.num_gpus, job.num_gpus + _FARTHEST) + 1)
+    nearest = [next((count for count in counts if _has_layout(job, count)), None) for counts in (below, above)]
+    counts = [f"{count:,}" for count in nearest if count is not None]
+    other = f"use {' or '.join(counts)} GPUs" if counts else ""
+    if job.given & LAYOUT_FIELDS:
+        return ConfigError(f"{flags}: remove one that fixes the layout{f', or {other}' if other else ''}.")
+    return ConfigError(
+        f"--num-gpus {job.num_gpus} has no layout: the tensor-parallel size must divide the "
+        f"{job.architecture.num_attention_heads} attention heads, the pipeline size the {job.architecture.num_layers} "
+        f"layers, and the data-parallel size --global-batch-size {batch}: {other or 'use another number of GPUs'}."
+    )
+
+
+def _space(job: Job, num_gpus: int) -> "_Space":
+    return _Space(job.config, job.architecture, num_gpus, job.cluster, job.given)
+
+
+def _has_layout(job: Job, num_gpus: int) -> bool:
+    return next(_space(job, num_gpus).layouts(), None) is not None
 
 
 @dataclass(frozen=True)
@@ -117,41 +151,59 @@ class _Space:
     config: RunConfig
     architecture: TransformerConfig
     num_gpus: int
-    node_size: int
+    cluster: Cluster
     given: frozenset[str]
 
-    def grids(self) -> Iterator[_Grid]:
+    def _grids(self) -> Iterator[_Grid]:
         parallel = self.config.parallel
         for tp in self._sizes("tensor_model_parallel_size", parallel.tensor_model_parallel_size, self.num_gpus):
             if not self._allows_tensor_parallel(tp):
                 continue
             rest = self.num_gpus // tp
             for pp in self._sizes("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, rest):
-                if pp > self.architecture.num_layers + 2:
+                if not self._allows_pipeline_parallel(pp):
                     continue
                 of_stage = rest // pp
                 for cp in self._sizes("context_parallel_size", parallel.context_parallel_size, of_stage):
                     dp = of_stage // cp
-                    if self._allows_context_parallel(tp, cp) and self._batch % dp == 0:
+                    if self._allows_context_parallel(tp, cp) and self._batch % (dp * self._least_microbatch) == 0:
                         for ep, etp in self._expert_sizes(tp, of_stage * tp):
                             yield _Grid(tp, pp, cp, dp, ep, etp)
 
-    def layouts(self, grid: _Grid) -> Iterator[Layout]:
-        """The layouts of one grid. The first of those that differ in recompute, microbatch and gradient precision is
-        checked for all."""
-        for pipeline in self._pipelines(grid.pp):
-            for sharding, replicas in self._shardings(grid):
-                checked = False
-                for size, recompute, narrow in product(
-                    self._micro_batch_sizes(grid, pipeline),
-                    self._recomputes(pipeline),
-                    self._gradient_formats(sharding),
-                ):
-                    layout = self._layout(grid, pipeline, sharding, replicas, size, recompute, narrow)
-                    if not checked and not self._is_valid(layout):
-                        break
-                    checked = True
-                    yield layout
+    def layouts(self) -> Iterator[Layout]:
+        """All valid layouts; the first of a group is checked for all of it."""
+        for variants in self._groups():
+            first = next(variants, None)
+            if first is not None and self.refusal(first) is None:
+                yield first
+                yield from variants
+
+    def candidates(self) -> Iterator[Layout]:
+        """A layout of each division, valid or not."""
+        return (first for variants in self._groups() for first in islice(variants, 1))
+
+    def refusal(self, layout: Layout) -> ConfigError | None:
+        """What the checks of a run find."""
+        try:
+            check_run(layout.apply(self.config, self.given), self.num_gpus)
+        except ConfigError as error:
+            return error
+        return None
+
+    def _groups(self) -> Iterator[Iterator[Layout]]:
+        """Groups of layouts that differ in recompute, microbatch and gradient precision alone."""
+        for grid in self._grids():
+            overlaps = self._overlaps_tensor_parallel(grid)
+            for pipeline in self._pipelines(grid.pp):
+                for sharding, replicas in self._shardings(grid):
+                    yield (
+                        self._layout(grid, pipeline, sharding, replicas, size, recompute, narrow, overlaps)
+                        for size, recompute, narrow in product(
+                            self._micro_batch_sizes(grid, pipeline),
+                            self._recomputes(pipeline),
+                            self._gradient_formats(sharding),
+                        )
+                    )
 
     def _layout(
         self,
@@ -162,6 +214,7 @@ class _Space:
         micro_batch_size: int,
         recompute: tuple[str, int],
         reduces_in_bf16: bool,
+        tp_comm_overlap: bool = False,
     ) -> Layout:
         return Layout(
             tp=grid.tp,
@@ -180,14 +233,8 @@ class _Space:
             recompute_layers=recompute[1],
             reduces_in_bf16=reduces_in_bf16,
             sequence_parallel=self._sequence_parallel,
+            tp_comm_overlap=tp_comm_overlap,
         )
-
-    def _is_valid(self, layout: Layout) -> bool:
-        try:
-            check_run(layout.apply(self.config, self.given), self.num_gpus)
-        except ConfigError:
-            return False
-        return True
 
     @property
     def _sequence_parallel(self) -> bool:
@@ -197,11 +244,15 @@ class _Space:
         """The given size, if it divides ``ranks``, or all divisors."""
         if name in self.given:
             return [value] if ranks % value == 0 else []
-        return [size for size in range(1, ranks + 1) if ranks % size == 0]
+        return _divisors(ranks)
+
+    def _allows_pipeline_parallel(self, pp: int) -> bool:
+        is_given = not self.given.isdisjoint(("pipeline_model_parallel_size", "pipeline_model_parallel_layout"))
+        return pp <= self.architecture.num_layers + 2 and (pp <= MOST_STAGES or is_given)
 
     def _allows_tensor_parallel(self, tp: int) -> bool:
         model = self.architecture
-        if tp > self.node_size and "tensor_model_parallel_size" not in self.given:
+        if tp > self.cluster.node_size and "tensor_model_parallel_size" not in self.given:
             return False
         divided = [model.num_attention_heads, model.num_query_groups]
         if not all(model.moe_layers()):
@@ -209,6 +260,32 @@ class _Space:
         if self._sequence_parallel:
             divided.append(self.config.seq_length)
         return all(value % tp == 0 for value in divided)
+
+    def _overlaps_tensor_parallel(self, grid: _Grid) -> bool:
+        """Wherever it hides communication and costs nothing else: with PyTorch's symmetric memory, and in Transformer
+        Engine. The overlap by messages, of other GPUs, over nodes, and of FP8 rows, divides the matrix products among
+        as many parts as ranks, and copies and adds the parts."""
+        if "tp_comm_overlap" in self.given:
+            return self.config.parallel.tp_comm_overlap
+        if grid.tp == 1 or not self._sequence_parallel:
+            return False
+        if self.config.model.transformer_impl == "local":
+            has_symmetric_memory = self.cluster.generation in ("hopper", "blackwell")
+            is_in_node = grid.tp <= self.cluster.node_size and self.config.parallel.rank_order.startswith("tp-")
+            return has_symmetric_memory and is_in_node and self.config.precision.fp8_format is None
+        parallel = replace(
+            self.config.parallel,
+            tensor_model_parallel_size=grid.tp,
+            context_parallel_size=grid.cp,
+            tp_comm_overlap=True,
+        )
+        run = replace(self.config, parallel=parallel)
+        try:
+            check_transformer_engine_overlap(run, self.num_gpus)
+            check_transformer_engine_buffers(run, self.num_gpus)
+        except ConfigError:
+            return False
+        return True
 
     def _allows_context_parallel(self, tp: int, cp: int) -> bool:
         length = self.config.seq_length
@@ -222,12 +299,14 @@ class _Space:
         if experts is None:
             yield 1, 1
             return
-        is_given = "expert_tensor_parallel_size" in self.given
-        for ep in self._sizes("expert_model_parallel_size", parallel.expert_model_parallel_size, experts):
-            divided = {1, tp} if ep == 1 else {1}
-            for etp in (parallel.expert_tensor_parallel_size or tp,) if is_given else sorted(divided):
-                if ranks % (ep * etp) == 0:
-                    yield ep, etp
+        etp = (parallel.expert_tensor_parallel_size or tp) if "expert_tensor_parallel_size" in self.given else 1
+        sizes = self._sizes("expert_model_parallel_size", parallel.expert_model_parallel_size, experts)
+        sizes = [ep for ep in sizes if ranks % (ep * etp) == 0]
+        in_node = [ep for ep in sizes if ep * etp <= self.cluster.node_size]
+        for ep in sizes:
+            # Fewer parts in a node save little of its fast exchange, and cost memory.
+            if ep == 1 or ep not in in_node[:-1]:
+                yield ep, etp
 
     @cached_property
     def _batch(self) -> int:
@@ -243,12 +322,15 @@ class _Space:
         )
         return gcd(*(size for _, size in schedule.steps), self.config.validation.eval_global_batch_size or 0)
 
+    @property
+    def _least_microbatch(self) -> int:
+        return self.config.micro_batch_size if "micro_batch_size" in self.given else 1
+
     def _num_microbatches(self, grid: _Grid, size: int) -> int:
         return self._batch // (grid.dp * size)
 
     def _micro_batch_sizes(self, grid: _Grid, pipeline: _Pipeline) -> Iterator[int]:
-        given = "micro_batch_size" in self.given
-        size = self.config.micro_batch_size if given else 1
+        given, size = "micro_batch_size" in self.given, self._least_microbatch
         while self._batch % (grid.dp * size) == 0:
             is_small = size <= LARGEST_MICROBATCH and size * self.config.seq_length <= LONGEST_MICROBATCH
             count = self._num_microbatches(grid, size)
@@ -270,9 +352,15 @@ class _Space:
             for vp in self._chunks(name, pp):
                 for counts_ends in (False,) if divides_layers(self.given) else (False, True):
                     layers = self._longest_chunk(pp, vp, name, counts_ends)
-                    if layers:
+                    if layers > 1 or (layers and (vp == 1 or self._fixes_chunks(name))):
                         yield _Pipeline(name, vp, counts_ends, layers)
+                    if layers:
                         break
+
+    def _fixes_chunks(self, schedule: str) -> bool:
+        """Whether the flags say how many chunks a rank has."""
+        has_two = "pipeline_schedule" in self.given and SCHEDULES[schedule].placement == "v"
+        return has_two or not self.given.isdisjoint(_CHUNK_FLAGS)
 
     def _chunks(self, schedule: str, pp: int) -> list[int]:
         spec = SCHEDULES[schedule]
@@ -312,7 +400,7 @@ class _Space:
                 yield strategy, parallel.num_distributed_optimizer_instances
                 continue
             yield strategy, 1
-            nodes = grid.tp * grid.cp * grid.dp // self.node_size
+            nodes = grid.tp * grid.cp * grid.dp // self.cluster.node_size
             if strategy == "optim_grads_params" and nodes > 1 and grid.dp % nodes == 0 and of_experts % nodes == 0:
                 yield strategy, nodes
 
@@ -329,14 +417,30 @@ class _Space:
                 )
                 return
         else:
-            yield "none", 0
-            for modules in _RECOMPUTE:
-                yield self._in_these_layers(modules), 0
+            for modules in self._selective_recomputes:
+                yield modules, 0
+            if not self._supports("full"):
+                return
         if activations.recompute_method != "uniform" or "recompute_method" not in self.given:
             for layers in sorted({pipeline.layers // 2, pipeline.layers} - {0}):
                 yield "full", layers
         else:
             yield "uniform", 1
+
+    @cached_property
+    def _selective_recomputes(self) -> tuple[str, ...]:
+        # Where they do not even compute without it, the checks of a run say why.
+        return tuple(filter(self._supports, map(self._in_these_layers, _RECOMPUTE))) or _RECOMPUTE[:1]
+
+    def _supports(self, recompute: str) -> bool:
+        """Whether the layers of ``--transformer-impl`` can recompute that."""
+        whole = _Pipeline("1f1b", 1, False, self.architecture.num_layers)
+        layout = self._layout(_Grid(1, 1, 1, 1, 1, 1), whole, "optim", 1, 1, (recompute, 0), False)
+        try:
+            check_transformer_engine(layout.apply(self.config, self.given), 1)
+        except ConfigError:
+            return False
+        return True
 
     def _in_these_layers(self, modules: str) -> str:
         """``modules`` of dense layers as modules of the layers of this model."""
@@ -349,3 +453,9 @@ class _Space:
         if not self.given.isdisjoint(_GRADIENT_FLAGS) or not precision.bf16 or self.config.kernels.wanted("adam"):
             return (precision.grad_reduce_in_bf16,)
         return (False,) if sharding == "optim_grads" else (False, True)
+
+
+@cache
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

@@ -9,11 +9,10 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
-from megatron.planner.plan import planned_vocabulary
 from megatron.planner.search.layout import Layout
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.constants import load_fitted
-from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,13 @@ class Job:
                 raise ConfigError(f"{flag} is missing: set it.")
         if num_gpus < 1:
             raise ConfigError(f"--num-gpus {num_gpus} is below 1: set the number of GPUs of the run.")
+        given = given_fields(arguments)
+        if "gpus_per_node" in given:
+            cluster = replace(cluster, node_size=config.dry_run.gpus_per_node)
         completed = _completed(config, cluster, num_gpus)
         if completed.tokenizer.tokenizer_type is None and completed.mock_vocab_size is None:
             raise ConfigError("The vocabulary size is missing: add --vocab-size, or choose a preset with --model.")
         vocabulary = planned_vocabulary(completed)
-        given = given_fields(arguments)
         return cls(tuple(arguments), completed, given, vocabulary, cluster, num_gpus, operation or Operation())
 
     @property

@@ -1,7 +1,9 @@
 """A layout of a training step over GPUs: what the search chooses, as flags and as a changed configuration."""
 
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, cast
 
 from megatron.config.activations import RecomputeMethod, RecomputeModule
@@ -47,6 +49,8 @@ class Layout:
     """The embedding and the output layer count as a layer each in the division among the stages."""
     sequence_parallel: bool = True
     """No effect with ``tp`` 1."""
+    tp_comm_overlap: bool = False
+    """Overlap the collectives of tensor parallelism with matrix products."""
     ep: int = 1
     etp: int = 1
 
@@ -89,6 +93,7 @@ class Layout:
         chosen: dict[str, Any] = {
             "overlap_grad_reduce": overlaps,
             "overlap_param_gather": overlaps and self.sharding != "no_shard",
+            "tp_comm_overlap": self.tp_comm_overlap,
         }
         if self.ep > 1:
             # Expert-parallel ranks are neighbours, as the recipes of experts have it.
@@ -99,13 +104,10 @@ class Layout:
         """``config`` with this layout. Fields of :meth:`overlaps` whose name is in ``given`` keep their value, as do
         those that divide the layers if one of these is in ``given``."""
         values = self._chosen(given, bool(config.model.num_experts)) | _aliases(given)
-        changed = {}
-        for group in fields(config):
-            old = getattr(config, group.name)
-            ours = {field.name: values[field.name] for field in fields(old) if field.name in values}
-            if ours:
-                changed[group.name] = replace(old, **ours)
-        return replace(config, **changed)
+        changed: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, value in values.items():
+            changed[_groups_by_field()[name]][name] = value
+        return replace(config, **{group: replace(getattr(config, group), **ours) for group, ours in changed.items()})
 
     def flags(self, given: Collection[str] = (), has_experts: bool = False) -> dict[str, object]:
         """Value by flag name without leading dashes (True for a switch): what to paste beside the flags ``given``.
@@ -134,6 +136,13 @@ class Layout:
         if "pipeline_model_parallel_layout" in given:
             del values["num_virtual_stages_per_pipeline_rank"]
         return values
+
+
+@cache
+def _groups_by_field() -> dict[str, str]:
+    """The group of every flag in :class:`RunConfig`, both by their names there."""
+    default = RunConfig()
+    return {flag.name: group.name for group in fields(default) for flag in fields(getattr(default, group.name))}
 
 
 def divides_layers(given: Collection[str]) -> bool:

@@ -34,6 +34,8 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
         )
     described, last = records[starts[-1]][RUN], records[-1]
     seconds = _step_time(f"{flag} {path}", records[starts[-1] :])
+    # Only now: torch is not needed to refuse a file.
+
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
     grid = rank_grid(config.parallel, described["world_size"])

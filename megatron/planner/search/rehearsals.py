@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from megatron.planner.plan import ALLOWANCE, Run, make_plan
+from megatron.config.dry_run import ALLOWANCE
+from megatron.planner.plan import Run, make_plan
 from megatron.planner.rehearsal.price import PassTimes, StepPrices, pass_times
 from megatron.planner.rehearsal.records import Map, UnitRecords
 from megatron.planner.search.job import Job

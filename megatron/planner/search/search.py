@@ -14,7 +14,7 @@ from megatron.planner.rehearsal.price import attention_kind
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.accuracy import Level, basis_warnings, level_of
 from megatron.planner.search.cost import scale_point
-from megatron.planner.search.enumeration import LAYOUT_FIELDS, enumerate_layouts, nearest_counts
+from megatron.planner.search.enumeration import enumerate_layouts, no_layout
 from megatron.planner.search.job import Job
 from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
 from megatron.planner.search.ranking import TIE, rank
@@ -61,23 +61,6 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
     )
 
 
-def _no_layout(job: Job) -> ConfigError:
-    """Why no layout is possible, and what to change."""
-    nearest = nearest_counts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
-    other = f"use {' or '.join(f'{count:,}' for count in nearest)} GPUs" if nearest else ""
-    if job.given & LAYOUT_FIELDS:
-        return ConfigError(
-            f"No layout on --num-gpus {job.num_gpus} satisfies the flags: remove one that fixes the layout"
-            f"{f', or {other}' if other else ''}."
-        )
-    return ConfigError(
-        f"--num-gpus {job.num_gpus} has no layout: the tensor-parallel size must divide the "
-        f"{job.architecture.num_attention_heads} attention heads, the pipeline size the {job.architecture.num_layers} "
-        f"layers, and the data-parallel size --global-batch-size {job.global_batch_size}: "
-        f"{other or 'use another number of GPUs'}."
-    )
-
-
 def node_warnings(job: Job) -> list[str]:
     """A sentence about GPUs that do not fill their last node."""
     size = job.cluster.node_size
@@ -115,9 +98,9 @@ def find_layouts(
     fits."""
     records = records or unit_records(job)
     report("enumerate layouts", 0, 1)
-    layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster.node_size, job.given)
+    layouts = enumerate_layouts(job.config, job.architecture, job.num_gpus, job.cluster, job.given)
     if not layouts:
-        raise _no_layout(job)
+        raise no_layout(job)
     report("price layouts", 0, 1)
     with parallel_map() as map_in_parallel:
         priced = price_layouts(job, layouts, records, map_in_parallel)

@@ -16,10 +16,10 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.parameter import ParameterInfo
 from megatron.core.precision import number_formats
-from megatron.planner.plan import ALLOWANCE
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
 from megatron.planner.search.layout import Layout

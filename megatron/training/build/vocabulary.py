@@ -1,10 +1,17 @@
-"""The vocabulary of a run."""
+"""The vocabulary of a run. torch is imported only to count the bytes of tokens."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.run import RunConfig
-from megatron.data.token_bytes import TokenBytes, count_token_bytes
-from megatron.data.tokenizers import build_tokenizer
+from megatron.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_files
+from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.data.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True)
@@ -19,14 +26,41 @@ class Vocabulary:
 
 def load_vocabulary(config: RunConfig) -> Vocabulary:
     """The tokenizer's vocabulary; without a tokenizer (mock data) the last id ends a document."""
+    vocabulary, tokenizer = _read(config)
+    validation = config.validation
+    if tokenizer is None or not (validation.skip_train or validation.eval_interval):
+        return vocabulary
+    from megatron.data.token_bytes import count_token_bytes
+
+    return replace(vocabulary, token_bytes=count_token_bytes(tokenizer, vocabulary.size))
+
+
+def planned_vocabulary(config: RunConfig) -> Vocabulary:
+    """The vocabulary of the tokenizer if its file exists, otherwise a vocabulary of the size in the flags."""
+    tokenizer = config.tokenizer
+    files = tokenizer_files(tokenizer)
+    if tokenizer.tokenizer_type is None or (files and all(Path(path).exists() for path in files)):
+        return _read(config)[0]
+    if tokenizer.vocab_size is not None:
+        size = tokenizer.vocab_size + (tokenizer.tokenizer_type == "NullTokenizer")
+    elif config.model.preset_vocab_size is not None:
+        size = config.model.preset_vocab_size
+    else:
+        raise ConfigError(
+            f"--dry-run has no vocabulary size: {' or '.join(files)} does not exist, and no --model preset sets one: "
+            "add --vocab-size."
+        )
+    return Vocabulary(size, size - 1)
+
+
+def _read(config: RunConfig) -> tuple[Vocabulary, Tokenizer | None]:
+    """The vocabulary without the bytes of its tokens, and the tokenizer, if there is one."""
     if config.tokenizer.tokenizer_type is None:
         size = config.mock_vocab_size
         assert size is not None
-        return Vocabulary(size, size - 1)
+        return Vocabulary(size, size - 1), None
     tokenizer = build_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size
     if config.tokenizer.tokenizer_type != "NullTokenizer" and config.tokenizer.vocab_size is not None:
         size = config.tokenizer.vocab_size  # at least the ids of the tokenizer
-    validation = config.validation
-    token_bytes = count_token_bytes(tokenizer, size) if validation.skip_train or validation.eval_interval else None
-    return Vocabulary(size, tokenizer.eod, token_bytes)
+    return Vocabulary(size, tokenizer.eod), tokenizer
