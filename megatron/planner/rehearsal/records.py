@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -53,6 +53,11 @@ class Division:
     """The virtual stages of each pipeline stage, by chunk."""
 
     @cached_property
+    def different_units(self) -> tuple[Unit, ...]:
+        """A unit of each kind."""
+        return tuple({unit.kind: unit for units in self.units for unit in units}.values())
+
+    @cached_property
     def contents(self) -> tuple[tuple[int, ...], ...]:
         """By pipeline stage what :attr:`like` has for its chunks: stages with equal contents have equal units."""
         return tuple(tuple(self.like[number] for number in numbers) for numbers in self.by_stage)
@@ -87,13 +92,15 @@ class UnitRecords:
         """Rehearse every unit of ``runs`` that has no record yet."""
         wanted: dict[Hashable, _Request] = {}
         for run in runs:
-            wanted.update(one for one in run.requests() if one[0] not in self._records)
+            for key, unit in run.unit_keys():
+                if key not in self._records and key not in wanted:
+                    wanted[key] = run.request(unit)
         self._records.update(zip(wanted, map_in_parallel(_Request.rehearse, wanted.values())))
 
-    def record(self, key: Hashable, request: _Request) -> UnitRecord | Ends:
-        """The record of a ``key``, rehearsed if there is none."""
+    def record(self, key: Hashable, request: Callable[[], _Request]) -> UnitRecord | Ends:
+        """The record of a ``key``, rehearsed by a ``request`` if there is none."""
         if key not in self._records:
-            self._records[key] = request.rehearse()
+            self._records[key] = request().rehearse()
         return self._records[key]
 
     def division(self, config: RunConfig, num_stages: int) -> Division:
@@ -172,7 +179,7 @@ class UnitsOfRun:
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the output layer."""
-        record = self.records.record(self.ends_key, _Request(self._rehearsals_of(self.config)))
+        record = self.records.record(self.ends_key, partial(self.request, None))
         assert isinstance(record, Ends)
         return record
 
@@ -200,10 +207,9 @@ class UnitsOfRun:
     def unit(self, unit: Unit) -> UnitRecord:
         """The record of a unit between the ends."""
         if unit.kind not in self._found:
-            record = self.records.record((unit.kind, self.key), self._request(unit))
+            record = self.records.record((unit.kind, self.key), partial(self.request, unit))
             assert isinstance(record, UnitRecord)
-            is_derived = self._is_derived
-            self._found[unit.kind] = record.with_gradients_in_bf16() if is_derived else record
+            self._found[unit.kind] = record.with_gradients_in_bf16() if self._is_derived else record
         return self._found[unit.kind]
 
     @property
@@ -211,9 +217,10 @@ class UnitsOfRun:
         """Whether units between the ends are rehearsed with main gradients in fp32, which then become narrower."""
         return self.config.precision.grad_reduce_in_bf16 and self.config.precision.fp8_format is None
 
-    def _request(self, unit: Unit) -> _Request:
+    def request(self, unit: Unit | None) -> _Request:
+        """The rehearsal of a unit; None for the ends."""
         config = self.config
-        if self._is_derived:
+        if unit is not None and self._is_derived:
             config = replace(config, precision=replace(config.precision, grad_reduce_in_bf16=False))
         return _Request(self._rehearsals_of(config), unit)
 
@@ -224,12 +231,11 @@ class UnitsOfRun:
         found += map(self.unit, self.division.units[number])
         return found + ([ends.output] if stage.has_output_layer else [])
 
-    def requests(self) -> Iterator[tuple[Hashable, _Request]]:
-        """By key all units that the run has."""
-        yield self.ends_key, _Request(self._rehearsals_of(self.config))
-        for number in set(self.division.like):
-            for unit in self.division.units[number]:
-                yield (unit.kind, self.key), self._request(unit)
+    def unit_keys(self) -> Iterator[tuple[Hashable, Unit | None]]:
+        """The keys of the records of all units that the run has, each with a unit; None for the ends."""
+        yield self.ends_key, None
+        for unit in self.division.different_units:
+            yield (unit.kind, self.key), unit
 
     def _rehearsals_of(self, config: RunConfig) -> UnitRehearsals:
         records = self.records

@@ -10,11 +10,8 @@ from typing import Any
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
-from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind
-from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.search.accuracy import CORRECTED_ERROR, SAME_MODEL_ERROR, Level, regimes_of
 from megatron.planner.search.job import Job
-from megatron.training.initialize import rank_grid
 
 _WARM_UP = 2
 """Records of a process that are left out, if there are more: compilation, first allocations."""
@@ -35,6 +32,9 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     described, last = records[starts[-1]][RUN], records[-1]
     seconds = _step_time(f"{flag} {path}", records[starts[-1] :])
     # Only now: torch is not needed to refuse a file.
+    from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind
+    from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
+    from megatron.training.initialize import rank_grid
 
     config = config_of(described["flags"])
     architecture = config.model.resolve(job.vocabulary.size, 1, config.seq_length)
