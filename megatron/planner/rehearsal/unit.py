@@ -36,8 +36,8 @@ from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 
 GPU = torch.device("cuda")
-_MAX_ATTEMPTS = 4
-"""A first run may also allocate what lasts: FP8 weights, after each step again, and what all units share."""
+_MAX_ATTEMPTS = 3
+"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,13 @@ class UnitRehearsals:
         setting = RehearsalSetting(recorder, gradient, context.weight_gradients, self._defers)
         rehearsal = LayerRehearsal(setting, unit, unit.forward, is_first=False, is_last=False)
         before, recorded = recorder.now.total, None
-        for attempt in range(_MAX_ATTEMPTS):
-            if context.fp8 is not None and attempt == 1:
-                context.fp8.finish_step()  # from now on delayed scaling has scales
+        if context.fp8 is not None:
+            context.fp8.load(context.fp8.state())  # delayed scaling has scales from the second step on
+        for _ in range(_MAX_ATTEMPTS):
             log = _LaunchLog(recorder)
             with nullcontext() if context.fp8 is None else context.fp8.forward_pass():
                 recorded = rehearsal.run(log, inputs, positions)
-            if recorded is not None and (context.fp8 is None or attempt):
+            if recorded is not None:
                 break
         assert recorded is not None, "the unit keeps memory after every pass"
         infos = tuple(map(info_of, unit.parameters()))
