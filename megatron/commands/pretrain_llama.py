@@ -35,7 +35,7 @@ def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> Non
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
     assert config.dry_run.num_gpus is not None
     check_run(config, config.dry_run.num_gpus)
-    from megatron.planner.dry_run import plan_and_report
+    from megatron.commands.dry_run import plan_and_report
 
     plan_and_report(config, arguments)
 

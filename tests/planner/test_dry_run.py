@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megatron.architectures.registry import PRESETS
+from megatron.commands.dry_run import plan_command
+from megatron.commands.pages.memory_chart import gib
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
-from megatron.planner.dry_run import plan_command
-from megatron.planner.memory_chart import gib
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.job import Job

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from megatron.commands.dry_run_report import as_json
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer
 from megatron.planner.plan import Plan, Run, StagePlan, simulate_rank
-from megatron.planner.report import as_json
 from megatron.training.build.vocabulary import planned_vocabulary
 
 TINY = (

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.commands.pages import plan_charts, plan_roofline
+from megatron.commands.pages.memory_chart import gib
 from megatron.commands.pages.plan_charts import days, seconds, short
 from megatron.commands.pages.plan_report import plan_page
-from megatron.planner.memory_chart import gib
 from megatron.planner.search.report import command
 from megatron.planner.search.result import SearchResult
 from megatron.planner.step_time.workload import TERMS

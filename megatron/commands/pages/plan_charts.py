@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.planner.memory_chart import gib
+from megatron.commands.pages.memory_chart import gib
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 from megatron.reports import svg
 from megatron.reports.charts import Axis, Bar, Part, horizontal_axis, plane, stacked_bars

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
+from megatron.commands.pages.memory_chart import equal_neighbours, gib, memory_figure
 from megatron.commands.pages.plan_charts import (
     choices,
     compared,
@@ -16,8 +17,7 @@ from megatron.commands.pages.plan_charts import (
     time_figure,
 )
 from megatron.commands.pages.plan_roofline import roofline_figure
-from megatron.planner.memory_chart import equal_neighbours, gib, memory_figure
-from megatron.planner.schedule_chart import Tail, schedule_figure
+from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, SearchResult
 from megatron.reports.page import (

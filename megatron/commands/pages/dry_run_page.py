@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron.commands.dry_run_report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
+from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, StageMemory, gib, memory_figure
+from megatron.commands.pages.schedule_chart import schedule_figure
 from megatron.config.dry_run import ALLOWANCE
-from megatron.planner.memory_chart import ALLOWANCE_NAME, StageMemory, gib, memory_figure
 from megatron.planner.plan import Plan, StagePlan
-from megatron.planner.report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
-from megatron.planner.schedule_chart import schedule_figure
 from megatron.planner.traffic import Link
 from megatron.reports.charts import Bar, Part, stacked_bars
 from megatron.reports.page import (
