@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.fit import errors, fit, fitted_names
+from benchmarks.published.memory import GIB, RUNS, lines
 from benchmarks.published.report import Evaluation, Table, main, record
 from benchmarks.published.table import (
     DOUBTFUL,
@@ -227,3 +228,14 @@ def test_the_command_prints_both_forms_and_help(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--markdown" in capsys.readouterr().out
+
+
+def test_state_between_two_steps_is_what_other_software_holds() -> None:
+    (run,) = [run for run in RUNS if run.between_steps_gib is not None]
+    assert run.simulate().steady.total / GIB == pytest.approx(run.between_steps_gib, rel=0.01)
+
+
+@pytest.mark.slow(reason="simulates four runs")
+def test_the_page_has_the_published_peaks() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert "\n".join(lines()) in page
