@@ -30,6 +30,7 @@ from tests.rank_pool import RankPool
 
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-force-load-balancing"
 """A real step has an even load, too."""
+LLAMA_4 = "--no-rope-freq 2 --attention-chunk-size 64 --qk-l2-norm --attention-temperature-tuning --bf16"
 LAYOUTS = {
     "tensor and sequence parallel": "--tensor-model-parallel-size 4 --sequence-parallel",
     "1F1B, ZeRO-1": "--pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16 --overlap-grad-reduce",
@@ -46,6 +47,11 @@ LAYOUTS = {
     "experts, all-to-all, divided experts": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type "
     "alltoall --tensor-model-parallel-size 2 --sequence-parallel",
     "experts, all-gather": f"{EXPERTS} --expert-model-parallel-size 2 --pipeline-model-parallel-size 2",
+    "Llama 4's attention in chunks, exchanged": f"{LLAMA_4} --context-parallel-size 2 --cp-comm-type a2a",
+    "Llama 4's attention and experts": f"{LLAMA_4} {EXPERTS} --moe-router-topk 1 --moe-router-score-function sigmoid "
+    "--moe-apply-probs-on-input --moe-shared-expert-intermediate-size 96 --expert-model-parallel-size 2 "
+    "--moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel "
+    "--use-distributed-optimizer",
     "Muon, ZeRO-1": "--optimizer muon --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16",
     "Muon, FSDP": "--optimizer muon --use-torch-fsdp2 --bf16",
 }
