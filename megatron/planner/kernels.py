@@ -1,5 +1,6 @@
 """Kernels of a simulated rank: they allocate and save what the kernels of the real run allocate and save."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,6 +11,19 @@ from megatron.core.kernels.selection import Kernels
 from megatron.core.models.kernels import build_kernels
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker
+
+
+def with_local_layers(config: RunConfig) -> RunConfig:
+    """``config`` without Transformer Engine, whose layers cannot be built without a GPU.
+
+    Local layers save similar tensors, but lack two recipes, which are planned as tensorwise.
+    """
+    if config.model.transformer_impl == "local":
+        return config
+    precision = config.precision
+    if precision.fp8_recipe in ("blockwise", "mxfp8"):
+        precision = replace(precision, fp8_recipe="tensorwise")
+    return replace(config, model=replace(config.model, transformer_impl="local"), precision=precision)
 
 
 def simulated_kernels(

@@ -17,8 +17,6 @@ from megatron.planner.step_time.prices import (
     between_pods,
     elementwise_seconds,
     exchange_seconds,
-    message_rate,
-    optimizer_seconds,
     product_seconds,
     ring_rate,
 )
@@ -147,7 +145,7 @@ class LaunchPrices:
         if group.kind == "receive":
             return 0.0  # counted at its sender
         ranks = self._ranks(group)
-        size, in_node = len(ranks), _together(ranks, self.node_size)
+        size, in_node = len(ranks), together(ranks, self.node_size)
         if group.kind in _RINGS:
             moved = _RINGS[group.kind] * (size - 1) / size * launch.num_bytes
             return _number(moved / ring_rate(machines, c, in_node, in_node == size, self._between_pods(ranks)))
@@ -159,20 +157,10 @@ class LaunchPrices:
         rate = ring_rate(machines, c, 1.0, in_node == size, self._between_pods(ranks))
         return _number(launch.num_bytes / rate)
 
-    def message(self, num_bytes: int, ranks: Sequence[int]) -> float:
-        """Seconds of a message between neighbours of ``ranks``."""
-        is_in_node = _together(ranks, self.node_size) == len(ranks)
-        return _number(num_bytes / message_rate(self.machines, self.constants, is_in_node, self._between_pods(ranks)))
-
     def _between_pods(self, ranks: Sequence[int]) -> float:
         """The share of the network's rate that the ranks have."""
-        in_pod = _together(ranks, self.pod_size)
+        in_pod = together(ranks, self.pod_size)
         return _number(between_pods(self.machines, in_pod, in_pod < len(ranks)))
-
-    def optimizer(self, launches: Iterable[Launch]) -> float:
-        """Seconds of an update."""
-        moved = sum(launch.num_bytes for launch in launches if launch.kind == "elementwise")
-        return _number(optimizer_seconds(self.machines, self.constants, moved))
 
     def _ranks(self, group: Group) -> Sequence[int]:
         """The ranks of the group in the run that is priced, which may have other stages than the rehearsed one."""
@@ -181,7 +169,7 @@ class LaunchPrices:
         return self.grid.group(0, group.axes.split("x"))
 
 
-def _together(ranks: Sequence[int], number: int) -> int:
+def together(ranks: Sequence[int], number: int) -> int:
     """Ranks in the node or pod of ``number`` ranks that has the first of them."""
     return sum(rank // number == ranks[0] // number for rank in ranks)
 

@@ -23,6 +23,7 @@ from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.planner.extrapolation import Extrapolation
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.kernels import with_local_layers
 from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.simulated_rank import build_rank, run_step
@@ -84,15 +85,8 @@ class Run:
     @classmethod
     def of(cls, config: RunConfig, num_gpus: int, vocabulary: Vocabulary) -> "Run":
         """The run of checked flags."""
-        if config.model.transformer_impl != "local":
-            # Transformer Engine's layers cannot be built without a GPU. Local layers save similar tensors, but lack
-            # two recipes, which are planned as tensorwise.
-            precision = config.precision
-            if precision.fp8_recipe in ("blockwise", "mxfp8"):
-                precision = replace(precision, fp8_recipe="tensorwise")
-            config = replace(config, model=replace(config.model, transformer_impl="local"), precision=precision)
         device = torch.device("cpu" if config.training.device == "cpu" else "cuda")
-        return cls(config, rank_grid(config.parallel, num_gpus), vocabulary, device)
+        return cls(with_local_layers(config), rank_grid(config.parallel, num_gpus), vocabulary, device)
 
     @cached_property
     def architecture(self) -> TransformerConfig:

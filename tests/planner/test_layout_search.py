@@ -182,6 +182,12 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
 
 
+def test_layouts_of_transformer_engine_are_those_of_local_layers() -> None:
+    """Its layers cannot be built without a GPU."""
+    engine = job((*TINY, "--transformer-impl", "transformer_engine"), num_gpus=2)
+    assert find_layouts(engine, Level()).planned
+
+
 def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> None:
     of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 4, of_run.cluster, of_run.given)

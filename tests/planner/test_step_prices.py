@@ -5,14 +5,12 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.core.topology import RankGrid
 from megatron.planner.rehearsal.price import (
     PlannedStep,
     StepPrices,
     attention_kind,
     followed_makespan,
     pass_times,
-    places_of,
 )
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import read_cluster
@@ -109,24 +107,3 @@ def test_a_followed_schedule_takes_as_long_as_a_simulated_one(name: str, chunks:
 def test_attention_is_the_kernel_that_the_run_would_choose(flags: str, cluster: str, kind: str) -> None:
     config = parse_command_line(f"{COMMON} {flags}".split())
     assert attention_kind(config, read_cluster(cluster)) == kind
-
-
-@pytest.mark.parametrize("order", ["tp-cp-ep-pp-dp", "tp-cp-ep-dp-pp"])
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 64, 8, 1), (4, 2, 4, 8, 2, 1), (2, 1, 2, 16, 4, 2), (8, 1, 8, 2, 4, 4), (1, 4, 2, 8, 8, 1)]
-)
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_ranks_in_a_node_are_those_of_the_grid(order: str, sizes: tuple[int, ...], strategy: str) -> None:
-    tp, cp, pp, dp, ep, etp = sizes
-    replicas = dp if strategy == "no_shard" else min(2, dp)
-    grid = RankGrid(tp, cp, pp, dp, ep, etp, 1 if (tp * cp * dp // (ep * etp)) % replicas else replicas, order)
-    places = places_of(grid, H100, strategy)
-
-    def inside(*axes: str) -> int:
-        return sum(rank < 8 for rank in grid.group(0, axes))
-
-    shards = ("cp", "dp") if strategy == "no_shard" else ("cp", "dp_shard")
-    expert_shards = "edp" if strategy == "no_shard" else "edp_shard"
-    names = ("stages", "shards", "expert_shards")
-    expected = inside("pp"), inside(*shards), inside(expert_shards)
-    assert tuple(places[f"{name}_in_node"] for name in names) == expected

@@ -71,7 +71,7 @@ def product_of_the_machine(shape: ProductShape) -> float:
     """Written out: the rate falls with a short inner length; a share of the fp32 traffic is not hidden."""
     flops = 2 * shape.rows * shape.columns * shape.depth
     elements = (shape.rows + shape.columns) * shape.depth + shape.rows * shape.columns
-    traffic = 4 * elements + (8 * shape.rows * shape.columns if shape.is_weight_gradient else 0)
+    traffic = 4 * elements + (4 * shape.rows * shape.columns if shape.is_weight_gradient else 0)
     rate = 1e10 * TRUE["product_cpu"] / (1 + TRUE["product_depth"] / shape.depth)
     return flops / rate + TRUE["product_bytes"] * traffic / 1e9
 

@@ -66,7 +66,9 @@ def fit_products(
     """The share of the peak, the inner length of half the rate, and the share of the traffic that is not hidden."""
     machines, name = Machines([cluster]), f"product_{cluster.generation}"
     rows, columns, depth = (np.array([getattr(one, field) for one in shapes], dtype=float) for field in _SIZES)
-    extra = np.array([8.0 * one.rows * one.columns if one.is_weight_gradient else 0.0 for one in shapes])
+    # A weight gradient reads and writes the fp32 main gradient instead of writing an output.
+    added = 8.0 - element_bytes
+    extra = np.array([added * one.rows * one.columns if one.is_weight_gradient else 0.0 for one in shapes])
     traffic = product_traffic(rows, columns, depth, False, extra, element_bytes)
 
     def price(depth_constant: float, bytes_share: float) -> Array:

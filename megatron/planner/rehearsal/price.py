@@ -9,7 +9,7 @@ schedule at once.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -18,8 +18,7 @@ import numpy as np
 from megatron.config.run import RunConfig
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid
-from megatron.planner.launch_prices import LaunchPrices, Product
-from megatron.planner.launches import Launch
+from megatron.planner.launch_prices import LaunchPrices, Product, together
 from megatron.planner.rehearsal.records import UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
 from megatron.planner.step_time.cluster import Cluster
@@ -98,7 +97,8 @@ class StepPrices:
         gradients."""
         units, division, grid = step.units, step.units.division, step.grid
         # With the usual order neither tensor- nor context-parallel ranks move with the other sizes.
-        place = (grid.order, *((grid.pp, grid.dp) if grid.ep > 1 or not grid.order.startswith("tp-cp") else ()))
+        moves = grid.ep * grid.etp > 1 or not grid.order.startswith("tp-cp")
+        place = (grid.order, *((grid.pp, grid.dp) if moves else ()))
         shared = units.records, units.key, units.ends_key, place
         key = division.kinds[number], shared
         if key not in self._stages:
@@ -143,17 +143,15 @@ class PassTimes:
 
 
 def pass_times(prices: StepPrices, step: PlannedStep, step_time_s: float) -> PassTimes:
-    """The passes of one step in full. ``step_time_s`` is its time after a correction by a measured run."""
-    units, division = step.units, step.units.division
-    factor = step_time_s / float(prices.price([step]).total[0]) * float(growth(prices.constants, step.grid.world_size))
-    message = float(_Steps(prices, [step]).message[0])
-    of_kind = {
-        number: factor * (prices.passes(step, number).sum(axis=1) + np.array([message, message, 0.0]))
-        for number in set(division.like)
-    }
-    passes = [of_kind[number] for number in division.like]
+    """The passes of one step. ``step_time_s`` is its time after a correction by a measured run."""
+    units, division, price = step.units, step.units.division, prices.price([step])
+    factor = step_time_s / float(price.total[0]) * float(growth(prices.constants, step.grid.world_size))
+    assert price.passes is not None
+    first, inner, last = factor * price.passes[:, :, 0]
+    count = len(division.stages)
+    passes = [first, *[inner] * (count - 2), last][:count]
     busiest = max(division.by_stage, key=lambda numbers: sum(passes[number].sum() for number in numbers))
-    launches: list[Launch] = [
+    launches = [
         launch
         for number in busiest
         for unit in units.of_stage(number)
@@ -161,7 +159,10 @@ def pass_times(prices: StepPrices, step: PlannedStep, step_time_s: float) -> Pas
         for launch in of_pass
     ]
     products = prices.launch_prices(step).products(launches, step.num_microbatches)
-    return PassTimes(tuple(tuple(map(float, one)) for one in passes), products)  # type: ignore[misc]
+    return PassTimes(
+        tuple(tuple(map(float, one)) for one in passes),  # type: ignore[misc]
+        tuple(replace(product, seconds=factor * product.seconds) for product in products),
+    )
 
 
 class _Steps:
@@ -187,7 +188,8 @@ class _Steps:
         parallel = [config.parallel for config in configs]
         strategies = np.array([one.sharding_strategy for one in parallel])
         self.is_sharded, self.reduces_each = strategies != "no_shard", strategies == "optim_grads"
-        self.is_fully_sharded = strategies == "optim_grads_params"
+        self.is_fully_sharded = np.array([step.units.is_fully_sharded for step in steps])
+        self.splits_backward = np.array([step.units.splits_backward for step in steps])
         self.replicas = array(
             grid.dp_replicas if one.sharding_strategy != "no_shard" else 1 for grid, one in zip(grids, parallel)
         )
@@ -195,7 +197,8 @@ class _Steps:
         self.overlaps_gathers = np.array([one.overlap_param_gather for one in parallel])
         self.keeps_gathered = np.array([not one.torch_fsdp2_reshard_after_forward for one in parallel])
         self.defers_reduction = np.array([one.defer_grad_reduce for one in parallel])
-        places = [places_of(step.grid, prices.cluster, step.config.parallel.sharding_strategy) for step in steps]
+        node, pod = prices.cluster.node_size, prices.cluster.pod_size
+        places = [_places(grid, node, pod or grid.world_size, bool(one)) for grid, one in zip(grids, self.is_sharded)]
         self.places = {name: array(place[name] for place in places) for name in places[0]}
 
     @cached_property
@@ -226,21 +229,29 @@ class _Steps:
 
     # The pipeline.
 
-    def _virtual_stages(self) -> Array:
-        """Seconds of the first, the slowest inner and the last virtual stage, ``[kind, pass, term, runs]``. With one
-        virtual stage the first is also the last."""
-        found = np.zeros((len(self.steps), 3, 3, len(TERMS)))
-        for place, step in enumerate(self.steps):
+    @cached_property
+    def _kinds(self) -> list[tuple[int, int | None, int | None]]:
+        """The first, the slowest inner and the last virtual stage of each run. With one virtual stage the first is also
+        the last."""
+        found = []
+        for step in self.steps:
             like = step.units.division.like
-            found[place, 0] = self.prices.passes(step, 0)
-            if len(like) > 1:
-                found[place, 2] = self.prices.passes(step, len(like) - 1)
-            inner = [self.prices.passes(step, number) for number in dict.fromkeys(like[1:-1])]
-            if inner:
-                found[place, 1] = max(inner, key=np.sum)
+            inner = max(
+                dict.fromkeys(like[1:-1]), key=lambda number: self.prices.passes(step, number).sum(), default=None
+            )
+            found.append((0, inner, like[-1] if len(like) > 1 else None))
+        return found
+
+    def _virtual_stages(self) -> Array:
+        """Seconds of the kinds of virtual stages, ``[kind, pass, term, runs]``."""
+        found = np.zeros((len(self.steps), 3, 3, len(TERMS)))
+        for place, (step, numbers) in enumerate(zip(self.steps, self._kinds)):
+            for kind, number in enumerate(numbers):
+                if number is not None:
+                    found[place, kind] = self.prices.passes(step, number)
         by_kind = np.moveaxis(found, 0, -1)
         by_kind[:, :2, _TERM["pipeline messages"]] += self.message
-        self._write_gradients(by_kind[:, 1])
+        self._write_gradients(by_kind)
         return by_kind
 
     def _shares(self) -> Array:
@@ -290,24 +301,31 @@ class _Steps:
 
     @cached_property
     def _parameters(self) -> Array:
-        """Parameters of each kind of virtual stage and of the largest pipeline stage of a rank, outside of experts and
-        of experts: ``[first, inner, last, largest; 2; runs]``."""
-        return np.array([_parameters(step.units) for step in self.steps]).transpose(1, 2, 0)
+        """Parameters of the largest pipeline stage of a rank, outside of experts and of experts: ``[2, runs]``."""
+        return np.array([_largest_stage(step.units) for step in self.steps]).T
 
-    def _write_gradients(self, backward: Array) -> None:
-        """Change the terms of backward passes, ``[kind, term, runs]``, of sharded gradients. Whole ones are written and
-        not added to as in the records; every microbatch reduces them and adds them to the main gradient's shard."""
+    def _write_gradients(self, by_kind: Array) -> None:
+        """Change the terms of passes, ``[kind, pass, term, runs]``, of sharded gradients. Those of layers are written,
+        and not added to as in the records; every microbatch reduces them and adds them to the main gradient's shard."""
+        sizes = np.zeros((len(self.steps), 3, 3))
+        for place, (step, numbers) in enumerate(zip(self.steps, self._kinds)):
+            for kind, number in enumerate(numbers):
+                if number is not None:
+                    sizes[place, kind] = _sizes(step.units, number)
+        dense, experts, of_layers = np.moveaxis(sizes, 0, -1).swapaxes(0, 1)  # [kind, runs] each
         writes = (self.reduces_each | self.is_fully_sharded) & ~self.defers_reduction
-        shards = np.array([self.dp * self.cp, self.edp]) / self.replicas
-        whole = np.where(writes, self.gradient_bytes * self._parameters[:3].sum(axis=1), 0.0)
-        added = np.where(writes, self.gradient_bytes * (3 * self._parameters[:3] / shards).sum(axis=1), 0.0)
-        backward[:, _TERM["products"]] -= self.c["product_bytes"] * whole / self.machines.hbm
-        backward[:, _TERM["between products"]] += elementwise_seconds(self.machines, self.c, added)
+        shards = self.dp * self.cp / self.replicas, self.edp / self.replicas
+        written = np.where(writes, self.gradient_bytes * of_layers, 0.0)
+        added = np.where(writes, 3 * self.gradient_bytes * (dense / shards[0] + experts / shards[1]), 0.0)
+        saved = self.c["product_bytes"] * written / self.machines.hbm
+        for number, is_pass in ((1, ~self.splits_backward), (2, self.splits_backward)):
+            by_kind[:, number, _TERM["products"]] -= np.where(is_pass, saved, 0.0)
+        by_kind[:, 1, _TERM["between products"]] += elementwise_seconds(self.machines, self.c, added)
 
     def _moved(self, gathered: Array, reduced: Array, copied: Array) -> Array:
         """Seconds to gather ``gathered`` and reduce ``reduced`` bytes of each parameter of the largest stage among its
         shards, and ``copied`` among their replicas."""
-        dense, experts = self._parameters[3]
+        dense, experts = self._parameters
         return dense * self._collectives(gathered, reduced, copied, self.dp * self.cp, "shards") + (
             experts * self._collectives(gathered, reduced, copied, self.edp, "expert_shards")
         )
@@ -351,7 +369,7 @@ class _Steps:
         two moments, and the cast to the dtype of the model."""
         ranks = np.array([self.dp * self.cp, self.edp])
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
-        parameters = (self._parameters[3] / shards).sum(axis=0)
+        parameters = (self._parameters / shards).sum(axis=0)
         gradient, weight = self.gradient_bytes, self.weight_bytes
         moved = 3 * gradient + 32 + np.where(gradient < 4, 22.0, 0.0)
         # FSDP casts the weights that it gathers.
@@ -359,82 +377,47 @@ class _Steps:
         return optimizer_seconds(self.machines, self.c, parameters * moved)
 
 
-def _parameters(units: UnitsOfRun) -> list[tuple[float, float]]:
-    """Parameters outside of experts and of experts of the first, the largest inner and the last virtual stage, and of
-    the largest pipeline stage."""
-    division = units.division
-    sizes = {number: _sizes(units, number) for number in set(division.like)}
-    stages = [
-        tuple(sum(sizes[number][kind] for number in content) for kind in range(2)) for content in set(division.contents)
-    ]
-    like = division.like
-    inner = [sizes[number] for number in set(like[1:-1])] or [(0.0, 0.0)]
-    last = sizes[like[-1]] if len(like) > 1 else (0.0, 0.0)
-    return [sizes[0], max(inner), last, (max(one[0] for one in stages), max(one[1] for one in stages))]
+def _largest_stage(units: UnitsOfRun) -> tuple[float, float]:
+    """Parameters of the largest pipeline stage outside of experts, and of experts."""
+    sizes = {number: _sizes(units, number) for number in set(units.division.like)}
+    stages = [[sizes[number] for number in content] for content in set(units.division.contents)]
+    dense, experts = (max(sum(one[kind] for one in stage) for stage in stages) for kind in range(2))
+    return dense, experts
 
 
-def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float]:
-    """Parameters of a virtual stage outside of experts, and of experts. A weight that both ends share counts once."""
-    stage, found = units.division.stages[number], units.of_stage(number)
-    dense, experts = map(sum, zip(*(record.num_parameters for record in found)))
+def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float, float]:
+    """Parameters of a virtual stage outside of experts, of experts, and of its layers. A weight that both ends share
+    counts once."""
+    stage, ends = units.division.stages[number], units.ends
+    layers = [units.unit(unit).num_parameters for unit in units.division.units[number]]
+    dense, experts = (sum(sizes[kind] for sizes in layers) for kind in range(2))
+    in_layers = dense + experts
+    dense += ends.embedding.num_parameters[0] * stage.has_embedding
+    dense += ends.output.num_parameters[0] * stage.has_output_layer
     if stage.has_embedding and stage.has_output_layer:
-        names = {info.name for info in units.ends.embedding.parameters}
-        dense -= sum(prod(info.local_shape) for info in units.ends.output.parameters if info.name in names)
-    return float(dense), float(experts)
+        names = {info.name for info in ends.embedding.parameters}
+        dense -= sum(prod(info.local_shape) for info in ends.output.parameters if info.name in names)
+    return float(dense), float(experts), float(in_layers)
 
 
 # Where ranks are.
 
 
-def places_of(grid: RankGrid, cluster: Cluster, strategy: str) -> dict[str, int]:
-    """How many ranks of each group are in a node and in a pod."""
-    dense = _dimensions(grid)
-    shards = ("cp", "dp_shard", "dp_replicate") if strategy == "no_shard" else ("cp", "dp_shard")
-    folded = _folded(grid, 1 if strategy == "no_shard" else grid.dp_replicas)
-    found = {}
-    for place, size in (("node", cluster.node_size), ("pod", cluster.pod_size or grid.world_size)):
-        found[f"stages_in_{place}"] = _inside(dense, ("pp",), size)
-        found[f"shards_in_{place}"] = _inside(dense, shards, size)
-        found[f"replicas_in_{place}"] = _inside(dense, ("dp_replicate",), size)
-        found[f"expert_shards_in_{place}"] = _inside(folded, ("edp",), size)
-    return found
-
-
-def _dimensions(grid: RankGrid) -> list[tuple[str, int]]:
-    """(axis, size) of the dense ranks from neighbours to distant ones."""
-    found = []
-    for axis in grid.order.split("-"):
-        if axis == "dp":
-            found += [("dp_shard", grid.dp // grid.dp_replicas), ("dp_replicate", grid.dp_replicas)]
-        elif axis != "ep":
-            found.append((axis, getattr(grid, axis)))
-    return found
-
-
-def _folded(grid: RankGrid, replicas: int) -> list[tuple[str, int]]:
-    """The same for experts, whose ranks are folded over those of a stage. If stages are neighbours, the ranks of a
-    stage are not: what is left of the axes inside of a stage counts from there on."""
-    order = grid.order.split("-")
-    near = prod(getattr(grid, axis) for axis in order[: order.index("pp")] if axis != "ep")
-    found, stride = [], 1
-    for axis, size in (("etp", grid.etp), ("ep", grid.ep), ("edp", max(1, grid.edp // replicas))):
-        inside = max(1, min(size, near // stride))
-        found += [(axis, inside)]
-        stride *= inside
-        if inside < size:
-            found += [("pp", grid.pp), (axis, size // inside)]
-            near, stride = grid.world_size, stride * (size // inside)
-    return found
-
-
-def _inside(dimensions: Sequence[tuple[str, int]], axes: Sequence[str], number: int) -> int:
-    """Ranks of a group along ``axes`` among the first ``number`` ranks."""
-    count, stride = 1, 1
-    for axis, size in dimensions:
-        if axis in axes:
-            count *= min(size, max(1, number // stride))
-        stride *= size
-    return count
+@lru_cache(maxsize=4096)
+def _places(grid: RankGrid, node_size: int, pod_size: int, is_sharded: bool) -> dict[str, int]:
+    """How many ranks of each group of the first rank are in its node and in its pod."""
+    shards = ("cp", "dp_shard") if is_sharded else ("cp", "dp")
+    groups = {
+        "stages": ("pp",),
+        "shards": shards,
+        "replicas": ("dp_replicate",),
+        "expert_shards": ("edp_shard",) if is_sharded else ("edp",),
+    }
+    return {
+        f"{name}_in_{place}": together(grid.group(0, axes), size)
+        for name, axes in groups.items()
+        for place, size in (("node", node_size), ("pod", pod_size))
+    }
 
 
 # Schedules without a formula.

@@ -9,6 +9,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.topology import RankGrid
+from megatron.planner.kernels import with_local_layers
 from megatron.planner.layer_kinds import LayerKind, layer_kinds
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
 from megatron.planner.step_time.workload import Attention
@@ -176,6 +177,18 @@ class UnitsOfRun:
         """Whether weight gradients have passes of their own."""
         return SCHEDULES[self.schedule].splits_backward
 
+    @property
+    def shards(self) -> tuple[int, int]:
+        """Ranks that divide a parameter outside of experts, and one of experts, if the strategy shards at all."""
+        replicas = self.grid.dp_replicas
+        of_experts = self.grid.edp if self.config.model.num_experts else 1
+        return self.grid.cp * self.grid.dp // replicas, max(1, of_experts // replicas)
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP shards parameters."""
+        return self.config.parallel.sharding_strategy == "optim_grads_params" and max(self.shards) > 1
+
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the output layer."""
@@ -188,19 +201,20 @@ class UnitsOfRun:
         """What the records of the ends depend on."""
         parallel, grid = self.config.parallel, self.grid
         of_tensor_parallel = grid.tp, parallel.sequence_parallel, parallel.tp_comm_overlap
+        # With another order of the axes context-parallel ranks are further apart the larger the other sizes.
+        is_usual = grid.cp == 1 or grid.order.startswith("tp-cp")
+        of_context_parallel = (grid.cp,) if is_usual else (grid.cp, grid.pp, grid.dp)
         in_bf16 = self.config.precision.grad_reduce_in_bf16
-        return *of_tensor_parallel, grid.cp, self.config.micro_batch_size, in_bf16
+        return *of_tensor_parallel, *of_context_parallel, self.config.micro_batch_size, in_bf16
 
     @cached_property
     def key(self) -> Hashable:
         """What the records of all units between the ends depend on besides their kind."""
         config, grid = self.config, self.grid
         # FSDP keeps no quantised weights.
-        is_fully_sharded = config.parallel.sharding_strategy == "optim_grads_params"
-        keeps_weights = config.precision.fp8_format is None or not is_fully_sharded
-        *sizes, _ = self.ends_key
-        # In FP8 products are added to main gradients after them.
-        in_bf16 = config.precision.fp8_format is not None and config.precision.grad_reduce_in_bf16
+        keeps_weights = config.precision.fp8_format is None or not self.is_fully_sharded
+        *sizes, in_bf16 = self.ends_key
+        in_bf16 = in_bf16 and not self._is_derived
         of_layers = config.activations.modules, grid.ep, grid.etp, self.splits_backward, keeps_weights
         return *sizes, in_bf16, *of_layers
 
@@ -214,8 +228,11 @@ class UnitsOfRun:
 
     @property
     def _is_derived(self) -> bool:
-        """Whether units between the ends are rehearsed with main gradients in fp32, which then become narrower."""
-        return self.config.precision.grad_reduce_in_bf16 and self.config.precision.fp8_format is None
+        """Whether units between the ends are rehearsed with main gradients in fp32, which then become narrower: where
+        products are added to both in place. In FP8 they are added after the product."""
+        precision, wanted = self.config.precision, self.config.kernels.wanted("weight_gradient")
+        is_separate = wanted is not None and wanted.implementation == "separate"
+        return precision.bf16 and precision.grad_reduce_in_bf16 and precision.fp8_format is None and not is_separate
 
     def request(self, unit: Unit | None) -> _Request:
         """The rehearsal of a unit; None for the ends."""
@@ -239,7 +256,7 @@ class UnitsOfRun:
 
     def _rehearsals_of(self, config: RunConfig) -> UnitRehearsals:
         records = self.records
-        config = records.with_attention_kernel(config)
+        config = records.with_attention_kernel(with_local_layers(config))
         return UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
 
 

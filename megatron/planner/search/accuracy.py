@@ -55,12 +55,18 @@ def regimes(
         yield Regime(("experts",), "models with experts")
 
 
-def regimes_of(config: RunConfig, cluster: Cluster, gpus: int) -> Iterator[Regime]:
-    """Those of a run of this project."""
+_SHARDING = {"no_shard": "none", "optim_grads_params": "fsdp2"}
+"""Names of published runs; other strategies shard the optimizer's state."""
+_SCHEDULES = {"interleaved": "1f1b"}
+
+
+def regimes_of(config: RunConfig, cluster: Cluster, gpus: int, schedule: str) -> Iterator[Regime]:
+    """Those of a run of this project; ``schedule`` is its pipeline schedule."""
     parallel = config.parallel
-    sharding = "none" if parallel.sharding_strategy == "no_shard" else "optimizer"
+    sharding = _SHARDING.get(parallel.sharding_strategy, "optimizer")
     is_fp8, has_experts = config.precision.fp8_format is not None, bool(config.model.num_experts)
-    return regimes(cluster, is_fp8, sharding, "1f1b", gpus, parallel.context_parallel_size, has_experts)
+    schedule = _SCHEDULES.get(schedule, schedule)
+    return regimes(cluster, is_fp8, sharding, schedule, gpus, parallel.context_parallel_size, has_experts)
 
 
 def largest_measured() -> int:

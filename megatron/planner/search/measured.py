@@ -46,7 +46,7 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     return Level(
         seconds / predicted,
         SAME_MODEL_ERROR if is_same_model else CORRECTED_ERROR,
-        frozenset(regime.key for regime in regimes_of(config, job.cluster, grid.world_size)),
+        frozenset(regime.key for regime in regimes_of(config, job.cluster, grid.world_size, units.schedule)),
         f"The level is corrected by {path.name}: {seconds:.4g} s per step on {described['world_size']} GPUs, predicted "
         f"{predicted:.4g} s.",
     )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.run import RunConfig
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
 from megatron.planner.search.accuracy import UNKNOWN_ERROR, Level, measured_regimes, regimes_of, unmeasured
@@ -56,19 +55,20 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
     for number, (num_bytes, stage) in needed.items():
         terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
         layout = priced.layouts[number]
-        error = UNKNOWN_ERROR if _unmeasured(job, priced.units[number].config, level) else level.error
+        error = UNKNOWN_ERROR if _unmeasured(job, layout, level) else level.error
         planned.append(_planned(job, layout, num_bytes, stage, terms, error, flops_per_token))
     return planned
 
 
 def accuracy_warnings(job: Job, layout: Layout, level: Level) -> list[str]:
     """Sentences on what of a layout has not been measured."""
-    missing = _unmeasured(job, layout.apply(job.config, job.given), level)
+    missing = _unmeasured(job, layout, level)
     return [f"There are no measurements of {reason}: times are +-{UNKNOWN_ERROR:.0%}." for reason in missing]
 
 
-def _unmeasured(job: Job, config: RunConfig, level: Level) -> list[str]:
-    found = regimes_of(config, job.cluster, job.num_gpus)
+def _unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
+    config = layout.apply(job.config, job.given)
+    found = regimes_of(config, job.cluster, job.num_gpus, layout.schedule)
     return unmeasured(found, job.cluster, measured_regimes() | level.regimes)
 
 
