@@ -28,7 +28,7 @@ FLAGS=(
 
     # Attention: tensor-parallel size 2. Experts: the 32 ranks of a stage are 16 expert-parallel ranks, each with one whole
     # expert of every layer, times 2. The rank order keeps them on neighbouring nodes: docs/moe.md. 8 expert-parallel ranks
-    # are 3 % faster in the planner's closed form, but hold two experts of every layer, for which the memory is short.
+    # were 3 % faster in a plan, but hold two experts of every layer, for which the memory is short.
     --tensor-model-parallel-size 2 --sequence-parallel
     --expert-model-parallel-size 16 --expert-tensor-parallel-size 1
     --rank-order tp-cp-ep-dp-pp

@@ -45,13 +45,11 @@ class ExpertShapes:
         self.hidden, self.tp = w.number("hidden"), w.number("tp")
         self.num_experts, self.topk = np.maximum(w.number("num_experts"), 1.0), w.number("moe_topk")
         self.ffn, self.shared_ffn = w.number("moe_ffn"), w.number("shared_ffn")
-        self.ep, self.etp = w.number("ep"), w.number("etp")
-        ranks = self.tp * w.number("cp") * w.number("dp")
-        self.edp = ranks / (self.ep * self.etp)
+        self.ep = w.number("ep")
+        self.edp = self.tp * w.number("cp") * w.number("dp") / self.ep
         tokens = w.number("micro_batch_size") * w.number("seq_length") / w.number("cp")
         self.tokens = np.where(self.is_moe, tokens / self.tp, 0.0)  # n
         self.main_grad_bytes, self.layers, self.pp = w.number("main_grad_bytes"), w.number("layers"), w.number("pp")
-        self.gathers = w.where("dispatcher", "allgather")
         self.is_fp8 = w.where("is_fp8")
         self.node_size, self.is_one_node = w.number("node_size"), w.number("gpus") <= w.number("node_size")
 
@@ -62,12 +60,12 @@ class ExpertShapes:
     @property
     def rows(self) -> Array:
         """m: of all experts of the rank."""
-        return self.tokens * self.topk * self.etp
+        return self.tokens * self.topk
 
     @property
     def parameters(self) -> Array:
         """Of the experts of a rank, before sharding."""
-        per_layer = self.local_experts * 3 * self.hidden * self.ffn / self.etp
+        per_layer = self.local_experts * 3 * self.hidden * self.ffn
         return self.share * self.layers / self.pp * per_layer
 
     @property
@@ -113,7 +111,7 @@ def _products(shapes: ExpertShapes, product: GroupedProduct) -> tuple[Array, Arr
     """Of the experts, which are one grouped product for each linear layer, and of the shared expert."""
     h, count = shapes.hidden, shapes.local_experts
     rows = np.maximum(shapes.rows / count, 1e-9)  # of an expert
-    width = np.maximum(shapes.ffn / shapes.etp, 1e-9)
+    width = np.maximum(shapes.ffn, 1e-9)
     shared_rows = np.maximum(shapes.tokens * shapes.tp, 1e-9)  # gathered, as for an MLP
     shared_width = np.maximum(shapes.shared_ffn / shapes.tp, 1e-9)
     linears = (
@@ -140,9 +138,9 @@ def accesses_between(shapes: ExpertShapes) -> tuple[Array, Array]:
     """
     n, h, k = shapes.tokens, shapes.hidden, shapes.topk
     sent, received = n * k * h, shapes.rows * h  # elements of rows
-    inner = shapes.rows * shapes.ffn / shapes.etp + n * shapes.shared_ffn
+    inner = shapes.rows * shapes.ffn + n * shapes.shared_ffn
     router = 8 * n * np.where(shapes.is_moe, shapes.num_experts, 0.0)
-    sorts = np.where((shapes.ep > 1) & ~shapes.gathers, 4 * received, 0.0)  # twice, read and written
+    sorts = np.where(shapes.ep > 1, 4 * received, 0.0)  # twice, read and written
     forward = router + 3 * n * h + 2 * sent + sorts + 3 * inner + (sent + n * h)
     backward = router + 5 * n * h + 6 * sent + sorts + 5 * inner + (sent + n * h)
     return forward, backward
@@ -150,36 +148,18 @@ def accesses_between(shapes: ExpertShapes) -> tuple[Array, Array]:
 
 def _casts(shapes: ExpertShapes) -> tuple[Array, Array]:
     """Inputs of the linear layers forward, and the gradients of their outputs backward."""
-    width, shared = shapes.ffn / shapes.etp, shapes.shared_ffn / shapes.tp
+    width, shared = shapes.ffn, shapes.shared_ffn / shapes.tp
     forward = shapes.rows * (shapes.hidden + width) + shapes.tokens * shapes.tp * shared
     backward = shapes.rows * (shapes.hidden + 2 * width) + shapes.tokens * shapes.tp * 2 * shared
     return np.where(shapes.is_fp8, forward, 0.0), np.where(shapes.is_fp8, backward, 0.0)
 
 
-def exchanged_bytes(shapes: ExpertShapes) -> tuple[Array, Array]:
-    """Bytes that a rank sends for one layer and microbatch, forward and backward: in all-to-alls over ``ep``, and in
-    all-gathers and reduce-scatters, over ``etp`` or, with the all-gather dispatcher, over ``etp`` and ``ep``.
+def dispatch_seconds(shapes: ExpertShapes, link: Array, network: Array) -> Array:
+    """Seconds of the all-to-alls of one layer and microbatch, forward and backward.
 
     Rows go to their experts and come back, forward and backward: 4 n k h (ep - 1) / ep elements.
     """
-    n, h, ep, etp = shapes.tokens, shapes.hidden, shapes.ep, shapes.etp
-    rows = 4 * _ELEMENT * n * shapes.topk * h
-    to_all = np.where(shapes.gathers, 0.0, rows * (ep - 1) / ep)
-    gathered = np.where(shapes.gathers, 4 * _ELEMENT * n * h * (ep * etp - 1), rows * (etp - 1))
-    return to_all, gathered
-
-
-def dispatch_seconds(shapes: ExpertShapes, link: Array, network: Array) -> Array:
-    """Seconds of the messages of one layer and microbatch, forward and backward.
-
-    A ring crosses a node's border through the adapters of all its ranks there.
-    """
-    to_all, gathered = exchanged_bytes(shapes)
-    in_node = np.where(
-        shapes.is_one_node, shapes.ep, np.minimum(shapes.ep, np.maximum(1.0, shapes.node_size / shapes.etp))
-    )
-    exchange = exchange_seconds(to_all, shapes.ep, in_node, link, network)
-    ring_ranks = np.where(shapes.gathers, shapes.ep * shapes.etp, shapes.etp)
-    adapters = np.minimum(ring_ranks, shapes.node_size)
-    is_inside = shapes.is_one_node | (ring_ranks <= shapes.node_size)
-    return exchange + gathered / np.where(is_inside, link, np.minimum(link, network * adapters))
+    ep = shapes.ep
+    rows = 4 * _ELEMENT * shapes.tokens * shapes.topk * shapes.hidden
+    in_node = np.where(shapes.is_one_node, ep, np.minimum(ep, shapes.node_size))
+    return np.asarray(exchange_seconds(rows * (ep - 1) / ep, ep, in_node, link, network))

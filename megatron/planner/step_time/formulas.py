@@ -303,7 +303,7 @@ class StepTimeModel:
         # Seconds per byte of a parameter.
         moved = self._parameters() * self._ring_seconds(c, self.dp * self.cp, self.tp)
         experts = self.experts
-        moved = moved + experts.parameters * self._ring_seconds(c, experts.edp, experts.ep * experts.etp)
+        moved = moved + experts.parameters * self._ring_seconds(c, experts.edp, experts.ep)
         is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
         # Gradients of the replicas are reduced once, and weights gathered once; with the interleaved schedule behind
         # several microbatches.

@@ -21,7 +21,6 @@ Elementwise = Literal["megatron-2021", "transformer-engine", "compiled", "eager"
 Sharding = Literal["none", "optimizer", "fsdp1", "fsdp2"]
 Recompute = Literal["none", "selective", "full"]
 Schedule = Literal["1f1b", "zb-h1", "zb-2p"]
-Dispatcher = Literal["alltoall", "allgather"]
 
 
 TERMS = (
@@ -104,8 +103,6 @@ class Run:
     moe_layers: int = 0
     """MoE layers among the ``layers``; the MLPs of the others are ``ffn`` wide."""
     ep: int = 1
-    etp: int = 1
-    dispatcher: Dispatcher = "alltoall"
     software: Software
     cluster: Cluster
 
