@@ -423,6 +423,30 @@ FIGURES = (
         ("planner/test_step_time.py",),
     ),
     Fault(
+        "microbatches of any size share the record of a layer",
+        "return *of_tensor_parallel, *of_context_parallel, self.config.micro_batch_size, in_bf16",
+        "return *of_tensor_parallel, *of_context_parallel, in_bf16",
+        ("planner/test_layout_search.py", "planner/test_step_prices.py"),
+    ),
+    Fault(
+        "the rehearsed context-parallel rank is the one with the fewest keys",
+        'self._rank, self._device = grid.group(0, ("cp",))[-1], device',
+        'self._rank, self._device = grid.group(0, ("cp",))[0], device',
+        ("planner/test_unit_records.py",),
+    ),
+    Fault(
+        "a search has no time for weight gradients that have passes of their own",
+        "return tuple(found[first:second]), tuple(found[second:third]), tuple(found[third:])",
+        "return tuple(found[first:second]), tuple(found[second:third]), ()",
+        ("planner/test_unit_records.py",),
+    ),
+    Fault(
+        "the output layer of a rehearsal writes its gradient instead of adding it",
+        "main_grad.is_filled = True\n            attach_main_grad",
+        "main_grad.is_filled = False\n            attach_main_grad",
+        ("planner/test_unit_records.py",),
+    ),
+    Fault(
         "a plan counts activations of one microbatch less",
         "held=np.array([*(one.kept for one in chunks), *(one.deferred for one in chunks), shard]),",
         "held=np.array([*(0 for one in chunks), *(one.deferred for one in chunks), shard]),",
