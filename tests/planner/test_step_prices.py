@@ -58,6 +58,20 @@ def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
     assert all((one >= 0).all() and np.isfinite(one).all() for one in found.terms.values())
 
 
+@pytest.mark.parametrize(
+    ("flags", "slower", "term"),
+    [
+        (TP4, "--no-overlap-param-gather", "data parallelism"),
+        (TP4, "--no-overlap-grad-reduce", "data parallelism"),
+        (f"{TP4} --optimizer sgd", "--ema-decay 0.99", "optimizer"),
+        (f"{TP4} --use-precision-aware-optimizer --exp-avg-dtype bf16", "--exp-avg-dtype fp32", "optimizer"),
+    ],
+)
+def test_what_is_not_overlapped_or_is_wider_takes_longer(flags: str, slower: str, term: str) -> None:
+    before, after = StepPrices(H100, load_fitted()).price([step(flags), step(f"{flags} {slower}")]).terms[term]
+    assert after > 1.02 * before
+
+
 @pytest.mark.parametrize("flags", KINDS)
 def test_the_passes_of_a_step_take_its_time_but_for_what_it_has_once(flags: str) -> None:
     """The schedule with the passes of every virtual stage is simulated; many runs at once use three kinds of stage."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from megatron.commands.dry_run_report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
-from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, StageMemory, gib, memory_figure
+from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, MemoryOfStage, gib, memory_figure
 from megatron.commands.pages.schedule_chart import schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.plan import Plan, StagePlan
@@ -125,7 +125,7 @@ def _verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -
 
 def _memory(plan: Plan) -> str:
     rows = [
-        StageMemory(
+        MemoryOfStage(
             f"stage{'s' * ('-' in name)} {name}",
             f"{chunk_sizes(stage.layers)} layers",
             dict(stage.peak.by_kind) | {ALLOWANCE_NAME: ALLOWANCE},

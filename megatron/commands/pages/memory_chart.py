@@ -24,7 +24,7 @@ COLOURS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class StageMemory:
+class MemoryOfStage:
     """A stage, or neighbouring stages with equal memory."""
 
     name: str
@@ -37,17 +37,17 @@ class StageMemory:
         return sum(self.by_kind.values())
 
 
-def equal_neighbours(by_stage: Sequence[tuple[int, Mapping[str, int]]]) -> list[StageMemory]:
+def equal_neighbours(by_stage: Sequence[tuple[int, Mapping[str, int]]]) -> list[MemoryOfStage]:
     """One row for neighbouring stages with equal memory, from ``(stage, bytes by kind)``."""
     rows = []
     for by_kind, group in groupby(by_stage, key=lambda stage: dict(stage[1])):
         stages = [stage for stage, _ in group]
         name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
-        rows.append(StageMemory(name, "", by_kind))
+        rows.append(MemoryOfStage(name, "", by_kind))
     return rows
 
 
-def memory_figure(rows: Sequence[StageMemory], limit: int) -> str:
+def memory_figure(rows: Sequence[MemoryOfStage], limit: int) -> str:
     """Stacked bars with the GPU's ``limit`` in bytes as a line; the tightest stage is strong."""
     most = max(row.total for row in rows)
     end = max(most, limit) * 1.04
@@ -58,7 +58,7 @@ def memory_figure(rows: Sequence[StageMemory], limit: int) -> str:
     return figure(chart, legend([(COLOURS[kind], kind) for kind in shown]))
 
 
-def _bar(row: StageMemory, limit: int, is_tightest: bool) -> Bar:
+def _bar(row: MemoryOfStage, limit: int, is_tightest: bool) -> Bar:
     parts = [
         Part(kind, COLOURS[kind], size, f"{row.name}: {kind}\n{gib(size)} GiB, {size / row.total:.0%}", gib(size))
         for kind in (*KINDS, ALLOWANCE_NAME)

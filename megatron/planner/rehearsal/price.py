@@ -355,9 +355,13 @@ class _Steps:
         each = self._moved(np.where(self.is_fully_sharded, gathers, none), np.where(is_each, reduces, none), none)
         gathered_once = np.where(self.is_fully_sharded, np.where(self.keeps_gathered, weight, none), weight)
         gathered_once = np.where(self.is_sharded, gathered_once, none)
-        once = self._moved(gathered_once, np.where(is_each, gradient - reduces, gradient), gradient)
+        gathered = self._moved(gathered_once, none, none)
+        reduced_once = self._moved(none, np.where(is_each, gradient - reduces, gradient), gradient)
+        overlapped = np.where(self.overlaps_gathers, gathered, 0.0) + np.where(
+            self.overlaps_reduction, reduced_once, 0.0
+        )
         window = reduction_window(slowest, m, self.pp, self.vp > 1)
-        exposed = exposed_reduction(c, once, window, self.overlaps_reduction)
+        exposed = exposed_reduction(c, overlapped, window, True) + (gathered + reduced_once - overlapped)
         sharded = exposed_sharding(c, each, slowest, c["fsdp2_contention"])
         sharded = np.where(self.overlaps_gathers, sharded, each)
         one_window = reduction_window(slowest, m, self.pp, False)
@@ -366,12 +370,14 @@ class _Steps:
 
     def _optimizer(self) -> Array:
         """The norm of the gradients and their scaling, copies of narrow ones in fp32, the update of main weights and
-        two moments, and the cast to the dtype of the model."""
+        moments, and the cast to the dtype of the model."""
         ranks = np.array([self.dp * self.cp, self.edp])
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         parameters = (self._parameters / shards).sum(axis=0)
         gradient, weight = self.gradient_bytes, self.weight_bytes
-        moved = 3 * gradient + 32 + np.where(gradient < 4, 22.0, 0.0)
+        moments = np.array([float(step.units.bytes_of_moments) for step in self.steps])
+        # The update reads and writes gradients, main weights and moments.
+        moved = 3 * gradient + 2 * (8 + moments) + np.where(gradient < 4, 22.0, 0.0)
         # FSDP casts the weights that it gathers.
         moved = moved + np.where((weight < 4) & ~self.is_fully_sharded, 4 + weight, 0.0)
         return optimizer_seconds(self.machines, self.c, parameters * moved)

@@ -189,6 +189,18 @@ class UnitsOfRun:
         """Whether FSDP shards parameters."""
         return self.config.parallel.sharding_strategy == "optim_grads_params" and max(self.shards) > 1
 
+    @property
+    def bytes_of_moments(self) -> int:
+        """Of an element, all moments together, and the moving average of the weights."""
+        optimizer, is_fp64 = self.config.optimizer, self.config.precision.fp64
+        average = 0 if optimizer.ema_decay is None else 8 if is_fp64 else 4
+        if optimizer.optimizer == "sgd":
+            return 4 + average
+        if not optimizer.use_precision_aware_optimizer:
+            return (16 if is_fp64 else 8) + average
+        formats = optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype
+        return average + sum({"fp32": 4, "bf16": 2}[name] for name in formats)
+
     @cached_property
     def ends(self) -> Ends:
         """The embedding and the output layer."""

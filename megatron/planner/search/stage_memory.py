@@ -96,7 +96,7 @@ class _LayoutMemory:
     def formats(self) -> Formats:
         formats = number_formats(self.config.precision, self.config.optimizer)
         weight = formats.weight.itemsize
-        return Formats(weight, formats.gradient.itemsize, _bytes_of_moments(self.config), formats.master.itemsize)
+        return Formats(weight, formats.gradient.itemsize, self.units.bytes_of_moments, formats.master.itemsize)
 
     def moments(self, stage: int) -> StageMoments:
         layout, chunks = self.layout, self.division.placement.num_chunks
@@ -219,14 +219,3 @@ class _LayoutMemory:
 def _weight(info: ParameterInfo, is_tied: bool) -> Weight:
     rows, *others = info.local_shape
     return Weight(rows, prod(others), info.is_expert, is_tied and info.is_vocabulary)
-
-
-def _bytes_of_moments(config: RunConfig) -> int:
-    """Of an element, all moments together, and the moving average of the weights."""
-    optimizer = config.optimizer
-    average = 0 if optimizer.ema_decay is None else 8 if config.precision.fp64 else 4
-    if optimizer.optimizer == "sgd":
-        return 4 + average
-    if not optimizer.use_precision_aware_optimizer:
-        return (8 if not config.precision.fp64 else 16) + average
-    return average + sum({"fp32": 4, "bf16": 2}[name] for name in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype))
