@@ -23,18 +23,16 @@ from megatron.planner.search.accuracy import (
     largest_measured,
     level_of,
 )
-from megatron.planner.search.advice import describe_limit, largest_overhead
-from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import enumerate_layouts, require_layout
 from megatron.planner.search.job import Job, Operation, given_fields
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.measured import config_of, measured_level
-from megatron.planner.search.pricing import accuracy_warnings, price_layouts
+from megatron.planner.search.pricing import accuracy_warnings, describe_limit, largest_overhead, price_layouts
 from megatron.planner.search.ranking import TIE, first_of_families, num_dimensions, rank
 from megatron.planner.search.rehearsals import Memory, parallel_map, rehearse_best
 from megatron.planner.search.report import command
 from megatron.planner.search.result import PlannedLayout, layout_name
-from megatron.planner.search.search import find_layouts, node_warnings, unit_records
+from megatron.planner.search.search import find_layouts, node_warnings, scale_point, unit_records
 from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.constants import load_fitted

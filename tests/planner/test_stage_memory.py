@@ -16,8 +16,7 @@ from megatron.config.run import RunConfig
 from megatron.planner.plan import Run, live_peaks, simulate_rank
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.schedule_moments import moments_of
-from megatron.planner.search.stage_memory import StageMemory
+from megatron.planner.search.stage_memory import StageMemory, moments_of
 from megatron.schedules.registry import build_schedule
 from megatron.training.build.vocabulary import Vocabulary
 

@@ -10,17 +10,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.errors import ConfigError
+from megatron.operation.effective_time import Costs, daly_interval_s, effective_time, job_mtbf_s
+from megatron.planner.arithmetic import DAY
 from megatron.planner.rehearsal.price import attention_kind
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.accuracy import Level, basis_warnings, level_of
-from megatron.planner.search.cost import scale_point
 from megatron.planner.search.enumeration import enumerate_layouts, no_layout
 from megatron.planner.search.job import Job
+from megatron.planner.search.layout import Layout
 from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
 from megatron.planner.search.ranking import TIE, rank
 from megatron.planner.search.rehearsals import Report, no_report, parallel_map, rehearse_best
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 from megatron.planner.search.stage_memory import StageMemory
+
+
+def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
+    """A run of ``layout`` over the tokens of the job, saved at the interval that leaves most time for training."""
+    costs = Costs(job_mtbf_s(job.num_gpus, job.gpu_hours_per_failure), job.operation.restart_s, job.operation.save_s)
+    interval = daly_interval_s(costs)
+    goodput = effective_time(interval, costs)
+    seconds = job.tokens / job.tokens_per_step * step_time_s / goodput
+    gpu_hours = seconds * job.num_gpus / 3600.0
+    price = job.price_per_gpu_hour
+    return ScalePoint(
+        num_gpus=job.num_gpus,
+        layout=layout,
+        step_time_s=step_time_s,
+        tokens_per_s_per_gpu=job.tokens_per_step / step_time_s / job.num_gpus,
+        goodput=goodput,
+        save_interval_s=interval,
+        days=seconds / DAY,
+        gpu_hours=gpu_hours,
+        price=None if price is None else gpu_hours * price,
+    )
+
 
 SAFETY = 1.02
 """Factor on the memory by the units' records: it may be so much too low."""
