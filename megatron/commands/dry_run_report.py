@@ -9,12 +9,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.commands.pages.memory_chart import gib
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import Plan, StagePlan
 from megatron.planner.traffic import expert_placement_advice, is_in_node
+from megatron.reports.svg import gib
 
 _COLORS: dict[Kind, str] = {
     "weights": "blue",

@@ -204,6 +204,12 @@ def tick_label(seconds: float) -> str:
     return f"{seconds:g} s" if seconds else "0"
 
 
+def gib(size: float) -> str:
+    """Bytes in GiB, with at least three significant digits unless 0."""
+    value = size / 2**30
+    return f"{value:,.2f}" if size == 0 or value >= 1 else f"{value:.3g}"
+
+
 def percentage(share: float) -> str:
     """94.5 %, and 99.97 % where one digit would round to 100."""
     digits = 2 if 0.9995 > share >= 0.9945 or 0.0 < share < 0.0005 else 1

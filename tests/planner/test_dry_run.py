@@ -9,7 +9,6 @@ import pytest
 
 from megatron.architectures.registry import PRESETS
 from megatron.commands.dry_run import plan_command
-from megatron.commands.pages.memory_chart import gib
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
@@ -17,6 +16,7 @@ from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.job import Job
 from megatron.planner.step_time.cluster import read_cluster
+from megatron.reports.svg import gib
 from megatron.training.build.vocabulary import planned_vocabulary
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import Outcome, call_training

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from megatron.commands.dry_run_report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
-from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, MemoryOfStage, gib, memory_figure
+from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, MemoryOfStage, memory_figure
 from megatron.commands.pages.schedule_chart import schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.plan import Plan, StagePlan
@@ -24,7 +24,7 @@ from megatron.reports.page import (
     table,
     tiles,
 )
-from megatron.reports.svg import nice_ticks
+from megatron.reports.svg import gib, nice_ticks
 
 _AXIS_COLOURS: Mapping[str, str] = {
     "tp": "orange",

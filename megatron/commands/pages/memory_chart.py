@@ -7,7 +7,7 @@ from itertools import groupby
 from megatron.planner.memory import KINDS
 from megatron.reports.charts import Bar, Limit, Part, stacked_bars
 from megatron.reports.page import figure, legend
-from megatron.reports.svg import nice_ticks
+from megatron.reports.svg import gib, nice_ticks
 
 ALLOWANCE_NAME = "allowance"
 COLOURS: Mapping[str, str] = {
@@ -65,9 +65,3 @@ def _bar(row: MemoryOfStage, limit: int, is_tightest: bool) -> Bar:
         if (size := row.by_kind.get(kind, 0)) > 0
     ]
     return Bar(row.name, row.detail, f"{gib(row.total)} GiB ({row.total / limit:.0%})", parts, is_tightest)
-
-
-def gib(size: float) -> str:
-    """Bytes in GiB, with at least three significant digits unless 0."""
-    value = size / 2**30
-    return f"{value:,.2f}" if size == 0 or value >= 1 else f"{value:.3g}"

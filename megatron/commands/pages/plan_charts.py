@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.commands.pages.memory_chart import gib
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 from megatron.reports import svg
 from megatron.reports.charts import Axis, Bar, Part, horizontal_axis, plane, stacked_bars
 from megatron.reports.page import Lane, figure, lanes, legend, paragraph
-from megatron.reports.svg import Point, Scale, duration
+from megatron.reports.svg import Point, Scale, duration, gib
 
 TERMS: Mapping[str, str] = {
     "products": "teal",

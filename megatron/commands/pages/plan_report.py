@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 
-from megatron.commands.pages.memory_chart import equal_neighbours, gib, memory_figure
+from megatron.commands.pages.memory_chart import equal_neighbours, memory_figure
 from megatron.commands.pages.plan_charts import (
     choices,
     compared,
@@ -34,7 +34,7 @@ from megatron.reports.page import (
     table,
     tiles,
 )
-from megatron.reports.svg import duration, percentage
+from megatron.reports.svg import duration, gib, percentage
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
