@@ -76,7 +76,7 @@ class PlannedStep:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a rank."""
+        """Microbatches of a rank in the step."""
         return self.global_batch_size // (self.config.micro_batch_size * self.grid.dp)
 
 
@@ -139,7 +139,7 @@ class PassTimes:
     by_virtual_stage: tuple[tuple[float, float, float], ...]
     """Seconds of forward, backward and weight-gradient passes, with the exposed part of a message each."""
     products: tuple[Product, ...]
-    """Of the slowest pipeline stage."""
+    """The GEMMs of the slowest pipeline stage."""
 
 
 def pass_times(prices: StepPrices, step: PlannedStep, step_time_s: float) -> PassTimes:
@@ -331,8 +331,8 @@ class _Steps:
         )
 
     def _collectives(self, gathered: Array, reduced: Array, copied: Array, ranks: Array, group: str) -> Array:
-        """The same for one parameter that ``ranks`` share: gathers and reduce-scatters in groups of shards, an
-        all-reduce of each shard among its replicas, or of everything without shards."""
+        """The seconds of :meth:`_moved` for one parameter that ``ranks`` share: gathers and reduce-scatters in groups
+        of shards, an all-reduce of each shard among its replicas, or of everything without shards."""
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         replicas = ranks / shards
         ring = (shards - 1) / shards / self._ring_rate(group, shards)

@@ -1,6 +1,6 @@
 """The units of runs by virtual stage. A unit that many runs have is rehearsed once for all of them."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
@@ -10,7 +10,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.topology import RankGrid
 from megatron.planner.kernels import with_local_layers
-from megatron.planner.layer_kinds import LayerKind, layer_kinds
+from megatron.planner.layer_kinds import layer_kinds
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
 from megatron.planner.step_time.workload import Attention
 from megatron.schedules.registry import SCHEDULES, placement_of
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class Map(Protocol):
-    """As ``map`` of one sequence."""
+    """Applies a function to one sequence, in order, as ``map`` does."""
 
     def __call__(self, function: Callable[[T], R], values: Iterable[T], /) -> Iterator[R]: ...
 
@@ -44,10 +44,10 @@ class Division:
 
     stages: tuple[VirtualStage, ...]
     units: tuple[tuple[Unit, ...], ...]
-    """Of each virtual stage, without the ends of the model."""
+    """The units of each virtual stage, without the ends of the model."""
     placement: Placement
     kinds: tuple[Hashable, ...]
-    """Of each virtual stage; equal for those with equal units and ends."""
+    """What each virtual stage consists of; equal for stages with equal units and ends."""
     like: tuple[int, ...]
     """The first virtual stage of the same kind as each virtual stage."""
     by_stage: tuple[tuple[int, ...], ...]
@@ -87,7 +87,6 @@ class UnitRecords:
         self.vocab_size, self._attention, self.device = vocab_size, attention, device
         self._records: dict[Hashable, UnitRecord | Ends] = {}
         self._divisions: dict[Hashable, Division] = {}
-        self._kinds: tuple[LayerKind, ...] = ()
 
     def rehearse(self, runs: Iterable["UnitsOfRun"], map_in_parallel: Map = map) -> None:
         """Rehearse every unit of ``runs`` that has no record yet."""
@@ -166,11 +165,8 @@ class UnitsOfRun:
     @cached_property
     def schedule(self) -> str:
         """The name of its pipeline schedule."""
-        return self.config.pipeline.schedule(len(self._layers), self.grid.pp) if self.grid.pp > 1 else "1f1b"
-
-    @property
-    def _layers(self) -> Sequence[int]:
-        return [layer for stage in self.division.stages for layer in stage.layers]
+        num_layers = sum(len(stage.layers) for stage in self.division.stages)
+        return self.config.pipeline.schedule(num_layers, self.grid.pp) if self.grid.pp > 1 else "1f1b"
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -191,7 +187,7 @@ class UnitsOfRun:
 
     @property
     def bytes_of_moments(self) -> int:
-        """Of an element, all moments together, and the moving average of the weights."""
+        """Bytes that the optimizer keeps for an element besides its main weight: moments, and an average of weights."""
         optimizer, is_fp64 = self.config.optimizer, self.config.precision.fp64
         average = 0 if optimizer.ema_decay is None else 8 if is_fp64 else 4
         if optimizer.optimizer == "sgd":

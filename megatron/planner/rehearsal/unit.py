@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import prod
 
 import torch
@@ -54,7 +55,7 @@ class UnitRecorder(LaunchRecorder):
 
     @property
     def tensors(self) -> AbstractContextManager[object]:
-        """Where tensors are made."""
+        """The mode in which tensors are made."""
         return FakeTensorMode(allow_non_fake_inputs=True) if self.device == CPU else nullcontext()
 
     def empty(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -81,19 +82,19 @@ class UnitMemory:
     """Memory of a unit of a chunk: a layer, recomputed layers, the embedding or the output layer. In bytes."""
 
     kept: int
-    """From the forward pass to the backward pass, with the unit's input and without its output."""
+    """What is allocated from the forward to the backward pass, with the unit's input and without its output."""
     forward: int
     """Most during the forward pass beyond the input."""
     backward: int
     """Most during the backward pass, with ``kept`` and the output's gradient, until that gradient is freed."""
     late_backward: int = 0
-    """As ``backward``, after the output's gradient is freed."""
+    """Most during the backward pass after the output's gradient is freed, with ``kept``."""
     deferred: int = 0
-    """From the backward pass to the pass of the weight gradients, where that is a pass of its own."""
+    """What is allocated from the backward pass to the pass of the weight gradients, where that is one of its own."""
     experts_end: int = 0
-    """In the backward pass, with the last weight gradient of its experts."""
+    """What is allocated in the backward pass when the last weight gradient of its experts is accumulated."""
     end: int = 0
-    """In the backward pass, with the last weight gradient."""
+    """What is allocated in the backward pass when the last weight gradient is accumulated."""
     lasting: int = 0
     """Allocated by the first pass for all later ones: quantised weights."""
 
@@ -107,14 +108,14 @@ class UnitRecord:
 
     memory: UnitMemory
     parameters: tuple[ParameterInfo, ...]
-    """Those of the rank before sharding."""
+    """The parameters of the rank before sharding."""
     launches: tuple[Launches, Launches, Launches]
     """In the forward pass, in the backward pass, and of the weight gradients that it defers, for a microbatch that is
     neither the first nor the last. Gradients are added to those of earlier microbatches; nothing is reduced."""
     num_layers: int = 0
 
     def with_gradients_in_bf16(self) -> "UnitRecord":
-        """The same unit, recorded with main gradients in fp32, with those of linear layers in bf16."""
+        """This record, which has main gradients in fp32, with those of linear layers in bf16."""
         forward, backward, deferred = (tuple(map(_accumulated_in_bf16, of_pass)) for of_pass in self.launches)
         return replace(self, launches=(forward, backward, deferred))
 
@@ -160,7 +161,7 @@ class UnitRehearsals:
         self._rank, self._device = grid.group(0, ("cp",))[-1], device
 
     def layers(self, numbers: Sequence[int], is_recomputed: bool) -> UnitRecord:
-        """Of a layer, or of layers that are recomputed together, by their numbers in the model."""
+        """The record of a layer, or of layers that are recomputed together, by their numbers in the model."""
         recorder = self._recorder()
         with recorder.tensors, recorder:
             context, architecture = self._context(recorder)
@@ -174,7 +175,7 @@ class UnitRehearsals:
         return replace(record, num_layers=len(numbers))
 
     def ends(self) -> "Ends":
-        """Of the embedding, and of the output layer with the loss, in a model without layers on one stage."""
+        """The records of the embedding, and of the output layer with the loss, in a model without layers."""
         config, recorder = self._config, self._recorder()
         with recorder.tensors, recorder:
             context, architecture = self._context(recorder)
@@ -286,7 +287,7 @@ class UnitRehearsals:
 
 
 class _LaunchLog(PassLog):
-    """Also splits the launches of a rehearsal by pass."""
+    """A :class:`PassLog` that also splits the launches of a rehearsal by pass."""
 
     _PASSES = ("forward", "backward", "weight gradients")
 
@@ -303,36 +304,48 @@ class _LaunchLog(PassLog):
         super().open()
 
     def launches(self) -> tuple[Launches, Launches, Launches]:
-        """Of the three passes."""
+        """The launches of the three passes."""
         found = self._recorder.launches
         first, second, third, *_ = (*self._starts, len(found))
         return tuple(found[first:second]), tuple(found[second:third]), tuple(found[third:])
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A moment in the passes of a chunk."""
+
+    peak: int
+    """Most bytes since the last mark."""
+    now: int
+    num_launches: int
+    """Launches until now."""
+
+
 class _PassesOfEnds:
-    """Splits the passes of a chunk without layers where the embedding's output, or its gradient, is there."""
+    """Splits the passes of a chunk without layers where the embedding's output, or its gradient, is there.
+
+    Marks are set at the bars::
+
+        forward   | embedding | output layer |
+        backward  | output layer | embedding |
+    """
 
     def __init__(self, recorder: UnitRecorder, embedding: nn.Module) -> None:
         self._recorder = recorder
-        self._marks: list[tuple[int, int]] = []
-        self._launches: list[int] = []
+        self._marks: list[_Mark] = []
         embedding.register_forward_hook(self._after_embedding)
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
         self._recorder.during = f"{'forward' if action.kind == 'F' else 'backward'} pass"
-        self._launches.append(len(self._recorder.launches))
-        self._recorder.peak = self._recorder.now
-        start = self._recorder.now.total
+        self._mark()
         yield
         self._mark()
-        self._marks.append((start, 0))
 
     def _mark(self) -> None:
-        """The most bytes since the last mark, and those of now."""
-        self._marks.append((self._recorder.peak.total, self._recorder.now.total))
-        self._launches.append(len(self._recorder.launches))
-        self._recorder.peak = self._recorder.now
+        recorder = self._recorder
+        self._marks.append(_Mark(recorder.peak.total, recorder.now.total, len(recorder.launches)))
+        recorder.peak = recorder.now
 
     def _after_embedding(self, module: object, inputs: object, output: Tensor) -> None:
         self._mark()
@@ -340,25 +353,30 @@ class _PassesOfEnds:
         output.register_hook(lambda gradient: self._mark())
 
     def launches(self) -> Iterator[tuple[Launches, Launches, Launches]]:
-        """Of the embedding, and of the output layer. Both compute their weight gradients in the backward pass."""
-        found, (first, second, third, fourth, fifth, last) = tuple(self._recorder.launches), self._launches
-        yield found[first:second], found[fifth:last], ()
-        yield found[second:third], found[fourth:fifth], ()
+        """The launches of the embedding, and of the output layer. Both compute their weight gradients in the backward
+        pass."""
+        found, places = tuple(self._recorder.launches), [mark.num_launches for mark in self._marks]
+        first, second, third, fourth, fifth, sixth = (
+            found[start:end] for start, end in pairwise((*places, len(found)))
+        )
+        del third, sixth  # between the passes, and after them
+        yield first, fifth, ()
+        yield second, fourth, ()
 
     def memory(self) -> tuple[UnitMemory, UnitMemory]:
-        """Of the embedding, and of the output layer."""
+        """The memory of the embedding, and of the output layer."""
         shard = self.shard
-        first, second, (start, _), third, fourth, _ = self._marks
+        start, embedded, ended, _, with_gradient, last = self._marks
         embedding = UnitMemory(
-            kept=first[1] - start - shard,
-            forward=first[0] - start,
-            backward=fourth[0] - start,
-            end=shard,
+            kept=embedded.now - start.now - shard,
+            forward=embedded.peak - start.now,
+            backward=last.peak - start.now,
+            end=shard,  # the gradient of its output
         )
         output = UnitMemory(
-            kept=second[1] - first[1] + shard,
-            forward=second[0] - first[1],
-            backward=third[0] - first[1] + shard,
+            kept=ended.now - embedded.now + shard,
+            forward=ended.peak - embedded.now,
+            backward=with_gradient.peak - embedded.now + shard,
             end=3 * shard,
         )
         return embedding, output
