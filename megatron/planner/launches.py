@@ -31,9 +31,11 @@ from megatron.torch_compat import (
 LaunchKind = Literal["gemm", "attention", "elementwise", "collective", "host copy", "host sync"]
 
 DEVICE = torch.device("meta")
+_LINEAR = "mkldnn::_linear_pointwise"
+"""oneDNN's product of rows ``[..., k]`` and a weight ``[n, k]`` on CPUs."""
 _GEMMS = frozenset(
     f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm", "_grouped_mm")
-)
+) | {_LINEAR}
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")
@@ -257,6 +259,9 @@ class _Operation:
     def product(self) -> ProductShape:
         """The shape of a GEMM. A grouped GEMM has its mean rows, or its mean depth."""
         find = self.arguments.get
+        if self.name == _LINEAR:
+            inputs, weight = self.read[:2]
+            return ProductShape(inputs.numel() // inputs.shape[-1], weight.shape[0], inputs.shape[-1], inputs.dtype)
         added = find("mat1", find("batch1"))
         one: Tensor = self.arguments["self"] if added is None else added
         other: Tensor = self.arguments["mat2" if "mat2" in self.arguments else "batch2"]

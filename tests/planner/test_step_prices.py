@@ -5,6 +5,7 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
+from megatron.planner.calibration.real_step import planned_step
 from megatron.planner.rehearsal.price import (
     PlannedStep,
     StepPrices,
@@ -13,7 +14,7 @@ from megatron.planner.rehearsal.price import (
     pass_times,
 )
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.workload import TERMS
 from megatron.schedules.registry import build_schedule
@@ -22,6 +23,19 @@ from megatron.training.initialize import rank_grid
 
 H100 = read_cluster("h100")
 COMMON = "--model llama3-70b --mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3"
+
+
+TINY = (
+    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 2 "
+    "--train-iters 10 --lr 1e-3"
+)
+
+
+def cpus() -> Cluster:
+    return Cluster(
+        "machine", "cpu", bf16_flops=1e10, fp8_flops=0.0, hbm_bytes_per_s=1e9, multiprocessors=1, memory_gib=1.0,
+        node_size=2, link_bytes_per_s=2e8, network_bytes_per_s=1e8,
+    )  # fmt: skip
 
 
 def step(flags: str, num_gpus: int = 64, batch: int = 64) -> PlannedStep:
@@ -45,6 +59,22 @@ KINDS = [
     "--use-torch-fsdp2",
     TP4,
 ]
+
+
+@pytest.mark.parametrize("precision", ["", "--bf16"])
+def test_on_cpus_products_have_the_flops_of_the_model(precision: str) -> None:
+    """Also those of oneDNN: of the linear layers and of the output layer, forward and both gradients."""
+    flags = f"{TINY} --device cpu {precision}"
+    config = parse_command_line(flags.split())
+    run = planned_step(config, 1, 1000, 2, cpus())
+    launches = [one for unit in run.units.of_stage(0) for of_pass in unit.launches for one in of_pass]
+    shapes = [one.product for one in launches if one.product is not None]
+    flops = sum(2 * shape.rows * shape.columns * shape.depth * shape.count for shape in shapes)
+    model = config.model.resolve(1000, 1, 256)
+    h, kv = model.hidden_size, model.num_query_groups * model.kv_channels
+    per_layer = 2 * h * h + 2 * h * kv + 3 * h * model.ffn_hidden_size
+    weights = model.num_layers * per_layer + h * model.padded_vocab_size
+    assert flops == pytest.approx(6 * weights * 256, rel=0.01)
 
 
 def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
