@@ -97,8 +97,8 @@ def same_job(one: PublishedRun) -> Hashable:
 
 
 def same_layout(one: PublishedRun) -> tuple[str, Run]:
-    """Runs of one layout of one job on the same GPUs, whatever a release changes: no model of layouts can tell their
-    times apart."""
+    """The key of runs with the same layout, job and GPUs. They may differ in the release of their software, which a
+    model of layouts does not know."""
     run = run_of(one)
     return (one.row["gpu"], replace(run, software=replace(run.software, main_grad_bytes=0)))
 

@@ -72,9 +72,9 @@ def corrected_errors(
 ) -> dict[str, Array]:
     """The errors by source if one measured run corrects the level of all runs with the same ``key``.
 
-    ``constants`` are those of each source, fitted without it. The correction is the factor between the measured and the
-    predicted time of the one run. Every run of a key is corrected by every other one; the error of a run is the median
-    over them. A key with a single run has no error.
+    ``constants`` has for each source the constants that were fitted without it. The correction is the factor between
+    the measured and the predicted time of the one run. Every run of a key is corrected by every other one; the error of
+    a run is the median over them. A key with a single run has no error.
     """
     found = {}
     for source, own_constants in constants.items():
@@ -146,8 +146,8 @@ class Sweep:
 def sweeps(
     runs: Sequence[PublishedRun], predicted: Callable[[Sequence[PublishedRun]], Array], least_spread: float = 0.02
 ) -> list[Sweep]:
-    """Jobs that were measured in layouts whose times differ by more than ``least_spread``: smaller differences are
-    those of repeated measurements. ``predicted`` has the seconds of runs of one source.
+    """Jobs that were measured in layouts whose times differ by more than ``least_spread``: repeated
+    measurements of one layout differ by less. ``predicted`` has the seconds of runs of one source.
 
     Only the layout differs in a sweep: parallel sizes, schedule, microbatch, recompute and sharding. Several
     measurements of a layout count as their median.

@@ -33,10 +33,11 @@ class DryRunConfig:
     """Dry run: file for the report as a page: charts of memory, bytes sent and schedule, in one HTML file that loads
     nothing."""
     gpu_memory_gb: float | None = None
-    """Dry run and --plan: memory of a GPU in GiB (default: 80, with --plan that of the cluster)."""
+    """Dry run and --plan: memory of a GPU in GiB (default: 80; with --plan the memory of the cluster's
+    GPUs)."""
     gpus_per_node: int = 8
     """Dry run and --plan: GPUs of a node, which the fast link connects: 8 of a DGX, 72 of a GB200 NVL72 (default with
-    --plan: that of the cluster). Traffic is divided into bytes inside a node and across nodes."""
+    --plan: the cluster's nodes). Traffic is divided into bytes inside a node and across nodes."""
     dry_run_expert_load: float = 1.0
     """Dry run: tokens that the experts of the simulated rank receive, relative to the mean over the expert-parallel
     ranks. 1 is a balanced load; a higher one needs more memory for activations."""

@@ -77,6 +77,35 @@ def test_on_cpus_products_have_the_flops_of_the_model(precision: str) -> None:
     assert flops == pytest.approx(6 * weights * 256, rel=0.01)
 
 
+FSDP_FP8 = "--use-torch-fsdp2 --fp8-format hybrid --tensor-model-parallel-size 8 --sequence-parallel"
+RING = "--context-parallel-size 2 --rank-order tp-pp-cp-ep-dp"
+TWO_STAGES, FOUR_STAGES = (f"--pipeline-model-parallel-size {size}" for size in (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_shared"),
+    [
+        ((TWO_STAGES, 64), (FOUR_STAGES, 64), True),
+        (("", 8), ("", 16), True),
+        (("", 8), ("--grad-reduce-in-bf16", 8), True),
+        (("", 8), ("--micro-batch-size 2", 8), False),
+        ((TWO_STAGES, 8), (f"{TWO_STAGES} --pipeline-schedule zb-h1", 8), False),
+        ((f"{RING} {TWO_STAGES}", 64), (f"{RING} {FOUR_STAGES}", 64), False),
+        ((FSDP_FP8, 8), (FSDP_FP8, 16), False),
+        (
+            ("--no-gradient-accumulation-fusion", 8),
+            ("--no-gradient-accumulation-fusion --grad-reduce-in-bf16", 8),
+            False,
+        ),
+    ],
+)
+def test_layouts_share_the_record_of_a_layer_if_it_is_equal(
+    one: tuple[str, int], other: tuple[str, int], is_shared: bool
+) -> None:
+    """With another order of ranks the ring's links depend on the stages; FSDP on one rank keeps FP8 weights."""
+    assert (step(*one).units.key == step(*other).units.key) is is_shared
+
+
 def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
     """The schedules that are followed action by action are grouped: no run gets the time of another."""
     prices = StepPrices(H100, load_fitted())

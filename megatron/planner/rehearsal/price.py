@@ -376,7 +376,8 @@ class _Steps:
         parameters = (self._parameters / shards).sum(axis=0)
         gradient, weight = self.gradient_bytes, self.weight_bytes
         moments = np.array([float(step.units.bytes_of_moments) for step in self.steps])
-        # The update reads and writes gradients, main weights and moments.
+        # The update reads and writes gradients, main weights and moments. Narrow gradients are copied into fp32 (6
+        # bytes) and between tensors in fp32 (16 bytes), as in a recorded step.
         moved = 3 * gradient + 2 * (8 + moments) + np.where(gradient < 4, 22.0, 0.0)
         # FSDP casts the weights that it gathers.
         moved = moved + np.where((weight < 4) & ~self.is_fully_sharded, 4 + weight, 0.0)

@@ -37,7 +37,9 @@ from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensor, FakeTensorMode
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+_MAX_ATTEMPTS = 3
+"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
 
 
 class UnitRecorder(LaunchRecorder):
@@ -70,11 +72,6 @@ class UnitRecorder(LaunchRecorder):
 
     def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
         MemoryTracker.mark_if_temporary(self, tensor, kind)
-
-
-GPU = torch.device("cuda")
-_MAX_ATTEMPTS = 3
-"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
 
 
 @dataclass(frozen=True)

@@ -24,28 +24,6 @@ from megatron.planner.search.rehearsals import Report, no_report, parallel_map, 
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 from megatron.planner.search.stage_memory import StageMemory
 
-
-def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
-    """A run of ``layout`` over the tokens of the job, saved at the interval that leaves most time for training."""
-    costs = Costs(job_mtbf_s(job.num_gpus, job.gpu_hours_per_failure), job.operation.restart_s, job.operation.save_s)
-    interval = daly_interval_s(costs)
-    goodput = effective_time(interval, costs)
-    seconds = job.tokens / job.tokens_per_step * step_time_s / goodput
-    gpu_hours = seconds * job.num_gpus / 3600.0
-    price = job.price_per_gpu_hour
-    return ScalePoint(
-        num_gpus=job.num_gpus,
-        layout=layout,
-        step_time_s=step_time_s,
-        tokens_per_s_per_gpu=job.tokens_per_step / step_time_s / job.num_gpus,
-        goodput=goodput,
-        save_interval_s=interval,
-        days=seconds / DAY,
-        gpu_hours=gpu_hours,
-        price=None if price is None else gpu_hours * price,
-    )
-
-
 SAFETY = 1.02
 """Factor on the memory by the units' records: it may be so much too low."""
 INTEREST = 1.5
@@ -177,3 +155,24 @@ def _scaled(job: Job, level: Level, records: UnitRecords, num_gpus: int) -> Scal
     except ConfigError:
         return None
     return scale_point(scaled, found.layout, found.step_time_s)
+
+
+def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
+    """A run of ``layout`` over the tokens of the job, saved at the interval that leaves most time for training."""
+    costs = Costs(job_mtbf_s(job.num_gpus, job.gpu_hours_per_failure), job.operation.restart_s, job.operation.save_s)
+    interval = daly_interval_s(costs)
+    goodput = effective_time(interval, costs)
+    seconds = job.tokens / job.tokens_per_step * step_time_s / goodput
+    gpu_hours = seconds * job.num_gpus / 3600.0
+    price = job.price_per_gpu_hour
+    return ScalePoint(
+        num_gpus=job.num_gpus,
+        layout=layout,
+        step_time_s=step_time_s,
+        tokens_per_s_per_gpu=job.tokens_per_step / step_time_s / job.num_gpus,
+        goodput=goodput,
+        save_interval_s=interval,
+        days=seconds / DAY,
+        gpu_hours=gpu_hours,
+        price=None if price is None else gpu_hours * price,
+    )

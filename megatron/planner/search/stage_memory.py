@@ -120,7 +120,7 @@ class _Content:
 
 
 class StageMemory:
-    """Memory of the layouts of one run; it remembers what they share."""
+    """Memory of the layouts of one run. What they share is computed once."""
 
     def __init__(self, config: RunConfig, records: UnitRecords, given: Collection[str] = ()) -> None:
         self.config, self.records, self.given = config, records, given
@@ -238,13 +238,12 @@ class _LayoutMemory:
         tables = {info.name for info in ends.embedding.parameters}
         is_tied = any(info.name in tables for info in ends.output.parameters)
         has_both = any(one.has_embedding for one in stages) and any(one.has_output_layer for one in stages)
-        is_full = self.layout.sharding == "optim_grads_params" and max(sharding.dense, sharding.experts) > 1
         units = [
             self._weights(record, is_tied and not has_both, not (is_tied and has_both))
             for number in numbers
             for record in self.units.of_stage(number)
         ]
-        if not is_full:
+        if not self.units.is_fully_sharded:
             return buffered_state(units, self.formats, sharding)
         root: list[Weight] = []
         if is_tied and has_both:
@@ -260,13 +259,13 @@ class _LayoutMemory:
     @cached_property
     def sharding(self) -> Sharding:
         layout, parallel = self.layout, self.config.parallel
-        copies = layout.cp * layout.dp
-        of_experts = layout.tp * copies // (layout.ep * layout.etp) if self.config.model.num_experts else 1
-        is_sharded = layout.sharding != "no_shard"
+        dense, experts = self.units.shards if layout.sharding != "no_shard" else (1, 1)
+        grid = self.units.grid
+        copies = {False: grid.cp * grid.dp, True: grid.edp}
         return Sharding(
-            dense=copies // layout.replicas if is_sharded else 1,
-            experts=of_experts // layout.replicas if is_sharded else 1,
-            bucket_size=lambda is_expert, size: parallel.bucket_size(of_experts if is_expert else copies, size),
+            dense=dense,
+            experts=experts,
+            bucket_size=lambda is_expert, size: parallel.bucket_size(copies[is_expert], size),
             shards_gradients=layout.sharding == "optim_grads",
             overlaps=parallel.overlap_grad_reduce,
             prefetches=parallel.overlap_param_gather,
