@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks import scaling_checkpoint, scaling_data, scaling_metrics, scaling_planner, scaling_start
-from benchmarks.scaling_curve import KINDS, Curve, order_of_growth
+from benchmarks.lib import scaling_checkpoint, scaling_data, scaling_metrics, scaling_start
+from benchmarks.lib.scaling_curve import KINDS, Curve, order_of_growth
 from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
 
 PARTS: Mapping[str, Callable[[bool], list[Curve]]] = {
     "checkpoint": scaling_checkpoint.curves,
-    "start": scaling_start.curves,
-    "planner": scaling_planner.curves,
+    "start": scaling_start.start_curves,
+    "planner": scaling_start.planner_curves,
     "data": scaling_data.curves,
     "metrics": scaling_metrics.curves,
 }

@@ -5,7 +5,7 @@ from dataclasses import replace
 from benchmarks import tiny_run
 from benchmarks.benchmark_experts import SHAPES
 from benchmarks.gpu_lines.line import Expectation, Line
-from benchmarks.step_sweep import SLICES, SweepName, rows
+from benchmarks.lib.step_sweep import SLICES, SweepName, rows
 
 _TURNS = "--warmup 3 --repeats 10"
 _DOCUMENTS = "--documents 1000"
@@ -74,7 +74,7 @@ def _documents() -> list[Line]:
         "cudnn, fewer plans": (f"{_DOCUMENTS} --kernel attention=cudnn", _AVOID_PLANS),
         "sdpa": (f"{_DOCUMENTS} --kernel attention=sdpa", {}),
     }
-    return [_line(f"documents/{name}", "documents.run", flags, 60, more) for name, (flags, more) in cases.items()]
+    return [_line(f"documents/{name}", "steps.documents", flags, 60, more) for name, (flags, more) in cases.items()]
 
 
 STAGES: dict[str, list[Line]] = {
@@ -86,7 +86,7 @@ STAGES: dict[str, list[Line]] = {
         _line("tiny/killed and resumed", "tiny.killed", "", 40),
         _line("tiny/profile", "tiny.profiled", "", 25),
     ],
-    "selection": [_line(f"selection/{name}", "selection.run", flags, 40) for name, flags in SLICES.items()],
+    "selection": [_line(f"selection/{name}", "steps.kernel_choices", flags, 40) for name, flags in SLICES.items()],
     "bench": _sweep("bench", "bf16"),
     "fp8": [
         # Widths of the first layer of the MLP.
@@ -94,7 +94,7 @@ STAGES: dict[str, list[Line]] = {
         _line("fp8/parts of 405B TP8", "steps.parts", f"16384 13312 {SLICES['405B TP8']}", 20),
         *_sweep("fp8", "fp8"),
     ],
-    "experts": [_line(f"experts/{name}", "experts.run", name, 20) for name in list(SHAPES)[2:]],
+    "experts": [_line(f"experts/{name}", "steps.experts", name, 20) for name in list(SHAPES)[2:]],
     "documents": _documents(),
     "ranks": [
         _tests("ranks/layouts", "rehearsed and sequence", f"{_LAYOUTS} --whole-matrix", 240),

@@ -1,11 +1,13 @@
 """Runs lines one after the other, each in a process of its own, within a limit of its own and one of all."""
 
+import gzip
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.gpu_lines.archive import write_archive
 from benchmarks.gpu_lines.gpu_state import GpuWatch
 from benchmarks.gpu_lines.line import (
     BROKEN,
@@ -228,3 +229,52 @@ def last_place(log: Path) -> str | None:
     places = re.findall(rf'File "{re.escape(str(REPOSITORY))}/([^"]+)", line (\d+) in (\S+)', stack or text)
     outside = (place for place in places if not place[0].startswith(".venv"))
     return next((f"{file}:{number} {name}" for file, number, name in outside), None)
+
+
+# --- one archive of all results, small enough to be copied from the machine as one file ------------------------------
+MOST_BYTES = 15 * 2**20
+"""Of the archive."""
+LEFT_OUT = "left_out.txt"
+"""The file in the archive that names what it does not have."""
+_MOST_READ, _FAST = 256 * 2**20, 2**20
+"""Larger files are not compressed to see whether they fit; compressed fast, because the session waits."""
+
+
+def write_archive(directory: Path, archive: Path, most_bytes: int = MOST_BYTES) -> None:
+    """Replace ``archive`` by one of the files of ``directory``, the smallest first, as many as ``most_bytes`` hold.
+
+    Every file is a gzip member of its own, so its compressed size is known before it is added.
+    """
+    partial = archive.with_name(f".{archive.name}.partial")
+    files = [file for file in directory.rglob("*") if file.is_file() and file not in (archive, partial)]
+    left_out: list[str] = []
+    with partial.open("wb") as output:
+        for file in sorted(files, key=lambda file: file.stat().st_size):
+            size = file.stat().st_size
+            member = b"" if left_out or size > _MOST_READ else _member(directory, file)
+            if member and output.tell() + len(member) <= most_bytes:
+                output.write(member)
+            else:
+                left_out.append(f"{file.relative_to(directory)}: {size} bytes\n")
+        if left_out:
+            output.write(_entry(LEFT_OUT, "".join(left_out).encode()))
+        output.write(gzip.compress(bytes(2 * tarfile.BLOCKSIZE)))  # the end of a tar archive
+    os.replace(partial, archive)
+
+
+def _member(directory: Path, file: Path) -> bytes:
+    return _entry(str(file.relative_to(directory)), file.read_bytes())
+
+
+def _entry(name: str, content: bytes) -> bytes:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    padding = bytes(-len(content) % tarfile.BLOCKSIZE)
+    return gzip.compress(info.tobuf() + content + padding, compresslevel=6 if len(content) < _FAST else 1)
+
+
+def read_archive(archive: Path, directory: Path, names: Sequence[str]) -> None:
+    """Extract the files ``names`` of ``archive``, if it has them, into ``directory``."""
+    with tarfile.open(archive, "r:gz") as tar:
+        for name in set(names) & set(tar.getnames()):
+            tar.extract(name, directory, filter="data")

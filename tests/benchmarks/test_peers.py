@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peer_megatron_core import megatron_weights
-from benchmarks.peer_processes import ContenderError, RankProcesses
-from benchmarks.peer_worker import build_step
+from benchmarks.lib.peers.megatron_core import megatron_weights
+from benchmarks.lib.peers.processes import ContenderError, RankProcesses
+from benchmarks.lib.peers.worker import build_step
 from benchmarks.peers import (
     CHECKED_STEPS,
     MEDIUM,
@@ -160,7 +160,7 @@ def test_a_peer_is_built_by_the_module_of_its_name(peer: str) -> None:
     job = replace(OURS, peer=peer).job(rank=0, device="cpu", weights="", store="")
     with pytest.raises(ModuleNotFoundError, match=peer) as error:
         build_step(job)
-    assert Path(error.traceback[-1].path).stem == f"peer_{peer}"
+    assert Path(error.traceback[-1].path).stem == peer
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def pretrain_flags() -> frozenset[str]:
     return frozenset(spellings(accepted_flags().values()))
 
 
-SHARED = {"SessionConfig": "benchmarks/gpu_lines/session.py"}
+SHARED = {"SessionConfig": "benchmarks/gpu_lines/session.py", "SliceConfig": "benchmarks/lib/rank_slice.py"}
 """The file of a class whose fields are flags of several benchmarks."""
 TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelConfig)}
 
@@ -123,8 +123,8 @@ def flags_of_field(field: ast.AnnAssign) -> set[str]:
     group = annotation.rpartition("[")[2].rstrip("]")
     if group in groups:
         return spellings(flags_of(groups[group]))
-    if group == "SliceConfig":
-        return set(flags_of_script(PROGRAMS["rank_slice"]))
+    if group in SHARED:
+        return set(flags_of_script(REPOSITORY / SHARED[group]))
     flag = "--" + name.replace("_", "-")
     return {flag, *negative_forms(flag, annotation == "bool")}
 

@@ -1,17 +1,58 @@
-"""Run a measurement in a process of its own, and read the memory of a process (Linux)."""
+"""How something grows: measured points, the order of growth that follows from them, and memory of a process (Linux)."""
 
+import math
 import multiprocessing
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from statistics import linear_regression
+from typing import Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
+Kind = Literal["seconds", "bytes"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement."""
+
+    size: float
+    seconds: float
+    bytes: int
+    """Peak memory or size; 0 if not measured."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measurements of one quantity over sizes."""
+
+    name: str
+    """What grows, for example "order of documents"."""
+    unit: str
+    """Of the size, for example "documents"."""
+    points: tuple[Point, ...]
+    goal: str = ""
+    order: float = 1.0
+    """The largest accepted order of growth, of seconds and of bytes."""
+
+
+def order_of_growth(curve: Curve, value: Kind) -> float:
+    """Slope of the least-squares line through the points in log-log, without values of 0; NaN for fewer than two."""
+    known = [(point.size, getattr(point, value)) for point in curve.points if getattr(point, value) > 0]
+    if len(known) < 2:
+        return math.nan
+    sizes, values = ([math.log(number) for number in column] for column in zip(*known, strict=True))
+    return linear_regression(sizes, values).slope
+
+
+# --- a process of its own -------------------------------------------------------------------------------------------
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = ("benchmarks.scaling_data", "benchmarks.scaling_metrics")
+PRELOADED = ("benchmarks.lib.scaling_data", "benchmarks.lib.scaling_metrics")
 """Modules that the server imports once, so that a process starts in milliseconds."""
 
 

@@ -3,16 +3,19 @@
 import json
 import os
 import queue
+import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_job import Job
+from benchmarks.lib.peers.job import Job
+from megatron.errors import ConfigError
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class ContenderError(Exception):
@@ -103,7 +106,7 @@ def _start(python: Path, environment: Mapping[str, str], log: Path) -> "subproce
     """A rank, whose standard error goes to ``log``."""
     with log.open("w") as errors:
         return subprocess.Popen(
-            [str(python), "-m", "benchmarks.peer_worker"],
+            [str(python), "-m", "benchmarks.lib.peers.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -124,3 +127,50 @@ def _import_path(peer: str, directory: Path) -> Path:
         path.mkdir()
         (path / "benchmarks").symlink_to(_REPOSITORY / "benchmarks")
     return path
+
+
+# --- environments ---------------------------------------------------------------------------------------------------
+TORCH = "torch==2.13.0"
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "transformers": ("transformers==5.23.0",),
+    "torchtitan": ("torchtitan==0.3.0", "triton"),  # its import needs triton
+    "olmo_core": ("ai2-olmo-core==3.0.0",),
+    "megatron_core": ("megatron-core==0.16.1",),
+}
+"""What the environment of each peer has beside torch, numpy and safetensors."""
+_FINISHED = "finished"
+
+
+def make_environment(peer: str, cache: Path) -> Path:
+    """The python of the environment of ``peer``, which is made under ``cache`` unless it is there; ours is this one.
+
+    transformers is used from this environment if it has the package. Raises :class:`ConfigError` if pip fails.
+    """
+    if peer == "ours" or (peer == "transformers" and _has_transformers()):
+        return Path(sys.executable)
+    directory = cache / peer
+    python = directory / "bin" / "python"
+    # Another list of packages is another environment.
+    wanted = "\n".join((TORCH, "numpy", "safetensors", *PACKAGES[peer]))
+    finished = directory / _FINISHED
+    if not finished.exists() or finished.read_text() != wanted:
+        if directory.exists():
+            shutil.rmtree(directory)
+        cache.mkdir(parents=True, exist_ok=True)
+        _run([sys.executable, "-m", "venv", str(directory)])
+        _run([str(python), "-m", "pip", "install", "--quiet", *wanted.split("\n")])
+        finished.write_text(wanted)
+    return python
+
+
+def _has_transformers() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("transformers") is not None
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+        raise ConfigError(f"{' '.join(command[:4])} failed: {last}")

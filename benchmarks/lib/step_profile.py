@@ -1,8 +1,15 @@
-"""The time of a step by groups of kernels, and the memory that it allocates."""
+"""The time of a step by groups of kernels, by torch's profiler or by samples of the stack, and the memory it allocates.
+
+Unlike torch's profiler, samples show the waits for other ranks and do not slow small operators.
+"""
 
 import re
+import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -102,3 +109,47 @@ def _peak_on_cuda(step: Callable[[], None], device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     step()
     return torch.cuda.max_memory_allocated(device) - before
+
+
+# --- samples of the stack -------------------------------------------------------------------------------------------
+GROUPS: tuple[tuple[str, str], ...] = (
+    ("communication", r"megatron/core/(communication|shared_memory|transport)\.py|torch/distributed/"),
+    ("products", r"megatron/core/ops/(matmul|grouped)\.py"),
+    ("attention", r"megatron/core/ops/attention\w*\.py"),
+    ("norms, SwiGLU, rotary", r"megatron/core/ops/(norm|swiglu|rope)\.py"),
+    ("loss", r"megatron/core/(ops|tensor_parallel)/(cross_entropy|chunked_loss)\.py"),
+    ("optimizer", r"megatron/(core/optimizer|update_rules)/"),
+)
+"""Groups with the files of their functions: the innermost function that is in one of them counts."""
+INTERVAL = 1e-3
+"""Seconds between two looks."""
+
+
+def group_of(frame: FrameType | None) -> str:
+    """The group of a stack by its innermost ``frame``; :data:`OTHER` if no function of it is in a group."""
+    while frame is not None:
+        for group, pattern in GROUPS:
+            if re.search(pattern, frame.f_code.co_filename):
+                return group
+        frame = frame.f_back
+    return OTHER
+
+
+def time_by_group(run: Callable[[], None]) -> dict[str, float]:
+    """The share of each group in the time of ``run``, which this thread calls."""
+    thread, ended = threading.get_ident(), threading.Event()
+    counts: Counter[str] = Counter()
+
+    def look() -> None:
+        while not ended.wait(INTERVAL):
+            counts[group_of(sys._current_frames().get(thread))] += 1
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        run()
+    finally:
+        ended.set()
+        watcher.join()
+    total = max(1, counts.total())
+    return {group: counts[group] / total for group in (*(name for name, _ in GROUPS), OTHER)}

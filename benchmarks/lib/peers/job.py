@@ -22,7 +22,7 @@ class Job:
     """What a rank trains."""
 
     peer: str
-    """Name of the module ``benchmarks.peer_NAME``."""
+    """Name of the module ``benchmarks.lib.peers.NAME``."""
     layout: str
     """one, dp, fsdp, tp, pp or cp."""
     ranks: int

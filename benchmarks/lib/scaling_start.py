@@ -1,10 +1,12 @@
-"""What every rank does at start: its topology, its model, and the objects that it gathers from all ranks."""
+"""What every rank does at start (topology, model, gathered objects), and what the planner does before it."""
 
 import contextlib
 import io
 import pickle
+import sys
 import tempfile
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,9 @@ from unittest import mock
 
 import torch
 
-from benchmarks.fresh_process import Cost, cost_of
-from benchmarks.scaling_checkpoint import layouts_fsdp, simulated_module
-from benchmarks.scaling_curve import Curve, Point
-from megatron.commands import pretrain_llama
+from benchmarks.lib.scaling_checkpoint import layouts_fsdp, simulated_module
+from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
+from megatron.commands import plan_layout, pretrain_llama
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology
 
@@ -78,7 +79,8 @@ def build_fsdp(ranks: int) -> Cost:
     return cost_of(lambda: simulated_module(run, ranks - 1).data_parallel.num_parameters)[1]
 
 
-def curves(largest: bool) -> list[Curve]:
+def start_curves(largest: bool) -> list[Curve]:
+    """Ranks grow: topology, model and gathered objects of one of them."""
     sizes = [8 * 4**step for step in range(8 if largest else 4)]
     points = []
     for ranks in sizes:
@@ -99,3 +101,64 @@ def curves(largest: bool) -> list[Curve]:
             tuple(Point(n, 0, n * later // (ITERATIONS - 1)) for n in sizes),
         ),
     ]
+
+
+# --- the planner ----------------------------------------------------------------------------------------------------
+MODELS = {"llama3.2-1b": 1.2e9, "llama3.1-8b": 8.0e9, "llama3.1-70b": 70.6e9, "llama3.1-405b": 405.9e9}
+_LAYOUTS = {
+    "llama3.2-1b": "",
+    "llama3.1-8b": "",
+    "llama3.1-70b": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4",
+    "llama3.1-405b": "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 16 "
+    "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+}
+
+
+def dry_run(model: str, ranks: int) -> int:
+    words = (
+        f"--model {model} --mock-data --seq-length 8192 --micro-batch-size 1 --global-batch-size {4 * ranks} "
+        f"--train-iters 1 --lr 1 --bf16 --use-distributed-optimizer {_LAYOUTS[model]} --dry-run --num-gpus {ranks}"
+    )
+    with _quiet():
+        return int(pretrain_llama.main(words.split()))
+
+
+def search(model: str, ranks: int) -> int:
+    words = (
+        f"--model {model} --cluster h100 --num-gpus {ranks} --seq-length 8192 --global-batch-size {4 * ranks} "
+        "--precision bf16"
+    )
+    with _quiet(), mock.patch.object(sys, "argv", ["plan_layout.py", *words.split()]):
+        return int(plan_layout.main())
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def planner_curves(largest: bool) -> list[Curve]:
+    """Ranks grow at one model, and models at one number of ranks."""
+    sizes = (8, 64, 512, 4096, 16384) if largest else (8, 64, 512)
+    models = dict(list(MODELS.items())[: 4 if largest else 2])
+    by_ranks = {ranks: _cost(lambda ranks=ranks: dry_run("llama3.1-8b", ranks)) for ranks in sizes}  # type: ignore[misc]
+    by_model = {model: _cost(lambda model=model: dry_run(model, 1024)) for model in models}  # type: ignore[misc]
+    searched = {ranks: _cost(lambda ranks=ranks: search("llama3.1-70b", ranks)) for ranks in sizes[1:]}  # type: ignore[misc]
+    found = tuple(Point(ranks, *cost) for ranks, cost in searched.items())
+    return [
+        Curve("dry run of 8B", "ranks", tuple(Point(n, *cost) for n, cost in by_ranks.items()), order=0.5),
+        Curve(
+            "dry run on 1,024 ranks",
+            "parameters",
+            tuple(Point(MODELS[model], *cost) for model, cost in by_model.items()),
+            order=0.75,
+        ),
+        Curve("search for a layout of 70B", "ranks", found, order=0.75),
+    ]
+
+
+def _cost(call: Callable[[], int]) -> tuple[float, int]:
+    code, cost = cost_of(call)
+    assert code == 0, code
+    return cost.seconds, cost.bytes

@@ -1,0 +1,1 @@
+"""Helpers of the benchmarks: contenders, timing, tables. The commands are in the folder above."""
