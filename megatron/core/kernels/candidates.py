@@ -7,16 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from megatron.core.kernels.choice import Candidate, short_name
-from megatron.core.kernels.request import KernelRequest
-from megatron.core.kernels.simulated import (
-    SimulatedFp8WeightGradient,
-    SimulatedQuantization,
-    SimulatedRMSNorm,
-    SimulatedSwiGLU,
-)
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.device import Compiler, Unavailable, inductor, load
+from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
@@ -25,7 +20,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
-from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.cross_entropy import (
     GPU_CHUNK_BYTES,
     CompiledCrossEntropy,
@@ -33,6 +27,7 @@ from megatron.core.ops.cross_entropy import (
     EagerCrossEntropy,
 )
 from megatron.core.ops.fp8 import (
+    DelayedQuantization,
     EagerQuantization,
     Fp8WeightGradientKernel,
     Quantization,
@@ -41,11 +36,11 @@ from megatron.core.ops.fp8 import (
 )
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
-from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
+from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
-from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
+from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu_reference
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
-from megatron.core.packages import Unavailable, load
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
 T = TypeVar("T")
@@ -115,7 +110,7 @@ def _preferred_attention(request: KernelRequest) -> list[str]:
 def _transformer_engine_attention(request: KernelRequest) -> AttentionKernel:
     if request.engine is None:
         raise Unavailable("it needs --transformer-impl transformer_engine")
-    from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
+    from megatron.core.backends.transformer_engine import TransformerEngineAttention
 
     return TransformerEngineAttention(request.engine)
 
@@ -195,7 +190,7 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
 
 def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
     trial = request.trial(request.trials.fp8_quantization, request.device, request.weight)
-    make = partial(_made_by_triton, request, "quantize.TritonQuantization")
+    make = partial(_made_by_triton, request, "fp8.TritonQuantization")
     return [
         Candidate("triton", make, "one pass", request.on_gpu, trial, simulated=SimulatedQuantization),
         Candidate("eager", EagerQuantization, "one operation after the other"),
@@ -204,7 +199,7 @@ def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
 
 def fp8_weight_gradient(request: KernelRequest, gemm: ScaledGemm) -> list[Candidate[Fp8WeightGradientKernel]]:
     trial = request.trial(request.trials.fp8_weight_gradient, request.device, request.gradient)
-    make = partial(_made_by_triton, request, "fp8_weight_gradient.TritonFp8WeightGradient")
+    make = partial(_made_by_triton, request, "fp8.TritonFp8WeightGradient")
     simulated = partial(SimulatedFp8WeightGradient, gemm)
     return [
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
@@ -220,7 +215,7 @@ def rms_norm(request: KernelRequest) -> list[Candidate[RMSNormKernel]]:
     trials, at_sizes = request.trials, (request.sizes, request.device, request.weight)
     trial, of_quantised = (request.trial(one, *at_sizes) for one in (trials.rms_norm, trials.quantized_rms_norm))
     return [
-        _quantising(request, "rms_norm.TritonRMSNorm", of_quantised, SimulatedRMSNorm),
+        _quantising(request, "elementwise.TritonRMSNorm", of_quantised, SimulatedRMSNorm),
         *_elementwise(request, EagerRMSNorm, CompiledRMSNorm, trial),
         *_optional(request, "RMSNorm", CompiledRMSNorm),
     ]
@@ -236,14 +231,15 @@ def swiglu(request: KernelRequest) -> list[Candidate[SwiGLUKernel]]:
     at_sizes = request.sizes, request.device, request.weight
     of_quantised = request.trial(request.trials.quantized_swiglu, *at_sizes)
     return [
-        _quantising(request, "swiglu.TritonSwiGLU", of_quantised, SimulatedSwiGLU),
+        _quantising(request, "elementwise.TritonSwiGLU", of_quantised, SimulatedSwiGLU),
         *_elementwise(request, EagerSwiGLU, CompiledSwiGLU, request.trial(try_all_widths)),
     ]
 
 
 def rope(request: KernelRequest) -> list[Candidate[Rotation]]:
     at_sizes = request.sizes, request.device, request.weight, request.resets_positions
-    trial, make = request.trial(request.trials.rotation, *at_sizes), partial(_from_triton, request, "rope.rotate")
+    trial = request.trial(request.trials.rotation, *at_sizes)
+    make = partial(_from_triton, request, "elementwise.rotate")
     return [
         Candidate("triton", make, "one pass", request.on_gpu, trial, simulated=lambda compiler: compiler(rotate_)),
         *_elementwise(request, lambda: rotate_, CompiledRotation, trial),
@@ -305,7 +301,7 @@ def l2_norm(request: KernelRequest) -> list[Candidate[SquaredNorm]]:
 
 _BACKENDS = {
     "apex": ("megatron.core.backends.apex", "apex"),
-    "te": ("megatron.core.backends.transformer_engine.kernels", "Transformer Engine"),
+    "te": ("megatron.core.backends.transformer_engine", "Transformer Engine"),
 }
 
 
@@ -338,3 +334,81 @@ def _from_triton(request: KernelRequest, path: str) -> Any:
 def _made_by_triton(request: KernelRequest, path: str) -> Any:
     """An object of a class of our Triton kernels."""
     return _from_triton(request, path)()
+
+
+class SimulatedSwiGLU(CompiledSwiGLU):
+    """:class:`~megatron.core.backends.triton.elementwise.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        eagerly = replace(quantization, quantization=EagerQuantization())
+
+        def write(gate_and_up: Tensor) -> tuple[Tensor | None, ...]:
+            found = eagerly.quantize(swiglu_reference(gate_and_up))
+            return found.data, found.transposed
+
+        inverse_scale = quantization.scale.reciprocal()
+        data, transposed = self._compiler(write)(gate_and_up)
+        return QuantizedTensor(data, inverse_scale, transposed)
+
+
+class SimulatedRMSNorm(CompiledRMSNorm):
+    """:class:`~megatron.core.backends.triton.elementwise.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
+    inverse RMS and the rows, and one for the transpose."""
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        eagerly = replace(quantization, quantization=EagerQuantization(), layout=Layout.BOTH)
+
+        def write_rows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            output, inverse_rms = normalise(inputs, weight, epsilon)
+            data = eagerly.quantize(output).data
+            return data if Layout.ROWS in quantization.layout else data.new_empty(0), inverse_rms
+
+        def write_transpose(inputs: Tensor, weight: Tensor, inverse_rms: Tensor) -> Tensor | None:
+            return eagerly.quantize(inputs * inverse_rms * weight).transposed
+
+        inverse_scale = quantization.scale.reciprocal()
+        data, inverse_rms = self._compiler(write_rows)(inputs, weight)
+        transposed = None
+        if Layout.TRANSPOSED in quantization.layout:
+            transposed = self._compiler(write_transpose)(inputs, weight, inverse_rms)
+        return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
+
+
+class SimulatedQuantization:
+    """:class:`~megatron.core.backends.triton.fp8.TritonQuantization`: one kernel, and under delayed scaling the
+    reciprocal of the scale before."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        eager = EagerQuantization()
+        self._eager, self._compiler = eager, compiler
+        self.current_scale, self.transpose = compiler(eager.current_scale), compiler(eager.transpose)
+
+    def quantize(
+        self,
+        tensor: Tensor,
+        scale: Tensor,
+        amax: Tensor,
+        dtype: torch.dtype,
+        layout: Layout,
+        out: Tensor | None = None,
+    ) -> QuantizedTensor:
+        def write(tensor: Tensor, scale: Tensor, out: Tensor | None) -> tuple[Tensor | None, ...]:
+            found = self._eager.quantize(tensor, scale, amax, dtype, layout, out)
+            return found.data, found.inverse_scale, found.transposed
+
+        return QuantizedTensor(*self._compiler(write)(tensor, scale, out))
+
+    def quantize_and_record(
+        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
+    ) -> QuantizedTensor:
+        inverse_scale = scale.reciprocal()
+        return replace(self.quantize(tensor, scale, step_amax, dtype, layout), inverse_scale=inverse_scale)
+
+
+class SimulatedFp8WeightGradient:
+    """:class:`~megatron.core.backends.triton.fp8.TritonFp8WeightGradient`: one kernel."""
+
+    def __init__(self, gemm: ScaledGemm, compiler: Compiler) -> None:
+        self.write = compiler(SeparateFp8WeightGradient(gemm).write)

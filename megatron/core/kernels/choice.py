@@ -1,37 +1,23 @@
 """Choosing one of several implementations, and saying why."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from megatron.config.kernels import Wanted
-from megatron.core.device import device_is_broken
-from megatron.core.ops.compiler import Compiler
-from megatron.core.packages import Unavailable
+from megatron.core.device import Compiler, Machine, Unavailable, device_is_broken
+from megatron.core.kernels.trials import BrokenDevice, Trials, TrialSizes, attempt
 from megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.backends.transformer_engine import TransformerEngine
+
 
 T = TypeVar("T")
 S = TypeVar("S")
-
-
-class BrokenDevice(Exception):
-    """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
-
-
-def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
-    """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
-    after which no other kernel can run either (:class:`BrokenDevice`)."""
-    try:
-        trial()
-    except Unavailable:
-        raise
-    except Exception as error:
-        first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        if is_broken():
-            raise BrokenDevice(first_line) from error
-        raise Unavailable(f"a trial failed ({first_line})") from error
 
 
 @dataclass(frozen=True)
@@ -151,3 +137,61 @@ def table(choices: Sequence[Choice]) -> list[str]:
         f"  {choice.operation:{columns[0]}}  {choice.implementation:{columns[1]}}  {choice.reason}"
         for choice in choices
     ]
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a layer on one rank."""
+
+    count: int
+    hidden_size: int
+    width: int
+    """``f / etp``."""
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """The machine, dtypes and sizes that kernels must support."""
+
+    machine: Machine
+    weight: torch.dtype
+    """Dtype of weights and activations."""
+    gradient: torch.dtype
+    """Dtype of gradient buffers."""
+    sizes: TrialSizes
+    needs_log_sum_exp: bool = False
+    """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
+    masks_attention: bool = False
+    """Whether attention stays inside documents, whose lengths differ in every microbatch, or inside chunks."""
+    resets_positions: bool = False
+    """Whether positions restart at documents, so that each sequence of a microbatch has its own rotations."""
+    attention_backend: str = "auto"
+    engine: "TransformerEngine | None" = None
+    fp8: bool = False
+    """Whether linear layers of this project compute in FP8."""
+    has_delayed_scales: bool = False
+    """Whether FP8 linear layers of this project quantise inputs with scales that are known before the inputs."""
+    experts: ExpertSizes | None = None
+    """The experts of a layer on this rank; None: the model has no experts."""
+    trials: Trials = field(default_factory=Trials)
+
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.machine.on_gpu
+
+    def trial(self, trial: Callable[..., None], *arguments: Any) -> Callable[[Any], None] | None:
+        """The ``trial`` of a kernel with further ``arguments``, if this process can run it."""
+        return (lambda kernel: trial(kernel, *arguments)) if self.machine.can_try else None
+
+    @cached_property
+    def compiler_obstacle(self) -> str | None:
+        """What ``torch.compile`` lacks, or why it fails on the device; None if it works. Tried once for all
+        operations."""
+        if self.machine.missing_for_inductor is not None:
+            return f"torch.compile needs {self.machine.missing_for_inductor}"
+        return self.trials.compiler(self.device) if self.machine.can_try else None

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.kernels.choice import attempt
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.device import Unavailable, device_is_broken
+from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
@@ -38,8 +37,7 @@ from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
-from megatron.core.packages import Unavailable
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""
@@ -78,6 +76,24 @@ class TrialSizes:
             tuple(sorted(width for width in own if width > 0)),
             model.qk_layernorm,
         )
+
+
+class BrokenDevice(Exception):
+    """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
+
+
+def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
+    """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
+    after which no other kernel can run either (:class:`BrokenDevice`)."""
+    try:
+        trial()
+    except Unavailable:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        if is_broken():
+            raise BrokenDevice(first_line) from error
+        raise Unavailable(f"a trial failed ({first_line})") from error
 
 
 def compare(found: Tensor, expected: Tensor) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
-from megatron.core.models.frequencies import frequencies_of
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
-from megatron.core.ops.query_scale import query_scales
-from megatron.core.ops.rope import rotary_table
+from megatron.core.ops.rope import query_scales, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
@@ -251,3 +249,27 @@ class TransformerModel(nn.Module):
     def output_layer(self) -> OutputLayer | None:
         """The output layer, on the rank that has it."""
         return self.transformer_chunks[-1].output_layer
+
+
+def frequencies_of(config: TransformerConfig) -> Tensor:
+    """Angles per position, ``[head_size / 2]`` in fp64."""
+    if config.position_embedding_type == "yarn":
+        assert config.yarn_rotary_scaling_factor is not None
+        assert config.yarn_original_max_position_embeddings is not None
+        return yarn_frequencies(
+            config.kv_channels,
+            config.rotary_base,
+            scaling_factor=config.yarn_rotary_scaling_factor,
+            original_length=config.yarn_original_max_position_embeddings,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
+            round_to_int=config.yarn_correction_range_round_to_int,
+        )
+    return rotary_frequencies(
+        config.kv_channels,
+        config.rotary_base,
+        scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+        original_length=config.rope_scaling_original_length,
+        low_freq_factor=config.rope_scaling_low_freq_factor,
+        high_freq_factor=config.rope_scaling_high_freq_factor,
+    )

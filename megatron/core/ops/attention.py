@@ -2,21 +2,113 @@
 
 An :class:`Attention` divides the causal triangle into tiles and provides the keys of each: here all keys are on this
 rank (:class:`LocalAttention`), under context parallelism they are not. A kernel
-(:mod:`megatron.core.ops.attention_interface`) computes the tiles, which are merged by their log-sum-exp. A kernel for
+(:mod:`megatron.core.ops.attention`) computes the tiles, which are merged by their log-sum-exp. A kernel for
 packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
-from megatron.core.ops.documents import AttentionSpans
+from megatron.core.ops.documents import AttentionSpans, PackedSpans
 from megatron.torch_compat import tree_flatten, tree_unflatten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of query, key and value."""
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """The result of a forward pass over the given keys."""
+
+    output: Tensor
+    """``[b, n, s_q, d]``; of a varlen call ``[total, n, d]``."""
+    log_sum_exp: Tensor | None
+    """Log-sum-exp of every query's scores, ``[b, n, s_q]`` in fp32 or wider, of a varlen call ``[n, total]``; None if
+    the kernel does not return it."""
+    kept: Sequence[Any] = ()
+    """Further tensors and values for backward."""
+
+
+class AttentionKernel(Protocol):
+    """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
+
+    name: str
+    returns_log_sum_exp: bool
+    """Whether the output can be merged with the output over other keys."""
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+        """Attend to all keys, or if ``is_causal`` (``s_q = s_k``) to the keys up to the query's position."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        """Gradients of query, key and value; ``attended`` may have the output and log-sum-exp over more keys. A kernel
+        that can write into the views ``out`` does so and returns ``out`` itself; others ignore it."""
+
+
+@runtime_checkable
+class VarlenKernel(AttentionKernel, Protocol):
+    """A kernel that also attends within all spans of a batch in one call, whatever their lengths. Tensors are
+    packed: ``[total, n, d]`` queries, ``[total, groups, d]`` keys and values."""
+
+    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
+        """Causal attention within each span."""
+
+    def backward_varlen(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        spans: PackedSpans,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        """Gradients of query, key and value; ``out`` as in ``backward``."""
+
+
+class HalfPrecisionGpuKernel:
+    """Base of kernels for half precisions on GPUs."""
+
+    returns_log_sum_exp = True
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cuda" and dtype.itemsize == 2
+
+
+class AutogradAttention:
+    """Base of kernels whose backward pass is autograd: ``kept`` is the output with its graph, and the inputs."""
+
+    returns_log_sum_exp = False
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attended: AttentionOutput,
+        is_causal: bool,
+        out: Gradients | None = None,
+    ) -> Gradients:
+        output, *inputs = attended.kept
+        grads = torch.autograd.grad(output, inputs, grad)
+        return grads[0], grads[1], grads[2]
 
 
 @dataclass(frozen=True)
