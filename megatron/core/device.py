@@ -1,5 +1,4 @@
-"""A device: its name, the memory that torch has allocated on it, copies to it, and the compilers and packages that kernels
-need on it."""
+"""A device: its name, the memory that torch has allocated on it, copies to it, and what kernels need there."""
 
 import importlib
 import importlib.util

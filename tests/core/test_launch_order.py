@@ -94,22 +94,15 @@ class LoggedAttention(ReferenceAttention):
     def __init__(self, log: LaunchLog) -> None:
         self.log = log
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         self.log.compute(LAYER)
-        return super().forward(query, key, value, is_causal)
+        return super().forward(inputs)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         self.log.compute(LAYER)
-        return super().backward(grad, query, key, value, attended, is_causal)
+        return super().backward(grad, inputs, attended, out)
 
 
 def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Unit]]:

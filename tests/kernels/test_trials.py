@@ -23,10 +23,10 @@ from megatron.core.kernels.trials import (
     try_swiglu,
     try_weight_gradient,
 )
-from megatron.core.ops.attention import AttentionKernel, AttentionOutput, AttentionShape, Gradients
+from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput, AttentionShape, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
-from megatron.core.ops.documents import PackedSpans
+from megatron.core.ops.documents import AttentionSpans, Span
 from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
@@ -74,32 +74,25 @@ def test_the_kernels_of_this_project_pass(sizes: TrialSizes) -> None:
 
 
 class IgnoresTheMaskOfOneGroup(ReferenceAttention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        return super().forward(query, key, value, is_causal and key.shape[1] > 1)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        return super().forward(replace(inputs, is_causal=inputs.is_causal and inputs.key.shape[1] > 1))
 
 
 class IgnoresStridesOfOneRow(ReferenceAttention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        if query.shape[0] == 1:
-            query, key, value = (
-                part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
-            )
-        return super().forward(query, key, value, is_causal)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        if inputs.query.shape[0] == 1:
+            heads = (inputs.query, inputs.key, inputs.value)
+            inputs = AttentionInputs(*(part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads))
+        return super().forward(inputs)
 
 
 class DifferentiatesWithoutDocuments(ReferenceAttention):
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        whole = PackedSpans(spans.cu_seqlens[[0, -1]], query.shape[0])
-        return super().backward_varlen(grad, query, key, value, attended, whole, out)
+        total = inputs.query.shape[0]
+        whole = AttentionSpans([Span(slice(1), 0, total)], 1, total, CPU)
+        return super().backward_varlen(grad, replace(inputs, spans=whole), attended, out)
 
 
 class WritesNoGradients(ReferenceAttention):

@@ -24,7 +24,7 @@ from megatron.core.communication import Communicator
 from megatron.core.device import load
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
-from megatron.core.ops.attention import AttentionOutput, AutogradAttention
+from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention
 from megatron.core.ops.norm import NormThenQuantization
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 from megatron.core.parameter import ParameterInfo
@@ -366,18 +366,18 @@ class TransformerEngineAttention(AutogradAttention):
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda" and dtype.itemsize == 2
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        heads, groups, size = shape = query.shape[1], key.shape[1], query.shape[3]
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        heads, groups, size = shape = inputs.query.shape[1], inputs.key.shape[1], inputs.query.shape[3]
         if shape not in self._modules:
             self._modules[shape] = self._engine.pytorch.DotProductAttention(
                 heads, size, num_gqa_groups=groups, attention_dropout=0.0, qkv_format="sbhd"
             )
         with torch.enable_grad():
-            q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-            by_position = (tensor.permute(2, 0, 1, 3) for tensor in (q, k, v))  # [s, b, n, d]
+            q, k, v = (one.detach().requires_grad_() for one in (inputs.query, inputs.key, inputs.value))
+            by_position = (one.permute(2, 0, 1, 3) for one in (q, k, v))  # [s, b, n, d]
             # Attention is never in FP8.
             with self._engine.pytorch.autocast(enabled=False):
-                joined = self._modules[shape](*by_position, attn_mask_type="causal" if is_causal else "no_mask")
+                joined = self._modules[shape](*by_position, attn_mask_type="causal" if inputs.is_causal else "no_mask")
             output = joined.view(*joined.shape[:2], heads, -1).permute(1, 2, 0, 3)  # [b, n, s, d]
         return AttentionOutput(output.detach(), None, (output, q, k, v))
 
