@@ -31,6 +31,7 @@ from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     SeparateFp8WeightGradient,
     scaled_gemm_reference,
     widened_gemm,
@@ -39,7 +40,7 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from tests.parallel.layout_run import MODEL
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -304,21 +305,11 @@ class Wrong(EagerQuantization):
     def __init__(self, change: Callable[[QuantizedTensor], QuantizedTensor], amax_factor: float = 1.0) -> None:
         self._change, self._amax_factor = change, amax_factor
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        return self._change(super().quantize(tensor, scale, amax, dtype, layout, out))
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        return self._change(super().quantize(tensor, target, amax, out))
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        found = super().quantize_and_record(tensor, scale, step_amax, dtype, layout)
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        found = super().quantize_and_record(tensor, target, step_amax)
         step_amax.mul_(self._amax_factor)
         return found
 

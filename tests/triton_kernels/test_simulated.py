@@ -18,7 +18,7 @@ from megatron.core.kernels.candidates import (
     SimulatedRMSNorm,
     SimulatedSwiGLU,
 )
-from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, widened_gemm
+from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, Fp8Format, widened_gemm
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.planner.launches import LaunchRecorder
 from megatron.planner.memory import MemoryTracker
@@ -38,7 +38,7 @@ def number() -> Tensor:
 
 
 def delayed(layout: Layout) -> DelayedQuantization:
-    return DelayedQuantization(EagerQuantization(), number(), number(), E4M3, layout)
+    return DelayedQuantization(EagerQuantization(), Fp8Format(number(), E4M3, layout), number())
 
 
 def arguments(operation: str, layout: Layout) -> tuple[Any, ...]:
@@ -55,7 +55,7 @@ def arguments(operation: str, layout: Layout) -> tuple[Any, ...]:
         case "transpose":
             return (matrix().flatten(0, 1).to(E4M3),)
         case _:
-            return matrix(), number(), number(), E4M3, layout
+            return matrix(), Fp8Format(number(), E4M3, layout), number()
 
 
 def triton_kernel(operation: str, tracker: MemoryTracker) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from megatron.core.ops.cross_entropy import (
 from megatron.core.ops.fp8 import (
     DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     Fp8WeightGradientKernel,
     Quantization,
     ScaledGemm,
@@ -346,7 +347,7 @@ class SimulatedSwiGLU(CompiledSwiGLU):
             found = eagerly.quantize(swiglu_reference(gate_and_up))
             return found.data, found.transposed
 
-        inverse_scale = quantization.scale.reciprocal()
+        inverse_scale = quantization.target.scale.reciprocal()
         data, transposed = self._compiler(write)(gate_and_up)
         return QuantizedTensor(data, inverse_scale, transposed)
 
@@ -358,20 +359,21 @@ class SimulatedRMSNorm(CompiledRMSNorm):
     def quantized(
         self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
     ) -> tuple[QuantizedTensor, Tensor]:
-        eagerly = replace(quantization, quantization=EagerQuantization(), layout=Layout.BOTH)
+        both = replace(quantization.target, layout=Layout.BOTH)
+        eagerly = replace(quantization, quantization=EagerQuantization(), target=both)
 
         def write_rows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
             output, inverse_rms = normalise(inputs, weight, epsilon)
             data = eagerly.quantize(output).data
-            return data if Layout.ROWS in quantization.layout else data.new_empty(0), inverse_rms
+            return data if Layout.ROWS in quantization.target.layout else data.new_empty(0), inverse_rms
 
         def write_transpose(inputs: Tensor, weight: Tensor, inverse_rms: Tensor) -> Tensor | None:
             return eagerly.quantize(inputs * inverse_rms * weight).transposed
 
-        inverse_scale = quantization.scale.reciprocal()
+        inverse_scale = quantization.target.scale.reciprocal()
         data, inverse_rms = self._compiler(write_rows)(inputs, weight)
         transposed = None
-        if Layout.TRANSPOSED in quantization.layout:
+        if Layout.TRANSPOSED in quantization.target.layout:
             transposed = self._compiler(write_transpose)(inputs, weight, inverse_rms)
         return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
 
@@ -385,26 +387,16 @@ class SimulatedQuantization:
         self._eager, self._compiler = eager, compiler
         self.current_scale, self.transpose = compiler(eager.current_scale), compiler(eager.transpose)
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
         def write(tensor: Tensor, scale: Tensor, out: Tensor | None) -> tuple[Tensor | None, ...]:
-            found = self._eager.quantize(tensor, scale, amax, dtype, layout, out)
+            found = self._eager.quantize(tensor, replace(target, scale=scale), amax, out)
             return found.data, found.inverse_scale, found.transposed
 
-        return QuantizedTensor(*self._compiler(write)(tensor, scale, out))
+        return QuantizedTensor(*self._compiler(write)(tensor, target.scale, out))
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        inverse_scale = scale.reciprocal()
-        return replace(self.quantize(tensor, scale, step_amax, dtype, layout), inverse_scale=inverse_scale)
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        inverse_scale = target.scale.reciprocal()
+        return replace(self.quantize(tensor, target, step_amax), inverse_scale=inverse_scale)
 
 
 class SimulatedFp8WeightGradient:

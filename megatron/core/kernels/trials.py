@@ -23,6 +23,7 @@ from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     Fp8WeightGradientKernel,
     Quantization,
     ScaledGemm,
@@ -173,7 +174,7 @@ def try_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) 
         tensor = random(rows, columns, device=device, dtype=dtype, seed=rows + columns)
         amax = amax_of(tensor)
         scale = scale_from_amax(amax, largest_value(fp8), 1.0)
-        return EagerQuantization().quantize(tensor, scale, amax, fp8, Layout.BOTH)
+        return EagerQuantization().quantize(tensor, Fp8Format(scale, fp8, Layout.BOTH), amax)
 
     inputs, weight = quantized(tokens, k, E4M3), quantized(n, k, E4M3)
     for fp8 in (E4M3, E5M2):
@@ -250,7 +251,7 @@ def try_quantized_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: tor
 
 def _with_known_scale(device: torch.device) -> DelayedQuantization:
     scale, step_amax = torch.tensor([8.0, 0.0], device=device)
-    return DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH)
+    return DelayedQuantization(EagerQuantization(), Fp8Format(scale, E4M3, Layout.BOTH), step_amax)
 
 
 def _compare_quantized(output: QuantizedTensor, quantization: DelayedQuantization, wanted: Tensor) -> None:
@@ -318,10 +319,10 @@ def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dt
     for operand in (tensor, overflowing):
         amax = amax_of(operand)
         for fp8 in (E4M3, E5M2):
-            expected = eager.quantize(operand, scale, amax, fp8, Layout.BOTH)
-            _require_equal(kernel.quantize(operand, scale, amax, fp8, Layout.BOTH), expected)
-            step_amax = torch.ones((), device=device)
-            _require_equal(kernel.quantize_and_record(operand, scale, step_amax, fp8, Layout.BOTH), expected)
+            target, step_amax = Fp8Format(scale, fp8, Layout.BOTH), torch.ones((), device=device)
+            expected = eager.quantize(operand, target, amax)
+            _require_equal(kernel.quantize(operand, target, amax), expected)
+            _require_equal(kernel.quantize_and_record(operand, target, step_amax), expected)
             _require(torch.equal(step_amax, amax), "another amax")
             assert expected.transposed is not None
             transpose = kernel.transpose(expected.data)

@@ -33,16 +33,16 @@ def quantized_rms_norm(
     inputs, gain = inputs.contiguous(), gain.contiguous()
     *shape, k = inputs.shape
     m = inputs.numel() // k
-    layout, dtype = quantization.layout, quantization.dtype
+    target, layout, dtype = quantization.target, quantization.target.layout, quantization.target.dtype
     largest = largest_value(dtype)
     data = inputs.new_empty((*shape, k) if Layout.ROWS in layout else 0, dtype=dtype)
     inverse_rms = inputs.new_empty((*shape, 1), dtype=torch.float32)
-    inverse_scale = quantization.scale.reciprocal()
+    inverse_scale = target.scale.reciprocal()
     block = triton.next_power_of_2(k)
     _row[m,](
         inputs,
         gain,
-        quantization.scale,
+        target.scale,
         data,
         inverse_rms,
         inverse_scale,
@@ -61,7 +61,7 @@ def quantized_rms_norm(
         inputs,
         gain,
         inverse_rms,
-        quantization.scale,
+        target.scale,
         transposed,
         m,
         k,
@@ -144,13 +144,13 @@ def quantized_swiglu(gate_and_up: Tensor, quantization: DelayedQuantization) -> 
     assert gate_and_up.is_contiguous(), gate_and_up.stride()
     *shape, width = gate_and_up.shape
     m, k = gate_and_up.numel() // width, width // 2
-    layout, dtype = quantization.layout, quantization.dtype
+    target, layout, dtype = quantization.target, quantization.target.layout, quantization.target.dtype
     data = gate_and_up.new_empty((*shape, k) if Layout.ROWS in layout else 0, dtype=dtype)
     transposed = gate_and_up.new_empty((k, m) if Layout.TRANSPOSED in layout else 0, dtype=dtype)
-    inverse_scale = quantization.scale.reciprocal()
+    inverse_scale = target.scale.reciprocal()
     _swiglu_tile[triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),](
         gate_and_up,
-        quantization.scale,
+        target.scale,
         data,
         transposed,
         inverse_scale,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.ops.fp8 import LARGEST_SCALE, largest_value
+from megatron.core.ops.fp8 import LARGEST_SCALE, Fp8Format, largest_value
 from megatron.core.precision import Layout, QuantizedTensor
 
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
@@ -121,21 +121,11 @@ def transpose_tile(
 class TritonQuantization:
     """A :class:`~megatron.core.ops.fp8.Quantization` of bf16, fp16 and fp32 tensors that are not empty."""
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        return self._launch(tensor, scale, torch.empty_like(scale), amax, None, dtype, layout, out)
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        return self._launch(tensor, target, torch.empty_like(target.scale), amax=amax, out=out)
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        return self._launch(tensor, scale, scale.reciprocal(), None, step_amax, dtype, layout)
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        return self._launch(tensor, target, target.scale.reciprocal(), step_amax=step_amax)
 
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
         scale = torch.empty_like(amax)
@@ -162,12 +152,10 @@ class TritonQuantization:
     def _launch(
         self,
         tensor: Tensor,
-        scale: Tensor,
+        target: Fp8Format,
         inverse_scale: Tensor,
-        amax: Tensor | None,
-        step_amax: Tensor | None,
-        dtype: torch.dtype,
-        layout: Layout,
+        amax: Tensor | None = None,
+        step_amax: Tensor | None = None,
         out: Tensor | None = None,
     ) -> QuantizedTensor:
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -175,14 +163,15 @@ class TritonQuantization:
         matrix = tensor.flatten(0, -2)  # [m, k]
         m, k = matrix.shape
         assert m * k > 0, "an empty tensor has no amax"
-        writes_rows, writes_transposed = Layout.ROWS in layout, Layout.TRANSPOSED in layout
+        dtype = target.dtype
+        writes_rows, writes_transposed = Layout.ROWS in target.layout, Layout.TRANSPOSED in target.layout
         data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype) if out is None else out
         assert data.is_contiguous() and data.dtype == dtype
         transposed = tensor.new_empty(k, m, dtype=dtype) if writes_transposed else None
         quantize_tile[(_tiles(m, k),)](
             matrix,
             *matrix.stride(),
-            scale,
+            target.scale,
             data if transposed is None or writes_rows else transposed,
             data if transposed is None else transposed,
             inverse_scale,
