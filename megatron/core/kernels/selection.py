@@ -17,7 +17,7 @@ from megatron.core.control import ControlGroup
 from megatron.core.device import Machine, Unavailable
 from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose
-from megatron.core.kernels.trials import BrokenDevice, TrialSizes, attempt
+from megatron.core.kernels.trials import BrokenDevice, TrialSizes, run_trial
 from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, ScaledGemm, gemm_for
@@ -121,7 +121,7 @@ def _scaled_gemm(request: KernelRequest) -> ScaledGemm:
     gemm = gemm_for(request.device)
     if request.fp8 and request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
         try:
-            attempt(lambda: request.trials.scaled_gemm(gemm, request.device, request.weight))
+            run_trial(lambda: request.trials.scaled_gemm(gemm, request.device, request.weight))
         except (Unavailable, BrokenDevice) as error:
             raise ConfigError(
                 f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "

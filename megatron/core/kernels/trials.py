@@ -80,10 +80,10 @@ class TrialSizes:
 
 
 class BrokenDevice(Exception):
-    """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
+    """An error after which this process cannot use its GPU, by its first line: another kernel would fail as well."""
 
 
-def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
+def run_trial(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
     """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
     after which no other kernel can run either (:class:`BrokenDevice`)."""
     try:
@@ -98,7 +98,8 @@ def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is
 
 
 def compare(found: Tensor, expected: Tensor) -> None:
-    """Accept a twentieth of the largest element: a wrong mask or head exceeds it, rounding never does."""
+    """Raise :class:`Unavailable` if the largest error exceeds 5 % of the largest element of ``expected``. A wrong mask
+    or head exceeds it; rounding does not."""
     if found.shape != expected.shape:
         raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
@@ -405,7 +406,7 @@ def try_compiler(
 
     numbers = torch.linspace(-2.0, 2.0, 48, device=device)
     try:
-        attempt(lambda: compare(compile_function(gated, fullgraph=True)(numbers), gated(numbers)))
+        run_trial(lambda: compare(compile_function(gated, fullgraph=True)(numbers), gated(numbers)))
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None
