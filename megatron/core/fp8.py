@@ -1,5 +1,8 @@
 """FP8 training: the scales of this rank's linear layers, their updates, and the GEMMs.
 
+    start_step    forward, backward of all microbatches          finish_step
+    amax = 0      x * scale -> FP8;  amax = max(amax, |x|)       amax = max over ranks -> history -> next scale
+
 Every linear layer has three quantised tensors, each with one scale: input, weight and output gradient. Under delayed
 scaling all microbatches of a step use the same scales, so results depend neither on their number nor on the layout; at
 the end of the step the amaxes of all ranks with the same layers set the next scales. Under current scaling
