@@ -20,7 +20,7 @@ from benchmarks.lib.step_timing import seconds_of
 from megatron.core.communication import Communicator
 from megatron.core.device import memory_outside_allocator
 from megatron.core.fp8 import Fp8Scaling
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 STEPS = "steps.jsonl"
 """All figures of benchmark_step.py, a line for each step."""

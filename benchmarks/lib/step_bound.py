@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput
+from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput
 from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
@@ -115,17 +115,16 @@ class BareAttention:
 
         self._num_layers = model.num_layers
         self._kernel = kernel or TorchAttention()
-        self._query, self._grad = random(model.num_attention_heads), random(model.num_attention_heads)
-        self._key, self._value = random(model.num_query_groups), random(model.num_query_groups)
+        heads, groups = model.num_attention_heads, model.num_query_groups
+        self._inputs, self._grad = AttentionInputs(random(heads), random(groups), random(groups)), random(heads)
         self._attended: list[AttentionOutput] = []
 
     def forward(self) -> None:
         """Outputs, kept for backward."""
         for _ in range(self._num_layers):
-            self._attended.append(self._kernel.forward(self._query, self._key, self._value, is_causal=True))
+            self._attended.append(self._kernel.forward(self._inputs))
 
     def backward(self) -> None:
         """Gradients of queries, keys and values."""
         while self._attended:
-            attended = self._attended.pop()
-            self._kernel.backward(self._grad, self._query, self._key, self._value, attended, is_causal=True)
+            self._kernel.backward(self._grad, self._inputs, self._attended.pop())

@@ -16,7 +16,7 @@ from benchmarks.lib.results import error_line
 from benchmarks.lib.step_contenders import Contender
 from megatron.core.ops.fp8 import E4M3, E5M2, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 
 class Clock:

@@ -1,4 +1,11 @@
-"""The name of a device, the memory that torch has allocated on it, and copies to it."""
+"""A device: its name, the memory that torch has allocated on it, copies to it, and what kernels need there."""
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,3 +55,87 @@ def device_name(device: torch.device) -> str | None:
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a small tensor of the host to ``device``. The host does not wait, since the source of the copy is pinned."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Unavailable(Exception):
+    """Why an implementation cannot be used here: half a sentence."""
+
+
+def load(module: str, package: str) -> Any:
+    """The ``module`` of ``package``; raises :class:`Unavailable`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError:
+        raise Unavailable(f"{package} is not installed (no module {module})") from None
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unavailable(f"{package} is installed but cannot be imported ({error})") from error
+
+
+Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a function with the same results that launches one kernel; its arguments are positional."""
+
+
+def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function through ``torch.compile``."""
+    return torch.compile(function, fullgraph=True)
+
+
+Find = Callable[[str], object]
+"""Finds a program or a module by its name; None if the machine does not have it."""
+
+
+def missing_for_triton(find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec) -> str | None:
+    """What Triton's kernels need and the machine does not have; None if nothing."""
+    if find_module("triton") is None:
+        return "Triton, which is not installed"
+    # Triton compiles its launchers.
+    return _missing_compiler(find_program, "gcc", "clang", "cc")
+
+
+def missing_for_inductor(
+    on_gpu: bool, find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec
+) -> str | None:
+    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    if on_gpu:
+        return missing_for_triton(find_program, find_module)
+    return _missing_compiler(find_program, "g++", "clang++", "c++")
+
+
+def _missing_compiler(find_program: Find, *names: str) -> str | None:
+    return None if any(find_program(name) for name in names) else f"a compiler ({', '.join(names)})"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device, and what this process has for kernels on it."""
+
+    device: torch.device
+    can_try: bool = False
+    """Whether this process can run kernels on the GPU."""
+    capability: tuple[int, int] = (0, 0)
+    """CUDA's compute capability, if this process can run kernels on the GPU."""
+    missing_for_triton: str | None = None
+    """What Triton's kernels need and the machine does not have; None if nothing."""
+    missing_for_inductor: str | None = None
+    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    simulated_compiler: Compiler | None = None
+    """Makes one launch of a function on tensors without memory: kernels are simulated for a machine that is not here,
+    whose packages and compilers are taken to be there. None: kernels run."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Machine":
+        """This machine."""
+        on_gpu = device.type == "cuda"
+        can_try = on_gpu and torch.cuda.is_available()
+        capability = torch.cuda.get_device_capability(device) if can_try else (0, 0)
+        return cls(device, can_try, capability, missing_for_triton(), missing_for_inductor(on_gpu))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether the device is a Hopper GPU."""
+        return self.capability[0] == 9

@@ -1,5 +1,8 @@
 """FP8 training: the scales of this rank's linear layers, their updates, and the GEMMs.
 
+    start_step    forward, backward of all microbatches          finish_step
+    amax = 0      x * scale -> FP8;  amax = max(amax, |x|)       amax = max over ranks -> history -> next scale
+
 Every linear layer has three quantised tensors, each with one scale: input, weight and output gradient. Under delayed
 scaling all microbatches of a step use the same scales, so results depend neither on their number nor on the layout; at
 the end of the step the amaxes of all ranks with the same layers set the next scales. Under current scaling
@@ -24,6 +27,7 @@ from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     DelayedQuantization,
+    Fp8Format,
     Fp8Kernels,
     Fp8WeightGradientProduct,
     amax_of,
@@ -34,7 +38,7 @@ from megatron.core.ops.fp8 import (
     scale_from_amax,
     scaled_gemm,
 )
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
@@ -185,7 +189,8 @@ class Fp8Scaling(Fp8Layers):
             if layer.name in shards:
                 # As rows of 64, because kernels quantise matrices and a narrow one would leave threads idle.
                 master, numbers = (one.view(-1, math.gcd(one.numel(), 64)) for one in shards[layer.name])
-                self.kernels.quantization.quantize(master, scale[number], amax[number], E4M3, Layout.ROWS, out=numbers)
+                target = Fp8Format(scale[number], E4M3, Layout.ROWS)
+                self.kernels.quantization.quantize(master, target, amax[number], out=numbers)
 
     @cached_property
     def _largest(self) -> Tensor:
@@ -342,14 +347,14 @@ class Fp8Gemm:
             step_amax = scaling.delayed_state.step_amax[self._number, ROLES.index(role)]
             torch.maximum(step_amax, amax, out=step_amax)
         scale = self._current_scale(role, amax)
-        return scaling.kernels.quantization.quantize(tensor, scale, amax, scaling.formats[role], layout)
+        target = Fp8Format(scale, scaling.formats[role], layout)
+        return scaling.kernels.quantization.quantize(tensor, target, amax)
 
     def _with_known_scale(self, role: Fp8Role, layout: Layout) -> DelayedQuantization:
         scaling, index = self._scaling, (self._number, ROLES.index(role))
         state = scaling.delayed_state
-        return DelayedQuantization(
-            scaling.kernels.quantization, state.scale[index], state.step_amax[index], scaling.formats[role], layout
-        )
+        target = Fp8Format(state.scale[index], scaling.formats[role], layout)
+        return DelayedQuantization(scaling.kernels.quantization, target, state.step_amax[index])
 
     def _current_scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
         """The scale of a tensor, or of this rank's shard of it, from its own ``amax``."""

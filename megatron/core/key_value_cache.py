@@ -5,6 +5,10 @@ attend to the earlier tokens of their rows and to each other. Slot ``p`` of a ro
 value of position ``p``, so rows of different lengths differ in their positions alone. Where a pass is longer than the
 tokens of a row, it has padding behind them: no earlier query attends to the padding, and the next tokens are written
 over it.
+
+    slot        0 1 2 3 4 5 6 7 ...     prompts of 5 and 3 tokens in one pass, then one token of each row
+    row 0       p p p p p n . .         p: prompt, n: new token, at position 5 in row 0 and 3 in row 1
+    row 1       p p p n - . . .         -: padding of the first pass; n is written over its first slot
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    Attention,
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,7 @@ class VisibleKeys:
 
 @dataclass(frozen=True)
 class CachedPass:
-    """Where the tokens of a pass are."""
+    """The positions of the tokens of a pass, and the keys that they attend to."""
 
     positions: Tensor
     """``[s]``, or ``[s, b]`` if rows differ."""
@@ -38,9 +48,9 @@ class CachedPass:
     rows: Tensor | None
     """The numbers of the rows ``[b, 1]``, if rows differ."""
     visible: VisibleKeys
-    """In layers without chunks."""
+    """The keys in layers without chunks."""
     visible_in_chunk: VisibleKeys
-    """In layers with chunks."""
+    """The keys in layers with chunks."""
 
 
 class KeyValueCache:
@@ -95,25 +105,22 @@ class KeyValueCache:
         """The next pass has ``length`` tokens of every row, from position ``firsts[row]`` on. Earlier positions are in
         the cache; later ones are written over."""
         assert max(firsts) + length <= self.capacity, (firsts, length, self.capacity)
-        first, rows = (firsts[0], None) if min(firsts) == max(firsts) else (None, len(firsts))
+        first, rows = firsts[0] if min(firsts) == max(firsts) else None, None
         positions = torch.arange(length, device=self.device)  # [s]
         if first is None:
             positions = positions.unsqueeze(1) + torch.tensor(firsts, device=self.device)  # [s, b]
+            rows = torch.arange(len(firsts), device=self.device).unsqueeze(1)  # [b, 1]
         elif first:
             positions += first
         visible = _visible(firsts, positions, None)
-        self.current = CachedPass(
-            positions,
-            first,
-            None if rows is None else torch.arange(rows, device=self.device).unsqueeze(1),
-            visible,
-            visible if self.chunk_size is None else _visible(firsts, positions, self.chunk_size),
-        )
+        in_chunk = visible if self.chunk_size is None else _visible(firsts, positions, self.chunk_size)
+        self.current = CachedPass(positions, first, rows, visible, in_chunk)
 
 
 def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None) -> VisibleKeys:
     """The keys from the beginning of a query's chunk to its own position."""
     length = positions.shape[0]
+    # Whole slots for all rows: from the earliest chunk to the last position. The mask excludes the others.
     start = 0 if chunk_size is None else min(firsts) // chunk_size * chunk_size
     keys = slice(start, max(firsts) + length)
     if length == 1 and positions.dim() == 1:
@@ -146,11 +153,11 @@ class CachedAttention:
             rows, groups, _, head_size = inputs.key.shape
             # Zeros: a slot that a mask hides has the weight 0, whose product with a NaN would be NaN.
             self.keys, self.values = inputs.key.new_zeros((2, rows, groups, self._cache.capacity, head_size))
-        if current.first is None:
+        if current.first is None:  # one index per row: a scatter
             slots = current.positions.t()  # [b, s]
             self.keys[current.rows, :, slots] = inputs.key.transpose(1, 2)  # [b, s, groups, d]
             self.values[current.rows, :, slots] = inputs.value.transpose(1, 2)
-        else:
+        else:  # the same slots of all rows: two copies
             written = slice(current.first, current.first + inputs.key.shape[2])
             self.keys[:, :, written] = inputs.key
             self.values[:, :, written] = inputs.value

@@ -1,11 +1,15 @@
-"""Dtypes of weights and gradients."""
+"""The numbers of tensors: dtypes of weights and gradients, and tensors that are quantised with scales."""
 
-from dataclasses import dataclass
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.core.communication import Communicator, Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -29,3 +33,79 @@ def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> Nu
         return NumberFormats.uniform(torch.float64)
     gradient = torch.bfloat16 if precision.grad_reduce_in_bf16 else DTYPES[optimizer.main_grads_dtype]
     return NumberFormats(weight=DTYPES[precision.name], gradient=gradient, master=torch.float32)
+
+
+class Layout(enum.Flag):
+    """In which layouts a tensor is quantised."""
+
+    ROWS = enum.auto()
+    """``[..., k]``: for the output and the input gradient, whose rows are independent and may be communicated."""
+    TRANSPOSED = enum.auto()
+    """``[k, m]`` with all ``m`` rows: for the weight gradient, because FP8 units read both operands along the summed
+    dim."""
+    BOTH = ROWS | TRANSPOSED
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """``data`` ``[s, b, k]`` times ``inverse_scale``. Rows are communicated together with their scales."""
+
+    data: Tensor
+    """``[0]`` if there is only the transpose."""
+    inverse_scale: Tensor | None = None
+    """None: not quantised. ``[]``: one scale per tensor, equal on all ranks that share it. ``[s, b, blocks]``: one
+    scale per row, or per block of a row."""
+    transposed: Tensor | None = None
+    """The transpose ``[k, s b]`` of ``data``, contiguous; None if it was not made."""
+
+    @property
+    def row_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors with one entry per row: ``data``, and ``inverse_scale`` unless it is one scale per tensor."""
+        if self.inverse_scale is None or self.inverse_scale.dim() == 0:
+            return (self.data,)
+        return self.data, self.inverse_scale
+
+    def with_rows(self, row_tensors: Sequence[Tensor]) -> "QuantizedTensor":
+        """The same scaling with other ``row_tensors``, without a transpose."""
+        data, *scales = row_tensors
+        return QuantizedTensor(data, *scales) if scales else QuantizedTensor(data, self.inverse_scale)
+
+    def chunk(self, parts: int) -> list["QuantizedTensor"]:
+        return [self.with_rows(rows) for rows in zip(*(tensor.chunk(parts) for tensor in self.row_tensors))]
+
+    def start_all_gather(self, ranks: Communicator) -> Work["QuantizedTensor"]:
+        assert self.transposed is None, "the transpose of all rows is made after the all-gather"
+        return Work.all_of([ranks.start_all_gather(tensor) for tensor in self.row_tensors], self.with_rows)
+
+    # What backward keeps
+
+    @property
+    def kept(self) -> "QuantizedTensor":
+        """The operand of the weight gradient: the transpose if there is one, otherwise the rows."""
+        return self if self.transposed is None else replace(self, data=self.data.new_empty(0))
+
+    @property
+    def kept_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of :attr:`kept`, without a scale of the whole tensor."""
+        return self.row_tensors if self.transposed is None else (self.transposed,)
+
+    @property
+    def scaling(self) -> "QuantizedTensor":
+        """No elements, and the scale of the whole tensor if there is one."""
+        empty, is_whole = self.data.new_empty(0), len(self.row_tensors) == 1
+        return QuantizedTensor(
+            empty, self.inverse_scale if is_whole else None, None if self.transposed is None else empty
+        )
+
+    def with_kept(self, kept_tensors: Sequence[Tensor]) -> "QuantizedTensor":
+        """:attr:`kept` of the tensor that has this :attr:`scaling` and these ``kept_tensors``."""
+        return self.with_rows(kept_tensors) if self.transposed is None else replace(self, transposed=kept_tensors[0])
+
+
+@dataclass(frozen=True)
+class QuantizedActivation:
+    """A quantised tensor in autograd's graph."""
+
+    edge: Tensor
+    """``[..., k]`` without memory; its gradient is the gradient of the unquantised tensor."""
+    value: QuantizedTensor

@@ -25,7 +25,7 @@ from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
 from megatron.core.parameter import info_of
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 

@@ -21,8 +21,16 @@ from megatron.core.context_parallel.attention import (
     UlyssesAttention,
 )
 from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+    Tile,
+    TiledAttention,
+    TiledGradients,
+)
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     ReferenceAttention,

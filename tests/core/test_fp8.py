@@ -38,7 +38,7 @@ from megatron.core.ops.fp8 import (
 )
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -356,7 +356,7 @@ class CountingSwiGLU(EagerSwiGLU):
         self.layouts = layouts
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        self.layouts.append(quantization.layout)
+        self.layouts.append(quantization.target.layout)
         return super().quantized(gate_and_up, quantization)
 
 
@@ -377,7 +377,7 @@ class CountingRMSNorm(EagerRMSNorm):
     def quantized(
         self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
     ) -> tuple[QuantizedTensor, Tensor]:
-        self.layouts.append(quantization.layout)
+        self.layouts.append(quantization.target.layout)
         return super().quantized(inputs, weight, epsilon, quantization)
 
 

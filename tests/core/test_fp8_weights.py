@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
-from megatron.core.ops.fp8 import E4M3, EagerQuantization, Fp8Kernels, quantize, widened_gemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.ops.fp8 import E4M3, EagerQuantization, Fp8Format, Fp8Kernels, quantize, widened_gemm
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 
@@ -32,17 +32,9 @@ class RecordingQuantization(EagerQuantization):
         self.calls: list[Call] = []
         self.transposes: list[torch.Size] = []
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        self.calls.append((tensor.shape, layout, out))
-        return EAGER.quantize(tensor, scale, amax, dtype, layout, out)
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        self.calls.append((tensor.shape, target.layout, out))
+        return EAGER.quantize(tensor, target, amax, out)
 
     def transpose(self, data: Tensor) -> Tensor:
         self.transposes.append(data.shape)

@@ -14,10 +14,9 @@ from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.attention import RingAttention
 from megatron.core.data_parallel.strategy import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.ops.attention import AttentionInputs
-from megatron.core.ops.attention_interface import AttentionOutput, Gradients
+from megatron.core.ops.attention import AttentionInputs, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import ReferenceAttention
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.overlap import P2POverlap
 from megatron.core.topology import RankGrid
 from megatron.schedules.launch_queue import Launch, run_launches
@@ -95,22 +94,15 @@ class LoggedAttention(ReferenceAttention):
     def __init__(self, log: LaunchLog) -> None:
         self.log = log
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         self.log.compute(LAYER)
-        return super().forward(query, key, value, is_causal)
+        return super().forward(inputs)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         self.log.compute(LAYER)
-        return super().backward(grad, query, key, value, attended, is_causal)
+        return super().backward(grad, inputs, attended, out)
 
 
 def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Unit]]:

@@ -11,8 +11,13 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.ops import matmul
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionShape,
+    LocalAttention,
+    fused_attention,
+)
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
@@ -239,10 +244,9 @@ def test_fused_attention_rotates_and_attends(
 @every_kernel
 def test_large_scores_do_not_overflow(kernel: AttentionKernel) -> None:
     query, key, value = (random(1, 2, 9, 4, seed=seed, dtype=torch.float32) for seed in range(3))
-    large = query * 1e4, key * 1e4, value
-    part = kernel.forward(*large, is_causal=True)
-    ones = torch.ones_like(part.output)
-    grads = kernel.backward(ones, *large, part, is_causal=True)
+    large = AttentionInputs(query * 1e4, key * 1e4, value)
+    part = kernel.forward(large)
+    grads = kernel.backward(torch.ones_like(part.output), large, part)
     assert all(tensor.isfinite().all() for tensor in (part.output, *grads))
 
 

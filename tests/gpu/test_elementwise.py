@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
-from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, dequantize
+from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, Fp8Format, dequantize
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random
 
 # Tokens, rows, width: of runs, and one that no vector width divides.
@@ -22,7 +22,7 @@ DELAYED = ("--fp8-format", "hybrid", "--fp8-recipe", "delayed")
 
 def with_known_scale(device: torch.device) -> DelayedQuantization:
     scale, step_amax = torch.tensor([16.0, 0.0], device=device)
-    return DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH)
+    return DelayedQuantization(EagerQuantization(), Fp8Format(scale, E4M3, Layout.BOTH), step_amax)
 
 
 def assert_quantized(output: QuantizedTensor, quantization: DelayedQuantization, wanted: Tensor) -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, amax_of, largest_value, scale_from_amax
-from megatron.core.quantized import Layout
+from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Format, amax_of, largest_value, scale_from_amax
+from megatron.core.precision import Layout
 from tests.gpu.kernels_of_runs import implementations, kernels_with, on_cpu, random
 
 # Tokens, rows, width: of 8B and 405B, and one that no tile divides.
@@ -24,8 +24,8 @@ def test_quantization(device: torch.device, name: str, dtype: torch.dtype, shape
         results = []
         for one in (kernel, definition):
             step_amax = torch.zeros((), device=device)
-            quantized = one.quantize_and_record(tensor, scale, step_amax, dtype, layout)
-            again = one.quantize(tensor, scale, amax_of(tensor), dtype, layout)
+            quantized = one.quantize_and_record(tensor, Fp8Format(scale, dtype, layout), step_amax)
+            again = one.quantize(tensor, Fp8Format(scale, dtype, layout), amax_of(tensor))
             results.append((quantized, again, step_amax))
         (found, found_again, amax), (wanted, _, wanted_amax) = results
         assert torch.equal(amax, wanted_amax)
@@ -57,9 +57,9 @@ def test_a_shard_of_master_weights_in_its_memory(device: torch.device, name: str
     kernel, definition = kernels_with(device, torch.bfloat16, *flags).fp8.quantization, EagerQuantization()
     shard = random(numel // 64, 64, device=device, dtype=torch.float32)
     amax = amax_of(shard)
-    scale = scale_from_amax(amax, largest_value(E4M3), 1.0)
+    target = Fp8Format(scale_from_amax(amax, largest_value(E4M3), 1.0), E4M3, Layout.ROWS)
     out = torch.zeros(shard.shape, dtype=torch.uint8, device=device).view(E4M3)
-    found = kernel.quantize(shard, scale, amax, E4M3, Layout.ROWS, out)
-    expected = definition.quantize(shard, scale, amax, E4M3, Layout.ROWS)
+    found = kernel.quantize(shard, target, amax, out)
+    expected = definition.quantize(shard, target, amax)
     assert found.data.data_ptr() == out.data_ptr()
     assert torch.equal(out.view(torch.uint8), expected.data.view(torch.uint8))

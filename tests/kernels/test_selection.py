@@ -12,18 +12,10 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
-from megatron.core.device import device_is_broken
-from megatron.core.kernels.choice import Candidate, Choice, choose, table
-from megatron.core.kernels.request import (
-    ExpertSizes,
-    KernelRequest,
-    Machine,
-    missing_for_inductor,
-    missing_for_triton,
-)
-from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.core.device import Machine, Unavailable, device_is_broken, missing_for_inductor, missing_for_triton
+from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose, table
+from megatron.core.kernels.selection import Kernels, choose_kernels, has_delayed_scales
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
-from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
 from megatron.core.ops.documents import Documents, chunked_attention
@@ -31,7 +23,6 @@ from megatron.core.ops.fp8 import SeparateFp8WeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 
@@ -87,11 +78,8 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> object:
     """As if Triton were there; its kernels of FP8 linear layers are this object."""
     made = object()
     modules: dict[str, dict[str, object]] = {
-        "rope": {"rotate": rotate_},
-        "swiglu": {"TritonSwiGLU": EagerSwiGLU},
-        "rms_norm": {"TritonRMSNorm": EagerRMSNorm},
-        "quantize": {"TritonQuantization": lambda: made},
-        "fp8_weight_gradient": {"TritonFp8WeightGradient": lambda: made},
+        "elementwise": {"rotate": rotate_, "TritonSwiGLU": EagerSwiGLU, "TritonRMSNorm": EagerRMSNorm},
+        "fp8": {"TritonQuantization": lambda: made, "TritonFp8WeightGradient": lambda: made},
     }
     for module, kernels in modules.items():
         monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", SimpleNamespace(**kernels))
@@ -431,16 +419,44 @@ def test_the_simulation_chooses_as_a_gpu_does(no_packages: None) -> None:
     assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
 
 
-REFUSED = {("attention", "cpu"): "sdpa", ("grouped_gemm", "padded"): "grouped_mm"}
-"""What is simulated instead of what a run on GPUs refuses."""
+FOR_CPUS = [("attention", "cpu"), ("grouped_gemm", "padded")]
+"""What a run on GPUs refuses."""
 
 
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
 def test_every_implementation_is_simulated_without_its_package(operation: str, no_packages: None) -> None:
     where = request(SIMULATED, fp8=True, has_delayed_scales=True, experts=ExpertSizes(4, 32, 48))
     for implementation in IMPLEMENTATIONS[operation]:
-        kernels = choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), where)
-        assert names(kernels)[operation] == REFUSED.get((operation, implementation), implementation)
+        if (operation, implementation) not in FOR_CPUS:
+            kernels = choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), where)
+            assert names(kernels)[operation] == implementation
+
+
+@pytest.mark.parametrize(
+    ("entry", "more", "message"),
+    [
+        ("attention=cpu", {}, "it does not support bfloat16 on cuda; available: sdpa, flash"),
+        ("attention=flash3", {"weight": torch.float32}, "it does not support float32 on cuda; available: sdpa, ref"),
+        ("grouped_gemm=padded", {"experts": ExpertSizes(4, 32, 48)}, "it is for CPUs with oneDNN"),
+        ("adam=apex", {"weight": torch.float64}, "it does not support fp64; available: torch"),
+        ("weight_gradient=apex", {"gradient": torch.bfloat16}, "apex only accumulates half-precision products in fp32"),
+        ("swiglu=triton", {}, "it quantises for FP8 with delayed scaling"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_refuses_on_every_machine(
+    entry: str, more: dict[str, Any], message: str, no_packages: None
+) -> None:
+    for machine in (SIMULATED, GPU):
+        with pytest.raises(ConfigError) as error:
+            choose_kernels(KernelConfig(kernel=(entry,)), request(machine, **more))
+        assert str(error.value).startswith(f"--kernel {entry} is not available: {message.partition(';')[0]}")
+        if machine is SIMULATED:
+            assert message in str(error.value)
+
+
+def test_a_search_goes_on_with_layouts_that_cannot_use_the_wanted_kernel(no_packages: None) -> None:
+    wanted = KernelConfig(kernel=("attention=sdpa",))
+    assert names(choose_kernels(wanted, request(SIMULATED, needs_log_sum_exp=True)))["attention"] == "flash"
 
 
 def test_the_first_that_goes_is_chosen() -> None:

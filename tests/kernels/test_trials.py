@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.device import Unavailable
 from megatron.core.kernels.trials import (
     TrialSizes,
     try_attention,
@@ -22,15 +23,15 @@ from megatron.core.kernels.trials import (
     try_swiglu,
     try_weight_gradient,
 )
-from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput, AttentionShape, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
-from megatron.core.ops.documents import PackedSpans
+from megatron.core.ops.documents import AttentionSpans, Span
 from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     SeparateFp8WeightGradient,
     scaled_gemm_reference,
     widened_gemm,
@@ -39,8 +40,7 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.packages import Unavailable
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from tests.parallel.layout_run import MODEL
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -75,32 +75,25 @@ def test_the_kernels_of_this_project_pass(sizes: TrialSizes) -> None:
 
 
 class IgnoresTheMaskOfOneGroup(ReferenceAttention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        return super().forward(query, key, value, is_causal and key.shape[1] > 1)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        return super().forward(replace(inputs, is_causal=inputs.is_causal and inputs.key.shape[1] > 1))
 
 
 class IgnoresStridesOfOneRow(ReferenceAttention):
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        if query.shape[0] == 1:
-            query, key, value = (
-                part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in (query, key, value)
-            )
-        return super().forward(query, key, value, is_causal)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        if inputs.query.shape[0] == 1:
+            heads = (inputs.query, inputs.key, inputs.value)
+            inputs = AttentionInputs(*(part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads))
+        return super().forward(inputs)
 
 
 class DifferentiatesWithoutDocuments(ReferenceAttention):
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        whole = PackedSpans(spans.cu_seqlens[[0, -1]], query.shape[0])
-        return super().backward_varlen(grad, query, key, value, attended, whole, out)
+        total = inputs.query.shape[0]
+        whole = AttentionSpans([Span(slice(1), 0, total)], 1, total, CPU)
+        return super().backward_varlen(grad, replace(inputs, spans=whole), attended, out)
 
 
 class WritesNoGradients(ReferenceAttention):
@@ -312,21 +305,11 @@ class Wrong(EagerQuantization):
     def __init__(self, change: Callable[[QuantizedTensor], QuantizedTensor], amax_factor: float = 1.0) -> None:
         self._change, self._amax_factor = change, amax_factor
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        return self._change(super().quantize(tensor, scale, amax, dtype, layout, out))
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        return self._change(super().quantize(tensor, target, amax, out))
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        found = super().quantize_and_record(tensor, scale, step_amax, dtype, layout)
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        found = super().quantize_and_record(tensor, target, step_amax)
         step_amax.mul_(self._amax_factor)
         return found
 

@@ -13,10 +13,17 @@ from torch import Tensor
 from megatron.config.activations import ActivationConfig
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.models.parallelize import build_model
-from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    AttentionShape,
+    Gradients,
+    LocalAttention,
+    fused_attention,
+)
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
-from megatron.core.ops.documents import Documents, PackedSpans
+from megatron.core.ops.documents import AttentionSpans, Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode
 from tests.parallel.layout_run import CPU, MODEL, Layout, context
@@ -49,27 +56,20 @@ class Recorder(ReferenceAttention):
         self.spans: list[PackedSpans] = []
         self.received: list[tuple[Tensor, ...]] = []
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         raise AssertionError("documents are computed in one call")
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
-        self.spans.append(spans)
-        self.received.append((query, key, value))
-        return super().forward_varlen(query, key, value, spans)
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        self.spans.append(inputs.packed_spans)
+        self.received.append((inputs.query, inputs.key, inputs.value))
+        return super().forward_varlen(inputs)
 
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        self.spans.append(spans)
-        self.received.append((grad, query, key, value, attended.output))
-        return super().backward_varlen(grad, query, key, value, attended, spans, out)
+        self.spans.append(inputs.packed_spans)
+        self.received.append((grad, inputs.query, inputs.key, inputs.value, attended.output))
+        return super().backward_varlen(grad, inputs, attended, out)
 
 
 def test_one_row_is_packed_without_a_copy() -> None:
@@ -181,20 +181,22 @@ def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
             shape.query_heads_of(empty(LENGTH, rows, shape.query_heads * shape.head_size, device="cuda"))
             for _ in range(2)
         )
-        query, key, value = shape.split(qkv)
+        inputs = AttentionInputs(*shape.split(qkv))
+        query = inputs.query
         assert kernel.supports(query.device, query.dtype)
-        attended = kernel.forward(query, key, value, is_causal=True)
+        attended = kernel.forward(inputs)
         assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == query.shape[:3]
         assert attended.output.permute(2, 0, 1, 3).flatten(2).is_contiguous()
         saved = AttentionOutput(joined, attended.log_sum_exp, attended.kept)
-        grads = kernel.backward(grad, query, key, value, saved, is_causal=True)
-        assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
+        grads = kernel.backward(grad, inputs, saved)
+        assert [one.shape for one in grads] == [query.shape, inputs.key.shape, inputs.value.shape]
         # A tile of other keys.
         key, value = (empty(rows, shape.key_value_heads, 1024, shape.head_size, device="cuda") for _ in range(2))
-        tile = kernel.forward(query, key, value, is_causal=False)
+        others = AttentionInputs(query, key, value, is_causal=False)
+        tile = kernel.forward(others)
         assert tile.log_sum_exp is not None
         assert (tile.output.shape, tile.log_sum_exp.shape) == (query.shape, query.shape[:3])
-        grads = kernel.backward(tile.output, query, key, value, tile, is_causal=False)
+        grads = kernel.backward(tile.output, others, tile)
         assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
 
 
@@ -203,12 +205,13 @@ def test_torchs_varlen_kernel_takes_fake_cuda_tensors_of_real_sizes(shape: Atten
     kernel = CudaFlashAttention()
     with FakeTensorMode(), torch.no_grad():
         qkv = empty(LENGTH, 1, shape.rotated_size + shape.key_value_heads * shape.head_size, device="cuda")
-        # As LocalAttention packs one row: views.
-        query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in shape.split(qkv))
-        assert query.stride() == (qkv.shape[2], shape.head_size, 1)
-        spans = PackedSpans(torch.empty(10, dtype=torch.int32, device="cuda"), 5000)
-        attended = kernel.forward_varlen(query, key, value, spans)
+        spans = AttentionSpans([], 1, LENGTH, qkv.device)
+        vars(spans)["packed"] = PackedSpans(torch.empty(10, dtype=torch.int32, device="cuda"), 5000)  # the cached one
+        inputs = AttentionInputs(*shape.split(qkv), spans).packed()
+        query = inputs.query
+        assert query.stride() == (qkv.shape[2], shape.head_size, 1), "one row is packed into views"
+        attended = kernel.forward_varlen(inputs)
         assert attended.output.shape == query.shape and attended.output.is_contiguous()
         assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == (shape.query_heads, LENGTH)
-        grads = kernel.backward_varlen(torch.empty_like(query), query, key, value, attended, spans)
-        assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
+        grads = kernel.backward_varlen(torch.empty_like(query), inputs, attended)
+        assert [one.shape for one in grads] == [query.shape, inputs.key.shape, inputs.value.shape]

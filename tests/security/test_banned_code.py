@@ -61,7 +61,7 @@ ALLOWED = {
     ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
     ("megatron/commands/verbs.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
-    ("megatron/core/packages.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
+    ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("benchmarks/lib/peers/megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
     ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",

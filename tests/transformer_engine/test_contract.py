@@ -15,15 +15,18 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
-from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
-from megatron.core.backends.transformer_engine.overlap import shared_buffers
-from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.core.backends.transformer_engine import (
+    TransformerEngine,
+    TransformerEngineAttention,
+    TransformerEngineFp8,
+    TransformerEngineProvider,
+    UnavailableError,
+    shared_buffers,
+)
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table
@@ -223,9 +226,10 @@ def test_attention_beside_fp8_layers_is_not_in_fp8(bench: Bench, is_causal: bool
     kernel = TransformerEngineAttention(bench.engine)
     query = bench.numbers(BATCH, 4, LENGTH, 32, seed=1)
     with torch.no_grad():
-        wanted = ReferenceAttention().forward(query, query, query, is_causal).output
+        inputs = AttentionInputs(query, query, query, is_causal=is_causal)
+        wanted = ReferenceAttention().forward(inputs).output
         with fp8.forward_pass():
-            assert bench.is_close(kernel.forward(query, query, query, is_causal).output, wanted)
+            assert bench.is_close(kernel.forward(inputs).output, wanted)
 
 
 def step_in_fp8(

@@ -15,8 +15,17 @@ from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.kernels.trials import try_quantization
-from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Quantization, amax_of, widened_gemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.ops.fp8 import (
+    E4M3,
+    E5M2,
+    EagerQuantization,
+    Fp8Format,
+    Fp8Kernels,
+    Quantization,
+    amax_of,
+    widened_gemm,
+)
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
@@ -29,7 +38,7 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def triton_quantization() -> Quantization:
-    from megatron.core.backends.triton.quantize import TritonQuantization
+    from megatron.core.backends.triton.fp8 import TritonQuantization
 
     return TritonQuantization()
 
@@ -66,13 +75,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def check_both_ways(tensor: Tensor, dtype: torch.dtype, layout: Layout, scale: float = 1.7) -> None:
     triton = triton_quantization()
-    scales, amax = torch.tensor([0.0, scale, 0.0])[1], amax_of(tensor)
-    expected = EAGER.quantize(tensor, scales, amax, dtype, layout)
-    assert_same_operands(triton.quantize(tensor, scales, amax, dtype, layout), expected)
+    target, amax = Fp8Format(torch.tensor([0.0, scale, 0.0])[1], dtype, layout), amax_of(tensor)
+    expected = EAGER.quantize(tensor, target, amax)
+    assert_same_operands(triton.quantize(tensor, target, amax), expected)
     for before in (0.0, 3e38, math.inf, math.nan):
         recorded = [torch.tensor([1.0, before, 1.0]) for _ in range(2)]
         for quantization, amaxes in zip((triton, EAGER), recorded, strict=True):
-            found = quantization.quantize_and_record(tensor, scales, amaxes[1], dtype, layout)
+            found = quantization.quantize_and_record(tensor, target, amaxes[1])
             assert_same_operands(found, expected)
         assert_same(*recorded)
 
@@ -122,7 +131,7 @@ def check_not_finite(bad: float, dtype: torch.dtype) -> None:
     tensor[65, 3] = bad
     check_both_ways(tensor, dtype, Layout.BOTH)
     step_amax, scale = torch.tensor(1.0), torch.tensor(2.0)
-    found = triton_quantization().quantize_and_record(tensor, scale, step_amax, dtype, Layout.ROWS)
+    found = triton_quantization().quantize_and_record(tensor, Fp8Format(scale, dtype, Layout.ROWS), step_amax)
     assert found.inverse_scale is not None and found.inverse_scale.isnan()
     assert not step_amax.isfinite()
     assert scale == 2.0, "the scale of the next microbatch"
@@ -174,9 +183,9 @@ def check_refusals() -> None:
     """Of fp64 and empty tensors."""
     scale = torch.tensor(1.0)
     with pytest.raises(TypeError, match="float64"):
-        triton_quantization().quantize(torch.ones(2, 2).double(), scale, scale, E4M3, Layout.ROWS)
+        triton_quantization().quantize(torch.ones(2, 2).double(), Fp8Format(scale, E4M3, Layout.ROWS), scale)
     with pytest.raises(AssertionError, match="empty"):
-        triton_quantization().quantize(torch.ones(0, 2), scale, scale, E4M3, Layout.ROWS)
+        triton_quantization().quantize(torch.ones(0, 2), Fp8Format(scale, E4M3, Layout.ROWS), scale)
 
 
 def check_trial(dtype: torch.dtype) -> None:
@@ -257,13 +266,14 @@ def compile_quantization(
     tensor, amaxes, scale = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(3), torch.tensor(1.0)
     quantization = triton_quantization()
     quantize = quantization.quantize_and_record if records else quantization.quantize
-    return compile_launches(quantize, tensor, scale, amaxes[1], dtype, layout)
+    return compile_launches(quantize, tensor, Fp8Format(scale, dtype, layout), amaxes[1])
 
 
 def compile_shard() -> list[CompiledLaunch]:
     shard, amaxes = torch.zeros(1040, 64), torch.zeros(2)
     out = torch.zeros(1040, 64, dtype=torch.uint8).view(E4M3)
-    return compile_launches(triton_quantization().quantize, shard, amaxes[1], amaxes[0], E4M3, Layout.ROWS, out)
+    target = Fp8Format(amaxes[1], E4M3, Layout.ROWS)
+    return compile_launches(triton_quantization().quantize, shard, target, amaxes[0], out)
 
 
 def compile_transpose() -> list[CompiledLaunch]:

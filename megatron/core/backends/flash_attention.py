@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention_interface import AttentionOutput, Gradients, HalfPrecisionGpuKernel
+from megatron.core.device import load
+from megatron.core.ops.attention import AttentionInputs, AttentionOutput, Gradients, HalfPrecisionGpuKernel
 from megatron.core.ops.documents import PackedSpans
-from megatron.core.packages import load
 
 
 class FlashAttention3(HalfPrecisionGpuKernel):
@@ -20,50 +20,39 @@ class FlashAttention3(HalfPrecisionGpuKernel):
     def __init__(self) -> None:
         self._interface = load("flash_attn_interface", "FlashAttention 3")
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        attended = self._forward(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        by_position = [one.transpose(1, 2) for one in (inputs.query, inputs.key, inputs.value)]  # [b, s, heads, d]
+        attended = self._forward(by_position, inputs.is_causal)
         return AttentionOutput(attended.output.transpose(1, 2), attended.log_sum_exp)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         assert attended.log_sum_exp is not None
-        inputs = [tensor.transpose(1, 2) for tensor in (grad, query, key, value, attended.output)]  # [b, s, heads, d]
+        query, key, value = inputs.query, inputs.key, inputs.value
+        by_position = [one.transpose(1, 2) for one in (grad, query, key, value, attended.output)]  # [b, s, heads, d]
         grads = (_empty_like(query), _empty_like(key), _empty_like(value)) if out is None else out
-        by_position = [tensor.transpose(1, 2) for tensor in grads]
-        self._backward(inputs, attended.log_sum_exp.contiguous(), by_position, is_causal)
+        written = [one.transpose(1, 2) for one in grads]
+        self._backward(by_position, attended.log_sum_exp.contiguous(), written, inputs.is_causal)
         return grads
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
-        return self._forward(query, key, value, True, **_lengths(spans))
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        return self._forward([inputs.query, inputs.key, inputs.value], True, **_lengths(inputs.packed_spans))
 
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         assert attended.log_sum_exp is not None
+        query, key, value = inputs.query, inputs.key, inputs.value
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)) if out is None else out
-        inputs = [grad, query, key, value, attended.output]
-        self._backward(inputs, attended.log_sum_exp, grads, True, **_lengths(spans))
+        tensors = [grad, query, key, value, attended.output]
+        self._backward(tensors, attended.log_sum_exp, grads, True, **_lengths(inputs.packed_spans))
         return grads
 
-    def _forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **lengths: Any) -> AttentionOutput:
-        """``[b, s, heads, d]``, or packed with ``lengths`` ``[total, heads, d]``."""
+    def _forward(self, inputs: Sequence[Tensor], is_causal: bool, **lengths: Any) -> AttentionOutput:
+        """Query, key and value ``[b, s, heads, d]``, or packed with ``lengths`` ``[total, heads, d]``."""
         output, log_sum_exp, *_ = self._interface._flash_attn_forward(
-            query, key, value, softmax_scale=1 / math.sqrt(query.shape[-1]), causal=is_causal, **lengths
+            *inputs, softmax_scale=1 / math.sqrt(inputs[0].shape[-1]), causal=is_causal, **lengths
         )
         return AttentionOutput(output, log_sum_exp)
 

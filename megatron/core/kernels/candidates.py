@@ -7,16 +7,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from megatron.core.kernels.choice import Candidate, short_name
-from megatron.core.kernels.request import KernelRequest
-from megatron.core.kernels.simulated import (
-    SimulatedFp8WeightGradient,
-    SimulatedQuantization,
-    SimulatedRMSNorm,
-    SimulatedSwiGLU,
-)
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.device import Compiler, Unavailable, inductor, load
+from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
@@ -25,7 +20,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
-from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.cross_entropy import (
     GPU_CHUNK_BYTES,
     CompiledCrossEntropy,
@@ -33,7 +27,9 @@ from megatron.core.ops.cross_entropy import (
     EagerCrossEntropy,
 )
 from megatron.core.ops.fp8 import (
+    DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     Fp8WeightGradientKernel,
     Quantization,
     ScaledGemm,
@@ -41,66 +37,71 @@ from megatron.core.ops.fp8 import (
 )
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
-from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
+from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
-from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
+from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu_reference
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
-from megatron.core.packages import Unavailable, load
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
 T = TypeVar("T")
 
 # Attention
 
-_ATTENTION: dict[str, Callable[[], AttentionKernel]] = {
-    "flash3": lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
-    "cudnn": CudnnAttention,
-    "flash": CudaFlashAttention,
-    "sdpa": TorchAttention,
-    "cpu": CpuFlashAttention,
-    "reference": ReferenceAttention,
+_ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
+    "flash3": (
+        "made for Hopper",
+        lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
+    ),
+    "cudnn": ("cuDNN's kernel for Hopper", CudnnAttention),
+    "flash": ("torch's FlashAttention 2", CudaFlashAttention),
+    "sdpa": ("torch chooses the kernel", TorchAttention),
+    "cpu": ("torch's flash attention for CPUs", CpuFlashAttention),
+    "reference": ("the definition; stores all scores", ReferenceAttention),
 }
-_MERITS = {
-    "te": "Transformer Engine chooses the kernel",
-    "flash3": "made for Hopper",
-    "cudnn": "cuDNN's kernel for Hopper",
-    "flash": "torch's FlashAttention 2",
-    "sdpa": "torch chooses the kernel",
-    "cpu": "torch's flash attention for CPUs",
-    "reference": "the definition; stores all scores",
-}
+"""Merit and maker of each kernel."""
 _PLANS = "one call per document, and cuDNN builds a plan for every new length while the step waits"
 _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "sdpa": f"if it picks cuDNN: {_PLANS}"}
 """What kernels without a varlen call cost where documents mask attention."""
 
 
 def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
-    makers: dict[str, Callable[[], AttentionKernel]] = {
-        "te": partial(_transformer_engine_attention, request),
-        **_ATTENTION,
-    }
+    def transformer_engine() -> AttentionKernel:
+        from megatron.core.backends.transformer_engine import TransformerEngineAttention
+
+        assert request.engine is not None
+        return TransformerEngineAttention(request.engine)
+
+    def usable(make: Callable[[], AttentionKernel]) -> AttentionKernel:
+        kernel = make()
+        if request.needs_log_sum_exp and not kernel.returns_log_sum_exp:
+            raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
+        return kernel
+
+    kernels = {"te": ("Transformer Engine chooses the kernel", transformer_engine), **_ATTENTION}
     preferred = _preferred_attention(request)
     costs = _COSTS_OF_DOCUMENTS if request.masks_attention and request.on_gpu else {}
     at_sizes = request.sizes, request.device, request.weight, request.masks_attention
     return [
         Candidate(
             name,
-            partial(_usable_attention, makers[name], request),
-            _MERITS[name],
+            partial(usable, kernels[name][1]),
+            kernels[name][0],
             is_automatic=name in preferred,
+            obstacle=_attention_obstacle(request, name),
             trial=None if name == "reference" else request.trial(request.trials.attention, *at_sizes),
             cost=costs.get(name, ""),
             # What kernels of packages save is what torch's FlashAttention saves.
             simulated=(lambda compiler: CudaFlashAttention()) if name in ("te", "flash3") else None,
         )
-        for name in dict.fromkeys((*preferred, *makers))
+        for name in dict.fromkeys((*preferred, *kernels))
     ]
 
 
 def _preferred_attention(request: KernelRequest) -> list[str]:
     """Names in order of preference. With documents, kernels with a varlen call come before those that build a plan for
     every length; under context parallelism, too, because documents cut the tiles."""
-    name_of = {kernel: name for name, kernel in _ATTENTION.items()}
+    name_of = {make: name for name, (_, make) in _ATTENTION.items()}
     backend, in_documents = request.attention_backend, request.masks_attention
     names = [name_of[type(kernel)] for kernel in attention_kernels(backend, in_documents)]
     if backend == "auto" and request.machine.is_hopper:
@@ -112,24 +113,17 @@ def _preferred_attention(request: KernelRequest) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _transformer_engine_attention(request: KernelRequest) -> AttentionKernel:
-    if request.engine is None:
-        raise Unavailable("it needs --transformer-impl transformer_engine")
-    from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
-
-    return TransformerEngineAttention(request.engine)
-
-
-def _usable_attention(make: Callable[[], AttentionKernel], request: KernelRequest) -> AttentionKernel:
-    kernel = make()
+def _attention_obstacle(request: KernelRequest, name: str) -> str | None:
+    # The planner simulates local layers in place of Transformer Engine's, whose package it does not load.
+    if name == "te" and request.engine is None and request.machine.simulated_compiler is None:
+        return "it needs --transformer-impl transformer_engine"
+    # Kernels of packages support what torch's FlashAttention supports.
+    kernel = CudaFlashAttention() if name in ("te", "flash3") else _ATTENTION[name][1]()
     if not kernel.supports(request.device, request.weight):
-        raise Unavailable(f"it does not support {short_name(request.weight)} on {request.device.type}")
-    if request.needs_log_sum_exp and not kernel.returns_log_sum_exp:
-        raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
-    if isinstance(kernel, CudnnAttention) and torch.are_deterministic_algorithms_enabled():
-        # The operator itself does not refuse that.
-        raise Unavailable("its backward pass is not deterministic")
-    return kernel
+        return f"it does not support {short_name(request.weight)} on {request.device.type}"
+    if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
+        return "its backward pass is not deterministic"  # the operator itself does not refuse that
+    return None
 
 
 # GEMMs
@@ -137,56 +131,51 @@ def _usable_attention(make: Callable[[], AttentionKernel], request: KernelReques
 
 def weight_gradient(request: KernelRequest) -> list[Candidate[WeightGradientKernel]]:
     half_into_fp32 = request.on_gpu and request.weight.itemsize == 2 and request.gradient == torch.float32
-
-    def in_place() -> WeightGradientKernel:
-        if request.gradient != request.weight and not half_into_fp32:
+    in_place = apex = None
+    if not half_into_fp32:
+        apex = "apex only accumulates half-precision products in fp32 on GPUs"
+        if request.gradient != request.weight:
             formats = f"{short_name(request.weight)} products and {short_name(request.gradient)} gradients"
-            raise Unavailable(f"torch has no in-place kernel for {formats} on {request.device.type}")
-        return InPlaceWeightGradient()
-
-    def apex() -> WeightGradientKernel:
-        if not half_into_fp32:
-            raise Unavailable("apex only accumulates half-precision products in fp32 on GPUs")
-        kernel: WeightGradientKernel = _from_backend(request, "apex", "WeightGradient")
-        return kernel
-
+            in_place = f"torch has no in-place kernel for {formats} on {request.device.type}"
     trial = request.trial(request.trials.weight_gradient, request.device, request.weight, request.gradient)
     # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance.md).
     is_preferred = request.on_gpu or request.weight == torch.float64
     return [
-        Candidate("in_place", in_place, "the GEMM adds to the main gradient", is_preferred, trial),
+        Candidate(
+            "in_place", InPlaceWeightGradient, "the GEMM adds to the main gradient", is_preferred, in_place, trial
+        ),
         Candidate("separate", SeparateWeightGradient, "a GEMM, then an addition"),
-        Candidate("apex", apex, "", False, trial, simulated=lambda compiler: InPlaceWeightGradient()),
+        replace(
+            _of_package(request, "apex", "WeightGradient", lambda compiler: InPlaceWeightGradient()),
+            obstacle=apex,
+            trial=trial,
+        ),
     ]
 
 
 def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) -> list[Candidate[GroupedGemm]]:
     """The GEMMs of experts. ``weight_gradient`` is the chosen kernel for the weight gradients of linear layers."""
     experts = request.experts
-
-    def grouped() -> GroupedGemm:
-        if request.weight != torch.bfloat16:
-            raise Unavailable(f"torch's grouped GEMM multiplies bf16, not {short_name(request.weight)}")
-        if experts is not None and (experts.hidden_size % 8 or experts.width % 8):
-            widths = f"{experts.hidden_size} or {experts.width}, the width of an expert's matrix,"
-            raise Unavailable(f"{widths} is no multiple of 16 bytes")
-        # Separate GEMMs for weight gradients are one grouped GEMM.
-        return TorchGroupedGemm(None if isinstance(weight_gradient, SeparateWeightGradient) else weight_gradient)
-
-    def padded() -> GroupedGemm:
-        if request.on_gpu or onednn_linear() is None:
-            raise Unavailable("it is for CPUs with oneDNN")
-        if request.weight == torch.float64:
-            raise Unavailable("oneDNN does not multiply fp64")
-        return PaddedGroupedGemm(weight_gradient)
-
+    grouped = padded = None
+    if request.weight != torch.bfloat16:
+        grouped = f"torch's grouped GEMM multiplies bf16, not {short_name(request.weight)}"
+    elif experts is not None and (experts.hidden_size % 8 or experts.width % 8):
+        widths = f"{experts.hidden_size} or {experts.width}, the width of an expert's matrix,"
+        grouped = f"{widths} is no multiple of 16 bytes"
+    if request.on_gpu or onednn_linear() is None:
+        padded = "it is for CPUs with oneDNN"
+    elif request.weight == torch.float64:
+        padded = "oneDNN does not multiply fp64"
+    # Separate GEMMs for weight gradients are one grouped GEMM.
+    of_group = None if isinstance(weight_gradient, SeparateWeightGradient) else weight_gradient
     trial = request.trial(request.trials.grouped_gemm, request.device, request.weight, request.gradient)
     # For one expert a grouped GEMM is a GEMM. On CPUs it is slower (docs/performance.md).
     is_preferred = request.on_gpu and experts is not None and experts.count > 1
+    one_launch, few_shapes = "one launch for all experts", "a GEMM for each expert, of few shapes"
     return [
-        Candidate("grouped_mm", grouped, "one launch for all experts", is_preferred, trial),
-        Candidate("padded", padded, "a GEMM for each expert, of few shapes", is_automatic=not request.on_gpu),
-        Candidate("loop", lambda: LoopGroupedGemm(weight_gradient), "a GEMM for each expert"),
+        Candidate("grouped_mm", partial(TorchGroupedGemm, of_group), one_launch, is_preferred, grouped, trial),
+        Candidate("padded", partial(PaddedGroupedGemm, weight_gradient), few_shapes, not request.on_gpu, padded),
+        Candidate("loop", partial(LoopGroupedGemm, weight_gradient), "a GEMM for each expert"),
     ]
 
 
@@ -195,21 +184,19 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
 
 def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
     trial = request.trial(request.trials.fp8_quantization, request.device, request.weight)
-    make = partial(_made_by_triton, request, "quantize.TritonQuantization")
     return [
-        Candidate("triton", make, "one pass", request.on_gpu, trial, simulated=SimulatedQuantization),
+        _of_triton(request, "fp8.TritonQuantization", "one pass", SimulatedQuantization, trial),
         Candidate("eager", EagerQuantization, "one operation after the other"),
     ]
 
 
 def fp8_weight_gradient(request: KernelRequest, gemm: ScaledGemm) -> list[Candidate[Fp8WeightGradientKernel]]:
     trial = request.trial(request.trials.fp8_weight_gradient, request.device, request.gradient)
-    make = partial(_made_by_triton, request, "fp8_weight_gradient.TritonFp8WeightGradient")
-    simulated = partial(SimulatedFp8WeightGradient, gemm)
+    path, simulated = "fp8.TritonFp8WeightGradient", partial(SimulatedFp8WeightGradient, gemm)
     return [
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
         # Its speed is unmeasured.
-        Candidate("triton", make, "", is_automatic=False, trial=trial, simulated=simulated),
+        replace(_of_triton(request, path, "", simulated, trial), is_automatic=False),
     ]
 
 
@@ -220,9 +207,9 @@ def rms_norm(request: KernelRequest) -> list[Candidate[RMSNormKernel]]:
     trials, at_sizes = request.trials, (request.sizes, request.device, request.weight)
     trial, of_quantised = (request.trial(one, *at_sizes) for one in (trials.rms_norm, trials.quantized_rms_norm))
     return [
-        _quantising(request, "rms_norm.TritonRMSNorm", of_quantised, SimulatedRMSNorm),
+        _quantising(request, "elementwise.TritonRMSNorm", SimulatedRMSNorm, of_quantised),
         *_elementwise(request, EagerRMSNorm, CompiledRMSNorm, trial),
-        *_optional(request, "RMSNorm", CompiledRMSNorm),
+        *_of_packages(request, "RMSNorm", CompiledRMSNorm),
     ]
 
 
@@ -236,16 +223,16 @@ def swiglu(request: KernelRequest) -> list[Candidate[SwiGLUKernel]]:
     at_sizes = request.sizes, request.device, request.weight
     of_quantised = request.trial(request.trials.quantized_swiglu, *at_sizes)
     return [
-        _quantising(request, "swiglu.TritonSwiGLU", of_quantised, SimulatedSwiGLU),
+        _quantising(request, "elementwise.TritonSwiGLU", SimulatedSwiGLU, of_quantised),
         *_elementwise(request, EagerSwiGLU, CompiledSwiGLU, request.trial(try_all_widths)),
     ]
 
 
 def rope(request: KernelRequest) -> list[Candidate[Rotation]]:
     at_sizes = request.sizes, request.device, request.weight, request.resets_positions
-    trial, make = request.trial(request.trials.rotation, *at_sizes), partial(_from_triton, request, "rope.rotate")
+    trial = request.trial(request.trials.rotation, *at_sizes)
     return [
-        Candidate("triton", make, "one pass", request.on_gpu, trial, simulated=lambda compiler: compiler(rotate_)),
+        _of_triton(request, "elementwise.rotate", "one pass", lambda compiler: compiler(rotate_), trial),
         *_elementwise(request, lambda: rotate_, CompiledRotation, trial),
     ]
 
@@ -267,74 +254,151 @@ def _elementwise(
             raise Unavailable(request.compiler_obstacle)
         return compiled(inductor)
 
+    fused = "torch.compile fuses it"
     return [
-        Candidate("compiled", compilable, "torch.compile fuses it", request.on_gpu, trial, simulated=compiled),
+        Candidate("compiled", compilable, fused, request.on_gpu, trial=trial, simulated=compiled),
         Candidate("eager", eager, "one operation after the other"),
     ]
 
 
 def _quantising(
-    request: KernelRequest, path: str, trial: Callable[[T], None] | None, simulated: Callable[[Compiler], T]
+    request: KernelRequest, path: str, simulated: Callable[[Compiler], T], trial: Callable[[T], None] | None
 ) -> Candidate[T]:
-    def triton() -> T:
-        if not request.has_delayed_scales:
-            raise Unavailable("it quantises for FP8 with delayed scaling, which this run does not use")
-        if request.on_gpu and request.compiler_obstacle is not None:
-            raise Unavailable(request.compiler_obstacle)
-        kernel: T = _made_by_triton(request, path)
-        return kernel
+    """A compiled kernel whose Triton version also quantises its output."""
+    candidate = _of_triton(request, path, "compiled, and quantises", simulated, trial)
 
-    is_automatic = request.on_gpu and request.has_delayed_scales
-    return Candidate("triton", triton, "compiled, and quantises", is_automatic, trial, simulated=simulated)
+    def make() -> T:
+        if request.compiler_obstacle is not None:
+            raise Unavailable(request.compiler_obstacle)
+        return candidate.make()
+
+    if request.has_delayed_scales:
+        return replace(candidate, make=make)
+    obstacle = "it quantises for FP8 with delayed scaling, which this run does not use"
+    return replace(candidate, is_automatic=False, obstacle=obstacle)
 
 
 # The optimizer's kernels
 
 
 def adam(request: KernelRequest) -> list[Candidate[AdamBuilder]]:
-    others: list[Candidate[AdamBuilder]] = _optional(request, "adam", lambda compiler: torch_adam)
+    others: list[Candidate[AdamBuilder]] = _of_packages(request, "adam", lambda compiler: torch_adam)
     return [Candidate("torch", lambda: torch_adam, "torch's fused AdamW"), *others]
 
 
 def l2_norm(request: KernelRequest) -> list[Candidate[SquaredNorm]]:
-    others: list[Candidate[SquaredNorm]] = _optional(request, "squared_norm", lambda compiler: torch_squared_norm)
+    others: list[Candidate[SquaredNorm]] = _of_packages(request, "squared_norm", lambda compiler: torch_squared_norm)
     return [Candidate("torch", lambda: torch_squared_norm, "torch._foreach_norm"), *others]
 
 
-# Packages
-
-_BACKENDS = {
-    "apex": ("megatron.core.backends.apex", "apex"),
-    "te": ("megatron.core.backends.transformer_engine.kernels", "Transformer Engine"),
-}
+# Packages, whose modules are loaded when a kernel is made
 
 
-def _optional(request: KernelRequest, kernel: str, simulated: Callable[[Compiler], T]) -> list[Candidate[T]]:
-    """The ``kernel`` of every optional package, which is taken to need the memory of ``simulated``."""
-    return [
-        Candidate(name, partial(_from_backend, request, name, kernel), "", is_automatic=False, simulated=simulated)
-        for name in _BACKENDS
-    ]
+def _of_packages(request: KernelRequest, kernel: str, simulated: Callable[[Compiler], T]) -> list[Candidate[T]]:
+    """The ``kernel`` of every optional package, which is assumed to need the memory of ``simulated``."""
+    return [_of_package(request, name, kernel, simulated) for name in ("apex", "te")]
 
 
-def _from_backend(request: KernelRequest, backend: str, kernel: str) -> Any:
-    """The ``kernel`` of an optional package, whose module is loaded only now."""
-    if not request.on_gpu:
-        raise Unavailable("it needs a GPU")
+def _of_package(request: KernelRequest, name: str, kernel: str, simulated: Callable[[Compiler], T]) -> Candidate[T]:
+    module, package = {"apex": ("apex", "apex"), "te": ("transformer_engine", "Transformer Engine")}[name]
+    obstacle = None if request.on_gpu else "it needs a GPU"
     if request.weight == torch.float64:
-        raise Unavailable("it does not support fp64")
-    return getattr(load(*_BACKENDS[backend]), kernel)()
+        obstacle = obstacle or "it does not support fp64"
+
+    def make() -> T:
+        made: T = getattr(load(f"megatron.core.backends.{module}", package), kernel)()
+        return made
+
+    return Candidate(name, make, "", is_automatic=False, obstacle=obstacle, simulated=simulated)
 
 
-def _from_triton(request: KernelRequest, path: str) -> Any:
-    """``MODULE.NAME`` of our Triton kernels, whose module is loaded only now."""
-    missing = request.machine.missing_for_triton if request.on_gpu else "a GPU"
-    if missing is not None:
-        raise Unavailable(f"it needs {missing}")
+def _of_triton(
+    request: KernelRequest,
+    path: str,
+    merit: str,
+    simulated: Callable[[Compiler], T],
+    trial: Callable[[T], None] | None,
+) -> Candidate[T]:
+    """``MODULE.NAME`` of our Triton kernels: a function, or an object of a class."""
     module, name = path.split(".")
-    return getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)
+
+    def make() -> Any:
+        if request.machine.missing_for_triton is not None:
+            raise Unavailable(f"it needs {request.machine.missing_for_triton}")
+        kernel = getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)
+        return kernel() if name.startswith("Triton") else kernel
+
+    obstacle = None if request.on_gpu else "it needs a GPU"
+    return Candidate("triton", make, merit, request.on_gpu, obstacle, trial, simulated=simulated)
 
 
-def _made_by_triton(request: KernelRequest, path: str) -> Any:
-    """An object of a class of our Triton kernels."""
-    return _from_triton(request, path)()
+# What Triton's kernels launch and allocate where they are simulated. A compiler says what one kernel is.
+
+
+class SimulatedSwiGLU(CompiledSwiGLU):
+    """:class:`~megatron.core.backends.triton.elementwise.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
+
+    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
+        eagerly = replace(quantization, quantization=EagerQuantization())
+
+        def write(gate_and_up: Tensor) -> tuple[Tensor | None, ...]:
+            found = eagerly.quantize(swiglu_reference(gate_and_up))
+            return found.data, found.transposed
+
+        inverse_scale = quantization.target.scale.reciprocal()
+        data, transposed = self._compiler(write)(gate_and_up)
+        return QuantizedTensor(data, inverse_scale, transposed)
+
+
+class SimulatedRMSNorm(CompiledRMSNorm):
+    """:class:`~megatron.core.backends.triton.elementwise.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
+    inverse RMS and the rows, and one for the transpose."""
+
+    def quantized(
+        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
+    ) -> tuple[QuantizedTensor, Tensor]:
+        both = replace(quantization.target, layout=Layout.BOTH)
+        eagerly = replace(quantization, quantization=EagerQuantization(), target=both)
+
+        def write_rows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+            output, inverse_rms = normalise(inputs, weight, epsilon)
+            data = eagerly.quantize(output).data
+            return data if Layout.ROWS in quantization.target.layout else data.new_empty(0), inverse_rms
+
+        def write_transpose(inputs: Tensor, weight: Tensor, inverse_rms: Tensor) -> Tensor | None:
+            return eagerly.quantize(inputs * inverse_rms * weight).transposed
+
+        inverse_scale = quantization.target.scale.reciprocal()
+        data, inverse_rms = self._compiler(write_rows)(inputs, weight)
+        transposed = None
+        if Layout.TRANSPOSED in quantization.target.layout:
+            transposed = self._compiler(write_transpose)(inputs, weight, inverse_rms)
+        return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
+
+
+class SimulatedQuantization:
+    """:class:`~megatron.core.backends.triton.fp8.TritonQuantization`: one kernel, and under delayed scaling the
+    reciprocal of the scale before."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        eager = EagerQuantization()
+        self._eager, self._compiler = eager, compiler
+        self.current_scale, self.transpose = compiler(eager.current_scale), compiler(eager.transpose)
+
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        def write(tensor: Tensor, scale: Tensor, out: Tensor | None) -> tuple[Tensor | None, ...]:
+            found = self._eager.quantize(tensor, replace(target, scale=scale), amax, out)
+            return found.data, found.inverse_scale, found.transposed
+
+        return QuantizedTensor(*self._compiler(write)(tensor, target.scale, out))
+
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        inverse_scale = target.scale.reciprocal()
+        return replace(self.quantize(tensor, target, step_amax), inverse_scale=inverse_scale)
+
+
+class SimulatedFp8WeightGradient:
+    """:class:`~megatron.core.backends.triton.fp8.TritonFp8WeightGradient`: one kernel."""
+
+    def __init__(self, gemm: ScaledGemm, compiler: Compiler) -> None:
+        self.write = compiler(SeparateFp8WeightGradient(gemm).write)

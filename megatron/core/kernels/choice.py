@@ -1,37 +1,24 @@
-"""Choosing one of several implementations, and saying why."""
+"""The choice of one of several implementations of an operation: what a run requests of its kernels, what a candidate
+states about itself, and which candidate is chosen, with the reason."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from megatron.config.kernels import Wanted
-from megatron.core.device import device_is_broken
-from megatron.core.ops.compiler import Compiler
-from megatron.core.packages import Unavailable
+from megatron.core.device import Compiler, Machine, Unavailable, device_is_broken
+from megatron.core.kernels.trials import BrokenDevice, Trials, TrialSizes, run_trial
 from megatron.errors import ConfigError
 
+if TYPE_CHECKING:
+    from megatron.core.backends.transformer_engine import TransformerEngine
+
+
 T = TypeVar("T")
-S = TypeVar("S")
-
-
-class BrokenDevice(Exception):
-    """The first line of an error after which this process cannot use its GPU: another kernel would fail as well."""
-
-
-def attempt(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
-    """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
-    after which no other kernel can run either (:class:`BrokenDevice`)."""
-    try:
-        trial()
-    except Unavailable:
-        raise
-    except Exception as error:
-        first_line = str(error).strip().split("\n", maxsplit=1)[0]
-        if is_broken():
-            raise BrokenDevice(first_line) from error
-        raise Unavailable(f"a trial failed ({first_line})") from error
 
 
 @dataclass(frozen=True)
@@ -53,11 +40,14 @@ class Candidate(Generic[T]):
 
     name: str
     make: Callable[[], T]
-    """The implementation; raises :class:`Unavailable`. Quick: it runs nothing on the device."""
+    """Returns the implementation, or raises :class:`Unavailable`. Quick: it runs nothing on the device."""
     merit: str
     """Why it is preferred where it is available."""
     is_automatic: bool = True
     """Whether it may be chosen without a flag that requires it."""
+    obstacle: str | None = None
+    """Why the run's device, dtypes or flags rule it out, whatever is installed; None if they do not. A plan refuses it
+    as the run does."""
     trial: Callable[[T], None] | None = None
     """Compares it with the reference on the device, before it is chosen."""
     cost: str = ""
@@ -65,18 +55,23 @@ class Candidate(Generic[T]):
     is_broken: Callable[[], bool] = device_is_broken
     """Whether this process cannot use its GPU any longer, after a trial that ended with an error."""
     simulated: Callable[[Compiler], T] | None = None
-    """What stands for it on tensors without memory: torch's operations that launch and allocate as much, if the given
-    compiler makes one launch of a function. None: the implementation itself, which needs no package and no compiler."""
+    """Returns what replaces it on tensors without memory: torch's operations that launch and allocate as much, if the
+    given compiler makes one launch of a function. None: the implementation itself, which needs no package and no
+    compiler."""
+
+    def made(self, compiler: Compiler | None = None) -> T:
+        """The implementation, or what replaces it if ``compiler`` simulates; raises :class:`Unavailable`."""
+        if self.obstacle is not None:
+            raise Unavailable(self.obstacle)
+        return self.make() if compiler is None or self.simulated is None else self.simulated(compiler)
 
     def ready(self, operation: str, compiler: Compiler | None = None) -> T:
-        """The implementation, after its trial, or what stands for it if ``compiler`` simulates. Raises
-        :class:`Unavailable`, or :class:`ConfigError` if the trial has left the process without a usable GPU."""
-        if compiler is not None and self.simulated is not None:
-            return self.simulated(compiler)
+        """The implementation after its trial. Raises :class:`Unavailable`, or :class:`ConfigError` if the trial has
+        left the process without a usable GPU."""
         try:
-            made, trial = self.make(), self.trial
-            if trial is not None:
-                attempt(lambda: trial(made), self.is_broken)
+            made, trial = self.made(compiler), self.trial
+            if trial is not None and compiler is None:
+                run_trial(lambda: trial(made), self.is_broken)
         except BrokenDevice as error:
             raise ConfigError(
                 f"The trial of --kernel {operation}={self.name} ended with an error after which this process cannot "
@@ -85,7 +80,6 @@ class Candidate(Generic[T]):
         return made
 
     def choice(self, operation: str, reason: str, is_forced: bool = False, is_stand_in: bool = False) -> Choice:
-        """The choice of this candidate."""
         reason = f"{reason}; {self.cost}" if self.cost else reason
         return Choice(operation, self.name, reason, is_forced, is_stand_in)
 
@@ -96,7 +90,8 @@ def choose(
     """The first available one of ``candidates``, or the one that is wanted.
 
     Raises :class:`ConfigError` if that one is not available, and names those that are. On a simulated machine, whose
-    ``compiler`` is given, the first available one replaces it: a search over layouts goes on.
+    ``compiler`` is given, the first available one replaces a wanted one that only this layout cannot use: a search over
+    layouts goes on.
     """
     if wanted is not None:
         candidate = next(candidate for candidate in candidates if candidate.name == wanted.implementation)
@@ -104,8 +99,8 @@ def choose(
             made = candidate.ready(operation, compiler)
             return made, candidate.choice(operation, f"asked for by {wanted.flag}", is_forced=True)
         except Unavailable as error:
-            if compiler is None:
-                raise _refusal(candidates, wanted, error) from error
+            if compiler is None or candidate.obstacle is not None:
+                raise _refusal(candidates, wanted, error, compiler) from error
     obstacles = []
     for candidate in candidates:
         if not candidate.is_automatic:
@@ -120,21 +115,19 @@ def choose(
     raise ConfigError(f"No implementation of {operation} is available: {'; '.join(obstacles)}.")
 
 
-def _refusal(candidates: Sequence[Candidate[T]], wanted: Wanted, obstacle: Unavailable) -> ConfigError:
-    """Why the implementation that is wanted cannot be had, and which can."""
-    # Only made, not tried: the trials of all others would cost the caller seconds to word an error.
-    others = (one.name for one in candidates if one.name != wanted.implementation and _is_available(one))
+def _refusal(
+    candidates: Sequence[Candidate[T]], wanted: Wanted, obstacle: Unavailable, compiler: Compiler | None
+) -> ConfigError:
+    """Why the implementation that is wanted cannot be used, and which can."""
+    others = []
+    for candidate in (one for one in candidates if one.name != wanted.implementation):
+        # Only made, not tried: the trials of all others would cost the caller seconds to word an error.
+        with suppress(Unavailable):
+            candidate.made(compiler)
+            others.append(candidate.name)
     return ConfigError(
         f"{wanted.flag} is not available: {obstacle}; available: {', '.join(others)}: use one of these, or remove it."
     )
-
-
-def _is_available(candidate: Candidate[S]) -> bool:
-    try:
-        candidate.make()
-    except Unavailable:
-        return False
-    return True
 
 
 def short_name(dtype: torch.dtype) -> str:
@@ -151,3 +144,61 @@ def table(choices: Sequence[Choice]) -> list[str]:
         f"  {choice.operation:{columns[0]}}  {choice.implementation:{columns[1]}}  {choice.reason}"
         for choice in choices
     ]
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """The experts of a layer on one rank."""
+
+    count: int
+    hidden_size: int
+    width: int
+    """``f / etp``."""
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """The machine, dtypes and sizes that kernels must support."""
+
+    machine: Machine
+    weight: torch.dtype
+    """Dtype of weights and activations."""
+    gradient: torch.dtype
+    """Dtype of gradient buffers."""
+    sizes: TrialSizes
+    needs_log_sum_exp: bool = False
+    """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
+    masks_attention: bool = False
+    """Whether attention stays inside documents, whose lengths differ in every microbatch, or inside chunks."""
+    resets_positions: bool = False
+    """Whether positions restart at documents, so that each sequence of a microbatch has its own rotations."""
+    attention_backend: str = "auto"
+    engine: "TransformerEngine | None" = None
+    fp8: bool = False
+    """Whether linear layers of this project compute in FP8."""
+    has_delayed_scales: bool = False
+    """Whether FP8 linear layers of this project quantise inputs with scales that are known before the inputs."""
+    experts: ExpertSizes | None = None
+    """The experts of a layer on this rank; None: the model has no experts."""
+    trials: Trials = field(default_factory=Trials)
+
+    @property
+    def device(self) -> torch.device:
+        return self.machine.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.machine.on_gpu
+
+    def trial(self, trial: Callable[..., None], *arguments: Any) -> Callable[[Any], None] | None:
+        """The ``trial`` of a kernel with further ``arguments``; None if this process cannot run it."""
+        return (lambda kernel: trial(kernel, *arguments)) if self.machine.can_try else None
+
+    @cached_property
+    def compiler_obstacle(self) -> str | None:
+        """What ``torch.compile`` lacks, or why it fails on the device; None if it works. Tried once for all
+        operations."""
+        if self.machine.missing_for_inductor is not None:
+            return f"torch.compile needs {self.machine.missing_for_inductor}"
+        return self.trials.compiler(self.device) if self.machine.can_try else None

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.kernels.choice import attempt
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.device import Unavailable, device_is_broken
+from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
@@ -24,6 +23,7 @@ from megatron.core.ops.fp8 import (
     E5M2,
     DelayedQuantization,
     EagerQuantization,
+    Fp8Format,
     Fp8WeightGradientKernel,
     Quantization,
     ScaledGemm,
@@ -38,8 +38,7 @@ from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
-from megatron.core.packages import Unavailable
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""
@@ -80,8 +79,27 @@ class TrialSizes:
         )
 
 
+class BrokenDevice(Exception):
+    """An error after which this process cannot use its GPU, by its first line: another kernel would fail as well."""
+
+
+def run_trial(trial: Callable[[], None], is_broken: Callable[[], bool] = device_is_broken) -> None:
+    """Run the trial of a kernel. An error is a reason not to use the kernel (:class:`Unavailable`), unless it is one
+    after which no other kernel can run either (:class:`BrokenDevice`)."""
+    try:
+        trial()
+    except Unavailable:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().split("\n", maxsplit=1)[0]
+        if is_broken():
+            raise BrokenDevice(first_line) from error
+        raise Unavailable(f"a trial failed ({first_line})") from error
+
+
 def compare(found: Tensor, expected: Tensor) -> None:
-    """Accept a twentieth of the largest element: a wrong mask or head exceeds it, rounding never does."""
+    """Raise :class:`Unavailable` if the largest error exceeds 5 % of the largest element of ``expected``. A wrong mask
+    or head exceeds it; rounding does not."""
     if found.shape != expected.shape:
         raise Unavailable(f"a trial returned shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
     error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
@@ -157,7 +175,7 @@ def try_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) 
         tensor = random(rows, columns, device=device, dtype=dtype, seed=rows + columns)
         amax = amax_of(tensor)
         scale = scale_from_amax(amax, largest_value(fp8), 1.0)
-        return EagerQuantization().quantize(tensor, scale, amax, fp8, Layout.BOTH)
+        return EagerQuantization().quantize(tensor, Fp8Format(scale, fp8, Layout.BOTH), amax)
 
     inputs, weight = quantized(tokens, k, E4M3), quantized(n, k, E4M3)
     for fp8 in (E4M3, E5M2):
@@ -234,7 +252,7 @@ def try_quantized_rms_norm(kernel: RMSNormKernel, sizes: TrialSizes, device: tor
 
 def _with_known_scale(device: torch.device) -> DelayedQuantization:
     scale, step_amax = torch.tensor([8.0, 0.0], device=device)
-    return DelayedQuantization(EagerQuantization(), scale, step_amax, E4M3, Layout.BOTH)
+    return DelayedQuantization(EagerQuantization(), Fp8Format(scale, E4M3, Layout.BOTH), step_amax)
 
 
 def _compare_quantized(output: QuantizedTensor, quantization: DelayedQuantization, wanted: Tensor) -> None:
@@ -302,10 +320,10 @@ def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dt
     for operand in (tensor, overflowing):
         amax = amax_of(operand)
         for fp8 in (E4M3, E5M2):
-            expected = eager.quantize(operand, scale, amax, fp8, Layout.BOTH)
-            _require_equal(kernel.quantize(operand, scale, amax, fp8, Layout.BOTH), expected)
-            step_amax = torch.ones((), device=device)
-            _require_equal(kernel.quantize_and_record(operand, scale, step_amax, fp8, Layout.BOTH), expected)
+            target, step_amax = Fp8Format(scale, fp8, Layout.BOTH), torch.ones((), device=device)
+            expected = eager.quantize(operand, target, amax)
+            _require_equal(kernel.quantize(operand, target, amax), expected)
+            _require_equal(kernel.quantize_and_record(operand, target, step_amax), expected)
             _require(torch.equal(step_amax, amax), "another amax")
             assert expected.transposed is not None
             transpose = kernel.transpose(expected.data)
@@ -388,7 +406,7 @@ def try_compiler(
 
     numbers = torch.linspace(-2.0, 2.0, 48, device=device)
     try:
-        attempt(lambda: compare(compile_function(gated, fullgraph=True)(numbers), gated(numbers)))
+        run_trial(lambda: compare(compile_function(gated, fullgraph=True)(numbers), gated(numbers)))
     except Unavailable as error:
         return f"torch.compile does not work: {error}"
     return None

@@ -1,8 +1,12 @@
 """One transformer layer: norm, attention, norm, MLP, with two residual connections.
 
+    x = x + proj(attention(rotate(qkv(norm(x)))))       x: the residual stream [s/(cp tp), b, h]
+    x = x + fc2(swiglu(fc1(norm(x))))                   or the experts of a token in place of fc1, SwiGLU and fc2
+
 Shapes: ``s`` sequence length, ``b`` sequences, ``h`` hidden size, ``n`` query heads in ``g`` groups, ``d`` head size,
 ``f`` MLP width. Context parallelism divides ``s`` by ``cp``, sequence parallelism by ``tp`` outside parallel regions;
-without it read ``s/(cp tp)`` as ``s/cp``.
+without it read ``s/(cp tp)`` as ``s/cp``. Column-parallel layers (qkv, fc1) gather the sequence and divide the width,
+row-parallel ones (proj, fc2) sum over the ranks and divide the sequence again.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +22,13 @@ from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
-from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import head_rms_norm, linear_input_rms_norm
-from megatron.core.ops.query_scale import scale_queries
-from megatron.core.ops.rope import apply_rotary
+from megatron.core.ops.rope import apply_rotary, scale_queries
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
-from megatron.core.quantized import QuantizedActivation
+from megatron.core.precision import QuantizedActivation
 from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 
@@ -49,7 +51,7 @@ class QuantizingLinear(Protocol):
 
     @property
     def input_quantization(self) -> DelayedQuantization | None:
-        """How; None if the layer quantises its input itself, or not at all."""
+        """The quantisation that the operation before must apply; None if it must not."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class BuildContext(LayerContext):
     context_parallel: ContextParallel = field(default_factory=ContextParallel, kw_only=True)
     kernels: LayerKernels = field(default_factory=LayerKernels, kw_only=True)
     experts: ExpertParallel | None = field(default=None, kw_only=True)
-    """What mixture-of-experts layers share; None for a model without them."""
+    """The objects that mixture-of-experts layers share; None for a model without experts."""
     cache: KeyValueCache | None = field(default=None, kw_only=True)
     """Keys and values of earlier tokens, for generation; None: every pass has whole sequences."""
 
@@ -101,7 +103,7 @@ class RMSNorm(nn.Module):
         self.weight = context.empty_parameter(info)
 
     def forward(self, x: Tensor, quantization: DelayedQuantization | None = None) -> Tensor | QuantizedActivation:
-        """The output, with a ``quantization`` quantised for the linear layer after it."""
+        # [..., h], for a linear layer with a quantization as FP8 numbers alone
         return linear_input_rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered, quantization)
 
 
@@ -121,6 +123,7 @@ class HeadNorm(nn.Module):
         shape = self.shape
         heads = qkv.unflatten(-1, (-1, shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
         query, key, value = heads.split((shape.query_heads, shape.key_value_heads, shape.key_value_heads), dim=2)
+        # The statistics are those of one head: [s/cp, b, n / tp, 1] and [s/cp, b, g / tp, 1].
         normed = (self.q_layernorm(query), self.k_layernorm(key), value)
         return torch.cat(normed, dim=2).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
 
@@ -136,7 +139,7 @@ class HeadL2Norm(nn.Module):
     def forward(self, qkv: Tensor) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         heads = qkv.unflatten(-1, (-1, self.shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
         normed = self.shape.query_heads + self.shape.key_value_heads
-        return head_rms_norm(heads, normed, self.epsilon, self.kernel).flatten(2)
+        return head_rms_norm(heads, normed, self.epsilon, self.kernel).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
 
 
 class NormLinear(nn.Module):
@@ -148,12 +151,11 @@ class NormLinear(nn.Module):
 
     @property
     def last_linear(self) -> nn.Module:
-        """See :class:`~megatron.core.recompute.Recomputed`."""
         return self.linear
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
-        quantization = cast(QuantizingLinear, self.linear).input_quantization
-        output: Tensor = self.linear(self.norm(x, quantization))  # [s/cp, b, out/tp]
+        normed = self.norm(x, cast(QuantizingLinear, self.linear).input_quantization)  # [s/(cp tp), b, h]
+        output: Tensor = self.linear(normed)  # [s/cp, b, out/tp]
         return output
 
 
@@ -178,14 +180,14 @@ class LocalProvider:
 
 @dataclass(frozen=True)
 class SequencePositions:
-    """What attention needs to know about the positions of a microbatch."""
+    """The tables and ranges that attention computes with, of the positions of a microbatch."""
 
     rotary: Tensor
-    """Rotations of this rank's positions, from :func:`megatron.core.ops.rope.rotary_table`."""
+    """Rotations of this rank's positions, ``[s/cp, 1 or b, 1, d/2]``, complex."""
     spans: AttentionSpans | None = None
-    """Where attention without chunks is causal; None: in the whole sequence."""
+    """The ranges within which attention without chunks is causal; None: the sequences."""
     chunks: AttentionSpans | None = None
-    """Where attention with chunks is causal."""
+    """The ranges within which attention with chunks is causal."""
     query_scales: Tensor | None = None
     """Scales of the queries of layers without rotary position embedding ``[s/cp, 1 or b, 1]``; None: 1."""
 
@@ -231,6 +233,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         name, tp = f"layers.{layer}.self_attention", context.parallel.size
         self.shape = AttentionShape(config.num_attention_heads // tp, config.num_query_groups // tp, config.kv_channels)
+        # One weight for all three, so that the input is gathered and read once.
         sections = (config.query_size, config.key_value_size, config.key_value_size)
         self.norm_qkv = context.provider.norm_linear(
             f"layers.{layer}.input_layernorm", f"{name}.linear_qkv", sections, config, context
@@ -248,8 +251,9 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
-        qkv = self.qk_norm(self.qkv_bias(self.norm_qkv(x)))  # [s/cp, b, (n + 2g) d / tp]
-        qkv = self.embed_positions(qkv, positions)
+        qkv = self.norm_qkv(x)  # [s/cp, b, (n + 2g) d / tp]: queries, keys, values
+        qkv = self.qk_norm(self.qkv_bias(qkv))  # identities in Llama
+        qkv = self.embed_positions(qkv, positions)  # rotates queries and keys in place
         output: Tensor = self.attend_proj(qkv, self.embed_positions.spans(positions))  # [s/(cp tp), b, h]
         return output
 
@@ -263,7 +267,6 @@ class AttentionProjection(nn.Module):
 
     @property
     def last_linear(self) -> nn.Module:
-        """See :class:`~megatron.core.recompute.Recomputed`."""
         return self.linear
 
     def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
@@ -291,7 +294,7 @@ class MLP(nn.Module):
         return last_linear_of(self.swiglu_fc2)
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
-        gate_up = self.norm_fc1(x)  # [s/cp, b, 2 f / tp]
+        gate_up = self.norm_fc1(x)  # [s/cp, b, 2 f / tp]: gate, then up
         output: Tensor = self.swiglu_fc2(gate_up)  # [s/(cp tp), b, h]
         return output
 
@@ -305,7 +308,6 @@ class SwiGLULinear(nn.Module):
 
     @property
     def last_linear(self) -> nn.Module:
-        """See :class:`~megatron.core.recompute.Recomputed`."""
         return self.linear
 
     def forward(self, gate_up: Tensor) -> Tensor:  # [s/cp, b, 2 f / tp]
@@ -366,5 +368,5 @@ class TransformerLayer(nn.Module):
         return last_linear_of(self.mlp)
 
     def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
-        x = x + self.self_attention(x, positions)
-        return x + self.mlp(x)
+        x = x + self.self_attention(x, positions)  # [s/(cp tp), b, h]
+        return x + self.mlp(x)  # [s/(cp tp), b, h]

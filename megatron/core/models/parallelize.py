@@ -52,12 +52,18 @@ class ParallelModel:
 
 
 def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:
-    """Build this rank's part of the model and apply everything that the flags ask for, in this order. Collective."""
+    """Build this rank's part of the model and apply all that the flags request, in this order. Collective.
+
+    1. The layers of this rank's chunks, with FP8 and tensor, context and expert parallelism: :func:`build_context`.
+    2. Recompute, CPU offload, and the loss for some tokens at a time: :func:`apply_activation_flags`.
+    3. Frozen parameters.
+    4. The pipeline's executor.
+    5. Data parallelism: gradient buffers, ZeRO or FSDP.
+    """
     model = build_parallel_model(config, topology, vocab_size, kernels)
     freeze(model, config.training.freeze_parameters, topology)
-    documents = None
-    if config.data.marks_documents:
-        data = config.data
+    documents, data = None, config.data
+    if data.marks_documents:
         documents = partial(
             Documents,
             masks_attention=data.masks_documents,
@@ -74,7 +80,7 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
         documents,
         config.training.z_loss_multiplier,
     )
-    # Gradient buffers, ZeRO and FSDP replace the weights' memory, so they come last.
+    # Buffers and FSDP replace the memory of the weights, so they come last.
     formats = number_formats(config.precision, config.optimizer)
     data_parallel = wrap_data_parallel(model, formats, topology, config.parallel, model.context.fp8)
     return ParallelModel(model, executor, data_parallel)
@@ -82,20 +88,43 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
 
 def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> TransformerModel:
     """This rank's chunks of the model with recompute and offload; weights are not initialised."""
+    pipeline, stages = config.pipeline, topology.grid.pp
     architecture = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
     context = build_context(config, architecture, topology, kernels)
-    model = TransformerModel(architecture, context, stage_chunks(config, architecture, topology))
-    apply_recompute(model, config.activations)
-    apply_offload(model, config.activations)
-    apply_loss_chunks(model, config.activations)
+    layers = architecture.num_layers
+    placement = placement_of(pipeline.schedule(layers, stages), stages, pipeline.num_chunks(layers, stages))
+    virtual_stages = pipeline.virtual_stages(layers, stages)
+    chunks = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
+    model = TransformerModel(architecture, context, chunks)
+    apply_activation_flags(model, config.activations)
     return model
 
 
 def build_context(
     config: RunConfig, architecture: TransformerConfig, topology: Topology, kernels: Kernels
 ) -> BuildContext:
-    """What the layers of a run are built in. Collective: it creates process groups."""
-    tensor_parallel = build_tensor_parallel(config, topology)
+    """The kernels, ranks and dtypes that the layers of a run are built with. Collective: it creates process groups."""
+    parallel, ranks = config.parallel, topology.tensor_parallel
+    # Tensor parallelism, and the overlap of its collectives with GEMMs.
+    has_sequence_parallel, overlap = ranks.size > 1 and parallel.sequence_parallel, None
+    if has_sequence_parallel and parallel.tp_comm_overlap:
+        if topology.simulated_overlap is not None:
+            overlap = topology.simulated_overlap(ranks)
+        else:
+            overlap = choose_overlap(ranks, topology.control, topology.device)
+    tensor_parallel = TensorParallel(ranks, has_sequence_parallel, overlap)
+    # Linear layers and the norms before them: our own, or Transformer Engine's.
+    provider: LayerProvider = LocalProvider()
+    if kernels.engine is not None:
+        from megatron.core.backends.transformer_engine import TransformerEngineProvider
+
+        wanted = config.kernels.wanted("weight_gradient")
+        is_fused = wanted is None or wanted.implementation == "in_place"
+        provider = TransformerEngineProvider(kernels.engine, tensor_parallel.has_overlap, is_fused)
+    # FSDP allocates the weights, so that whole weights are never in memory. FSDP2 does not support this with fake
+    # tensors (dry run).
+    is_fsdp = shards_weights(parallel, topology, bool(config.model.num_experts))
+    levels = topology.context_parallel_levels(parallel.hierarchical_context_parallel_sizes)
     return BuildContext(
         tensor_parallel,
         number_formats(config.precision, config.optimizer).weight,
@@ -103,14 +132,11 @@ def build_context(
         kernels.attention,
         kernels=kernels.layers,
         weight_gradient=kernels.weight_gradient,
-        context_parallel=ContextParallel(
-            topology.context_parallel,
-            config.parallel.cp_comm_type,
-            topology.context_parallel_levels(config.parallel.hierarchical_context_parallel_sizes),
-        ),
-        fp8=build_fp8(config, topology, kernels),
-        provider=layer_provider(config, kernels, tensor_parallel),
-        weights_device=weights_device(config, topology),
+        context_parallel=ContextParallel(topology.context_parallel, parallel.cp_comm_type, levels),
+        # FSDP frees the weights of a layer after use; quantised copies of all weights would take the memory it saves.
+        fp8=build_fp8(config, topology, kernels, keeps_weights=not is_fsdp),
+        provider=provider,
+        weights_device=torch.device("meta") if is_fsdp and topology.has_memory else None,
         experts=build_experts(architecture, config.moe, topology, config.dry_run.dry_run_expert_load),
     )
 
@@ -125,9 +151,7 @@ def build_model(
     """An initialised model without flags; its weights are the same in every layout."""
     model = TransformerModel(architecture, context, virtual_stages)
     if activations is not None:
-        apply_recompute(model, activations)
-        apply_offload(model, activations)
-        apply_loss_chunks(model, activations)
+        apply_activation_flags(model, activations)
     initialize_parameters(model.parameters(), seed)
     return model
 
@@ -135,22 +159,10 @@ def build_model(
 # Steps
 
 
-def build_tensor_parallel(config: RunConfig, topology: Topology) -> TensorParallel:
-    ranks = topology.tensor_parallel
-    if ranks.size == 1 or not config.parallel.sequence_parallel:
-        return TensorParallel(ranks)
-    overlap = None
-    if config.parallel.tp_comm_overlap and topology.simulated_overlap is not None:
-        overlap = topology.simulated_overlap(ranks)
-    elif config.parallel.tp_comm_overlap:
-        overlap = choose_overlap(ranks, topology.control, topology.device)
-    return TensorParallel(ranks, sequence_parallel=True, overlap=overlap)
-
-
 def build_experts(
     architecture: TransformerConfig, moe: MoEConfig, topology: Topology, expert_load: float = 1.0
 ) -> ExpertParallel | None:
-    """What MoE layers share; None for a dense model. Collective: it creates process groups.
+    """The objects that MoE layers share; None for a dense model. Collective: it creates process groups.
 
     ``expert_load`` is the assumed load of this rank's experts in a dry run.
     """
@@ -178,29 +190,12 @@ def build_experts(
     )
 
 
-def layer_provider(config: RunConfig, kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
-    if kernels.engine is None:
-        return LocalProvider()
-    from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
-
-    wanted = config.kernels.wanted("weight_gradient")
-    is_fused = wanted is None or wanted.implementation == "in_place"
-    return TransformerEngineProvider(kernels.engine, tensor_parallel.has_overlap, fuses_weight_gradient=is_fused)
-
-
-def weights_device(config: RunConfig, topology: Topology) -> torch.device | None:
-    """The meta device where FSDP allocates the weights, so that whole weights are never in memory."""
-    # FSDP2 does not support this with fake tensors (dry run).
-    is_meta = topology.has_memory and shards_weights(config.parallel, topology, bool(config.model.num_experts))
-    return torch.device("meta") if is_meta else None
-
-
-def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Layers | None:
+def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels, keeps_weights: bool) -> Fp8Layers | None:
     """The state of all FP8 linear layers; None without ``--fp8-format``."""
     if config.precision.fp8_format is None:
         return None
     if kernels.engine is not None:
-        from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+        from megatron.core.backends.transformer_engine import TransformerEngineFp8, why_unsupported
 
         reason = why_unsupported(kernels.engine, config.precision)
         if reason is not None:
@@ -214,18 +209,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
             f"{device_name(topology.device)} does not have: remove it."
         )
-    # FSDP frees the weights of a layer after use; quantised copies of all weights would take the memory it saves.
-    keeps_weights = not shards_weights(config.parallel, topology, bool(config.model.num_experts))
     return Fp8Scaling(config.precision, topology.stage_ranks, topology.device, keeps_weights, kernels.fp8)
-
-
-def stage_chunks(config: RunConfig, architecture: TransformerConfig, topology: Topology) -> list[VirtualStage]:
-    """The virtual stages of this rank's chunks."""
-    layers, stages = architecture.num_layers, topology.grid.pp
-    schedule, chunks = config.pipeline.schedule(layers, stages), config.pipeline.num_chunks(layers, stages)
-    placement = placement_of(schedule, stages, chunks)
-    virtual_stages = config.pipeline.virtual_stages(layers, stages)
-    return chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
 
 
 def chunks_of_stage(virtual_stages: Sequence[VirtualStage], placement: Placement, stage: int) -> list[VirtualStage]:
@@ -233,36 +217,30 @@ def chunks_of_stage(virtual_stages: Sequence[VirtualStage], placement: Placement
     return [virtual_stages[placement.virtual_stage(stage, chunk)] for chunk in range(placement.num_chunks)]
 
 
-def apply_recompute(model: TransformerModel, activations: ActivationConfig) -> None:
-    """Wrap the recomputed modules: inside each layer (selective), or whole layers (full)."""
-    parallel = model.context.parallel
+def apply_activation_flags(model: TransformerModel, activations: ActivationConfig) -> None:
+    """Recompute, CPU offload, and the loss for some tokens at a time."""
+    parallel, copies = model.context.parallel, None
     shards = parallel.communicator if activations.distribute_saved_activations else None
+    if activations.cpu_offloading_num_layers:
+        copies = HostCopies.of(model.context.device)
     for chunk in model.transformer_chunks:
+        # Selective recompute wraps modules inside each layer, full recompute whole layers, of which several may be one
+        # unit that saves its input alone.
         for layer in chunk.layers:
             recompute_modules(layer, activations.modules)
-        chunk.layers = torch.nn.ModuleList(
+        units = list(activations.units(len(chunk.layers)))
+        layers: list[torch.nn.Module] = [
             Recomputed(LayerGroup(chunk.layers[unit.layers.start : unit.layers.stop]), shards)
             if unit.is_recomputed
             else chunk.layers[unit.layers.start]
-            for unit in activations.units(len(chunk.layers))
-        )
-
-
-def apply_offload(model: TransformerModel, activations: ActivationConfig) -> None:
-    """Offload the saved tensors of the first layers of each chunk."""
-    if activations.cpu_offloading_num_layers == 0:
-        return
-    copies = HostCopies.of(model.context.device)
-    for chunk in model.transformer_chunks:
-        # The saved input of a recomputed group counts as its first layer.
-        layers = list(chunk.layers)
-        count = sum(unit.is_offloaded for unit in activations.units(chunk.num_layers))
-        after = layers[count] if count < len(layers) else chunk.output_layer
-        chunk.layers = torch.nn.ModuleList([*offload(layers[:count], after, copies), *layers[count:]])
-
-
-def apply_loss_chunks(model: TransformerModel, activations: ActivationConfig) -> None:
-    """Compute the loss for some tokens at a time, with ``--loss-chunk-size``."""
+            for unit in units
+        ]
+        if copies is not None:
+            # The first layers of each chunk. The saved input of a recomputed unit counts as its first layer.
+            count = sum(unit.is_offloaded for unit in units)
+            after = layers[count] if count < len(layers) else chunk.output_layer
+            layers[:count] = offload(layers[:count], after, copies)
+        chunk.layers = torch.nn.ModuleList(layers)
     if model.output_layer is not None:
         model.output_layer.loss_chunk_size = activations.loss_chunk_size
 
@@ -279,7 +257,7 @@ def freeze(model: TransformerModel, patterns: Sequence[str], topology: Topology)
         parameter.requires_grad_(parameter.requires_grad and not fitting)
         used |= fitting
     if not topology.has_memory:
-        return  # one simulated rank does not know the layers of others
+        return  # one simulated rank has not the names of other ranks' layers
     found = topology.control.all_gather_object((used, any(one.requires_grad for one in model.parameters())))
     unused = set(patterns).difference(*(patterns_of_rank for patterns_of_rank, _ in found))
     if unused:

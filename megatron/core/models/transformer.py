@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
-from megatron.core.models.frequencies import frequencies_of
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
-from megatron.core.ops.query_scale import query_scales
-from megatron.core.ops.rope import rotary_table
+from megatron.core.ops.rope import query_scales, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
 from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
@@ -31,7 +29,7 @@ from megatron.schedules.stages import VirtualStage
 
 
 class PositionTables:
-    """What attention needs to know about this rank's positions; cached if it only depends on the microbatch's shape."""
+    """Rotations, query scales and spans of this rank's positions; kept while the shape of microbatches is the same."""
 
     def __init__(self, config: TransformerConfig, context: BuildContext) -> None:
         self._config, self._context = config, context
@@ -40,16 +38,16 @@ class PositionTables:
         self._sequences: SequencePositions | None = None
 
     def __call__(self, length: int, rows: int, documents: Documents | None = None) -> SequencePositions:
-        """For this rank's ``length`` positions of ``rows`` sequences: rotations ``[length, 1, 1, head size / 2]``,
-        complex; if positions restart at each document, ``[length, b, 1, head size / 2]``. With a cache, for the
-        positions that it gives."""
-        if self._context.cache is not None:
-            return self._with_spans(self._tables(self._context.cache.positions), rows, None)
+        """The tables of this rank's ``length`` positions of ``rows`` sequences: rotations
+        ``[length, 1, 1, head size / 2]``, complex; if positions restart at each document, or rows of a cache differ,
+        ``[length, b, 1, head size / 2]``."""
+        context, split = self._context, self._context.context_parallel.split
+        if context.cache is not None:
+            return self._with_spans(self._tables(context.cache.positions), rows, None)
         if documents is not None and documents.resets_positions:
-            positions = documents.positions()[self._context.context_parallel.split.positions(documents.starts.shape[1])]
+            positions = documents.positions()[split.positions(documents.starts.shape[1])]  # [s/cp, b]
             return self._with_spans(self._tables(positions), rows, documents)
         if self._sequences is None or self._shape != (length, rows):
-            split = self._context.context_parallel.split
             self._shape = length, rows
             self._sequences = self._with_spans(self._tables(split.positions(length * split.size)), rows, None)
         return self._sequences if documents is None else self._with_spans(self._sequences, rows, documents)
@@ -76,14 +74,14 @@ class PositionTables:
 
 
 class OutputLayer(nn.Module):
-    """Final norm, logits and loss; ``output_layer`` may be a tied embedding."""
+    """Final norm, logits and loss; ``vocab_weight`` may be a tied embedding."""
 
     loss_chunk_size: int | None = None
     """Tokens whose logits are computed at a time for the loss; None: all."""
     has_z_loss: bool = False
     """Whether losses are ``[2, b, s/cp]``, the cross entropy and the squared log-sum-exp of the logits."""
 
-    def __init__(self, config: TransformerConfig, context: BuildContext, output_layer: VocabParallelWeight) -> None:
+    def __init__(self, config: TransformerConfig, context: BuildContext, vocab_weight: VocabParallelWeight) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.multiplier = config.output_multiplier
@@ -92,14 +90,14 @@ class OutputLayer(nn.Module):
         gemm = PlainGemm(context.weight_gradient)
         self.op = LinearOp(context.parallel, gemm, WeightGradStore(), is_column=True)
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config, context)
-        self.vocab_weight = output_layer
+        self.vocab_weight = vocab_weight
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
 
-        With ``labels`` ``[b, s/cp]`` to the :meth:`token_losses`, without the logits of all tokens.
+        With ``labels`` ``[b, s/cp]`` the result is that of :meth:`token_losses`, without the logits of all tokens.
         """
-        normed, weight = self.final_layernorm(hidden), self.vocab_weight.weight
+        normed, weight = self.final_layernorm(hidden), self.vocab_weight.weight  # [s/(cp tp), b, h], [v/tp, h]
         if self.multiplier != 1.0:
             normed = normed * self.multiplier  # smaller than the logits
         if labels is not None:
@@ -118,11 +116,8 @@ class OutputLayer(nn.Module):
             self.context.kernels.cross_entropy,
         )
         kernel = self.context.weight_gradient or SeparateWeightGradient()
-        return self._losses(
-            *chunked_cross_entropy(
-                normed, weight, labels.t(), ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
-            )
-        )
+        layer = ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
+        return self._losses(*chunked_cross_entropy(normed, weight, labels.t(), layer))  # labels [s/cp, b]
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``; with
@@ -139,7 +134,7 @@ class OutputLayer(nn.Module):
         )
 
     def _losses(self, cross_entropy: Tensor, log_sum_exp: Tensor) -> Tensor:
-        """From ``[s, b]`` to the losses that :meth:`token_losses` returns."""
+        """The losses that :meth:`token_losses` returns, from two tensors ``[s, b]``."""
         if not self.has_z_loss:
             return cross_entropy.t()
         return torch.stack((cross_entropy.t(), log_sum_exp.t().square()))
@@ -176,14 +171,14 @@ class TransformerChunk(nn.Module):
             if self.embedding is None:
                 length, rows, hidden = inputs.shape[0] * self.sequence_parts, inputs.shape[1], inputs
             else:
-                rows, length = inputs.shape
-                hidden = self.embedding(inputs)
+                rows, length = inputs.shape  # [b, s/cp]
+                hidden = self.embedding(inputs)  # [s/(cp tp), b, h]
                 if torch.is_grad_enabled() and not hidden.requires_grad:
                     # The embedding is frozen. Recomputed segments and pipelines need a gradient of their input.
                     hidden = hidden.requires_grad_()
             positions = self.positions(length, rows, documents)
             for layer in self.layers:
-                hidden = layer(hidden, positions)
+                hidden = layer(hidden, positions)  # [s/(cp tp), b, h]
             return hidden if self.output_layer is None else self.output_layer(hidden, labels)
 
 
@@ -200,6 +195,8 @@ class TransformerModel(nn.Module):
         self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
         has_embedding = any(stage.has_embedding for stage in self.virtual_stages)
         has_output_layer = any(stage.has_output_layer for stage in self.virtual_stages)
+        # A tied weight is one parameter if both ends are on this rank; on two ranks it is one of both, whose gradients
+        # are added.
         is_tied, shared_name = not config.untie_embeddings_and_output_weights, "embedding.word_embeddings"
         embedding = output_layer = None
         if has_embedding:
@@ -251,3 +248,27 @@ class TransformerModel(nn.Module):
     def output_layer(self) -> OutputLayer | None:
         """The output layer, on the rank that has it."""
         return self.transformer_chunks[-1].output_layer
+
+
+def frequencies_of(config: TransformerConfig) -> Tensor:
+    """Angles per position, ``[head_size / 2]`` in fp64."""
+    if config.position_embedding_type == "yarn":
+        assert config.yarn_rotary_scaling_factor is not None
+        assert config.yarn_original_max_position_embeddings is not None
+        return yarn_frequencies(
+            config.kv_channels,
+            config.rotary_base,
+            scaling_factor=config.yarn_rotary_scaling_factor,
+            original_length=config.yarn_original_max_position_embeddings,
+            beta_fast=config.yarn_beta_fast,
+            beta_slow=config.yarn_beta_slow,
+            round_to_int=config.yarn_correction_range_round_to_int,
+        )
+    return rotary_frequencies(
+        config.kv_channels,
+        config.rotary_base,
+        scaling_factor=config.rope_scaling_factor if config.use_rope_scaling else None,
+        original_length=config.rope_scaling_original_length,
+        low_freq_factor=config.rope_scaling_low_freq_factor,
+        high_freq_factor=config.rope_scaling_high_freq_factor,
+    )

@@ -1,22 +1,125 @@
 """Causal self-attention with grouped queries, on the fused output of the query-key-value projection.
 
-An :class:`Attention` divides the causal triangle into tiles and provides the keys of each: here all keys are on this
-rank (:class:`LocalAttention`), under context parallelism they are not. A kernel
-(:mod:`megatron.core.ops.attention_interface`) computes the tiles, which are merged by their log-sum-exp. A kernel for
-packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
+An :class:`AttentionKernel` computes one tile: some queries and some keys. It returns the output and the log-sum-exp of
+the scores, by which outputs over different keys are merged; its backward pass takes the log-sum-exp over all keys
+(FlashAttention, arXiv 2205.14135, appendix B.2). An :class:`Attention` divides the causal triangle into tiles and
+provides the keys of each: here all keys are on this rank (:class:`LocalAttention`), under context parallelism they are
+not. A kernel for packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
+
+    keys ->     0 1 2 3 | 4 5 6 7       two tiles of a causal triangle, for the queries 4 to 7:
+    queries 4   x x x x | x . . .       left: keys 0 to 3, ``is_causal=False``
+            5   x x x x | x x . .       right: keys 4 to 7, ``is_causal=True``
+            6   x x x x | x x x .       merged by their log-sum-exp
+            7   x x x x | x x x x
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
-from megatron.core.ops.documents import AttentionSpans
+from megatron.core.ops.documents import AttentionSpans, PackedSpans
 from megatron.torch_compat import tree_flatten, tree_unflatten
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of query, key and value."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Queries ``[b, n, s_q, d]``, keys and values ``[b, groups, s_k, d]``: of this rank's positions, or of a tile.
+
+    For a varlen call they are packed: ``[total, n, d]`` and ``[total, groups, d]``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    spans: AttentionSpans | None = None
+    """The ranges of the whole sequences within which attention is causal; None: the sequences."""
+    is_causal: bool = True
+    """Whether a query attends to the keys up to its own position (``s_q = s_k``); else to all."""
+
+    def packed(self) -> "AttentionInputs":
+        """The tensors for a varlen call, row by row."""
+        return replace(self, query=_packed(self.query), key=_packed(self.key), value=_packed(self.value))
+
+    @property
+    def packed_spans(self) -> PackedSpans:
+        """The spans of a varlen call."""
+        assert self.spans is not None, "a varlen call needs spans"
+        return self.spans.packed
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """The result of a forward pass over the given keys."""
+
+    output: Tensor
+    """``[b, n, s_q, d]``; of a varlen call ``[total, n, d]``."""
+    log_sum_exp: Tensor | None
+    """Log-sum-exp of every query's scores, ``[b, n, s_q]`` in fp32 or wider, of a varlen call ``[n, total]``; None if
+    the kernel does not return it."""
+    kept: Sequence[Any] = ()
+    """Further tensors and values for backward."""
+
+
+class AttentionKernel(Protocol):
+    """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
+
+    name: str
+    returns_log_sum_exp: bool
+    """Whether the output can be merged with the output over other keys."""
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
+
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Attention to all keys of the tile, or to the keys up to the query's position if it is causal."""
+
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        """Gradients of query, key and value; ``attended`` may have the output and log-sum-exp over more keys. A kernel
+        that can write into the views ``out`` does so and returns ``out`` itself; others ignore it."""
+
+
+@runtime_checkable
+class VarlenKernel(AttentionKernel, Protocol):
+    """A kernel that also attends within all spans of a batch in one call, whatever their lengths."""
+
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Causal attention within each span of packed ``inputs``."""
+
+    def backward_varlen(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        """Gradients of query, key and value, packed; ``out`` as in ``backward``."""
+
+
+class HalfPrecisionGpuKernel:
+    """Base of kernels for half precisions on GPUs."""
+
+    returns_log_sum_exp = True
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cuda" and dtype.itemsize == 2
+
+
+class AutogradAttention:
+    """Base of kernels whose backward pass is autograd: ``kept`` is the output with its graph, and the inputs."""
+
+    returns_log_sum_exp = False
+
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        output, *leaves = attended.kept
+        grads = torch.autograd.grad(output, leaves, grad)
+        return grads[0], grads[1], grads[2]
 
 
 @dataclass(frozen=True)
@@ -28,6 +131,11 @@ class Tile:
     keys: slice
     is_causal: bool
     """Whether a query attends to the keys up to its own position in the tile; else to all."""
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionInputs:
+        """The part of all ``[b, heads, s, d]`` that lies in the tile."""
+        keys = (self.rows, slice(None), self.keys)
+        return AttentionInputs(query[self.rows, :, self.queries], key[keys], value[keys], is_causal=self.is_causal)
 
 
 class TiledAttention:
@@ -46,12 +154,7 @@ class TiledAttention:
     def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, is_first: bool = False) -> None:
         """Attend to ``key`` and ``value`` as well, in ``tiles``."""
         for tile in tiles:
-            part = self._kernel.forward(
-                self._query[tile.rows, :, tile.queries],
-                key[tile.rows, :, tile.keys],
-                value[tile.rows, :, tile.keys],
-                tile.is_causal,
-            )
+            part = self._kernel.forward(tile.inputs(self._query, key, value))
             self.kept.append(part.kept)
             output = self.output[tile.rows, :, tile.queries]  # [b, n, s_q, d]
             log_sum_exp = self.log_sum_exp[tile.rows, :, tile.queries]  # [b, n, s_q]
@@ -60,7 +163,8 @@ class TiledAttention:
                 if part.log_sum_exp is not None:
                     log_sum_exp.copy_(part.log_sum_exp)
             else:
-                # Each output is weighted by its part of the sum of exponentials.
+                # Each output is weighted by its part of the sum of exponentials: with l = log(e^l1 + e^l2),
+                # o = o1 e^(l1 - l) + o2 e^(l2 - l).
                 assert part.log_sum_exp is not None
                 merged = torch.logaddexp(log_sum_exp, part.log_sum_exp)
                 output.mul_((log_sum_exp - merged).exp_().unsqueeze(-1))
@@ -87,28 +191,12 @@ class TiledGradients:
         """Add the gradients of ``tiles`` to the query gradient, ``grad_key`` and ``grad_value``."""
         for tile in tiles:
             queries, keys = (tile.rows, slice(None), tile.queries), (tile.rows, slice(None), tile.keys)
-            parts = self._kernel.backward(
-                self._grad[queries],
-                self._query[queries],
-                key[keys],
-                value[keys],
-                AttentionOutput(self._output[queries], self._log_sum_exp[queries], next(self._kept)),
-                tile.is_causal,
-            )
+            # The log-sum-exp is over all keys, so that the probabilities of a tile are those of the whole row.
+            attended = AttentionOutput(self._output[queries], self._log_sum_exp[queries], next(self._kept))
+            parts = self._kernel.backward(self._grad[queries], tile.inputs(self._query, key, value), attended)
             self.query[queries].add_(parts[0])
             grad_key[keys].add_(parts[1])
             grad_value[keys].add_(parts[2])
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """Queries ``[b, n, s, d]``, keys and values ``[b, groups, s, d]`` of this rank's positions."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    spans: AttentionSpans | None = None
-    """The ranges of the whole sequences within which attention is causal; None: the sequences."""
 
 
 class Attention(Protocol):
@@ -131,50 +219,30 @@ class LocalAttention:
         self._varlen = kernel if isinstance(kernel, VarlenKernel) else None
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        query, key, value, spans = inputs.query, inputs.key, inputs.value, inputs.spans
-        if spans is None:
-            return self.kernel.forward(query, key, value, is_causal=True)
+        if inputs.spans is None:
+            return self.kernel.forward(inputs)
         if self._varlen is not None:
-            attended = self._varlen.forward_varlen(_packed(query), _packed(key), _packed(value), spans.packed)
-            return replace(attended, output=_unpacked(attended.output, rows=query.shape[0]))
-        tiled = TiledAttention(self.kernel, query)
-        tiled.add(_span_tiles(spans), key, value, is_first=True)
+            attended = self._varlen.forward_varlen(inputs.packed())
+            return replace(attended, output=_unpacked(attended.output, rows=inputs.query.shape[0]))
+        tiled = TiledAttention(self.kernel, inputs.query)
+        tiled.add(_span_tiles(inputs.spans), inputs.key, inputs.value, is_first=True)
         return tiled.result()
 
     def backward(
         self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        query, key, value, spans = inputs.query, inputs.key, inputs.value, inputs.spans
-        if spans is None:
-            return self.kernel.backward(grad, query, key, value, attended, is_causal=True, out=out)
-        if self._varlen is not None:
-            return self._backward_varlen(self._varlen, spans, grad, inputs, attended, out)
-        gradients = TiledGradients(self.kernel, grad, query, attended)
-        grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
-        gradients.add(_span_tiles(spans), key, value, grad_key, grad_value)
-        return gradients.query, grad_key, grad_value
-
-    @staticmethod
-    def _backward_varlen(
-        kernel: VarlenKernel,
-        spans: AttentionSpans,
-        grad: Tensor,
-        inputs: AttentionInputs,
-        attended: AttentionOutput,
-        out: Gradients | None,
-    ) -> Gradients:
+        if inputs.spans is None:
+            return self.kernel.backward(grad, inputs, attended, out)
+        if self._varlen is None:
+            gradients = TiledGradients(self.kernel, grad, inputs.query, attended)
+            grad_key, grad_value = (torch.zeros_like(one, dtype=gradients.dtype) for one in (inputs.key, inputs.value))
+            gradients.add(_span_tiles(inputs.spans), inputs.key, inputs.value, grad_key, grad_value)
+            return gradients.query, grad_key, grad_value
         rows = inputs.query.shape[0]
         # Several rows are packed into a copy: gradients written there would not be in ``out``.
         packed_out = None if out is None or rows > 1 else (_packed(out[0]), _packed(out[1]), _packed(out[2]))
-        parts = kernel.backward_varlen(
-            _packed(grad),
-            _packed(inputs.query),
-            _packed(inputs.key),
-            _packed(inputs.value),
-            replace(attended, output=_packed(attended.output)),
-            spans.packed,
-            packed_out,
-        )
+        attended = replace(attended, output=_packed(attended.output))
+        parts = self._varlen.backward_varlen(_packed(grad), inputs.packed(), attended, packed_out)
         if out is not None and parts is packed_out:
             return out
         grad_query, grad_key, grad_value = (_unpacked(part, rows) for part in parts)

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import torch_compat
-from megatron.core.ops.attention_interface import (
+from megatron.core.ops.attention import (
+    AttentionInputs,
     AttentionKernel,
     AttentionOutput,
     AutogradAttention,
@@ -19,7 +20,7 @@ from megatron.core.ops.documents import PackedSpans
 
 
 class ReferenceAttention:
-    """The definition; materialises all scores."""
+    """The definition; materialises all scores, and computes in fp32 or wider."""
 
     name = "reference"
     returns_log_sum_exp = True
@@ -27,45 +28,26 @@ class ReferenceAttention:
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        return self._forward(query, key, value, _future(key) if is_causal else None)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        return self._forward(inputs, _future(inputs))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        return self._backward(grad, query, key, value, attended, _future(key) if is_causal else None)
+        return self._backward(grad, inputs, attended, _future(inputs))
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
-        hidden = _future_or_other_span(spans, query)
-        query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))  # [1, n, total, d]
-        attended = self._forward(query, key, value, hidden)
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        attended = self._forward(_one_row(inputs), _future_or_other_span(inputs))
         assert attended.log_sum_exp is not None
         return AttentionOutput(attended.output[0].transpose(0, 1), attended.log_sum_exp[0])
 
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         assert attended.log_sum_exp is not None
-        grad, query, key, value, output = (
-            tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, query, key, value, attended.output)
-        )  # [1, n, total, d]
+        grad, output = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, attended.output))  # [1, n, total, d]
         one_row = AttentionOutput(output, attended.log_sum_exp.unsqueeze(0))
-        hidden = _future_or_other_span(spans, attended.output)
-        grads = self._backward(grad, query, key, value, one_row, hidden)
+        grads = self._backward(grad, _one_row(inputs), one_row, _future_or_other_span(inputs))
         grad_query, grad_key, grad_value = (part[0].transpose(0, 1) for part in grads)
         return grad_query, grad_key, grad_value
 
@@ -74,48 +56,57 @@ class ReferenceAttention:
         scores = query @ key.transpose(-1, -2).unsqueeze(2) / math.sqrt(query.shape[-1])
         return scores if hidden is None else scores.masked_fill(hidden, -math.inf)
 
-    def _forward(self, query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> AttentionOutput:
-        wide_query, wide_key, wide_value = _grouped(query, key, value)
-        scores = self._scores(wide_query, wide_key, hidden)
+    def _forward(self, inputs: AttentionInputs, hidden: Tensor | None) -> AttentionOutput:
+        query, key, value = _grouped(inputs)
+        scores = self._scores(query, key, hidden)
         log_sum_exp = scores.logsumexp(dim=-1)  # [b, groups, n / groups, s_q]
-        output = (scores - log_sum_exp.unsqueeze(-1)).exp() @ wide_value.unsqueeze(2)
-        return AttentionOutput(output.flatten(1, 2).to(query.dtype), log_sum_exp.flatten(1, 2))
+        output = (scores - log_sum_exp.unsqueeze(-1)).exp() @ value.unsqueeze(2)  # [b, groups, n / groups, s_q, d]
+        return AttentionOutput(output.flatten(1, 2).to(inputs.query.dtype), log_sum_exp.flatten(1, 2))
 
     def _backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: AttentionOutput, hidden: Tensor | None
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, hidden: Tensor | None
     ) -> Gradients:
         assert attended.log_sum_exp is not None
-        wide_query, wide_key, wide_value = _grouped(query, key, value)
+        query, key, value = _grouped(inputs)
         groups = (key.shape[1], -1)
-        wide_grad, wide_output = (
-            tensor.to(wide_query.dtype).unflatten(1, groups) for tensor in (grad, attended.output)
-        )
-        scores = self._scores(wide_query, wide_key, hidden)
+        grad, output = (one.to(query.dtype).unflatten(1, groups) for one in (grad, attended.output))
+        scores = self._scores(query, key, hidden)
         probabilities = (scores - attended.log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
-        grad_probabilities = wide_grad @ wide_value.transpose(-1, -2).unsqueeze(2)
-        delta = (wide_grad * wide_output).sum(dim=-1, keepdim=True)  # [b, groups, n / groups, s_q, 1]
+        grad_probabilities = grad @ value.transpose(-1, -2).unsqueeze(2)
+        delta = (grad * output).sum(dim=-1, keepdim=True)  # [b, groups, n / groups, s_q, 1]
         grad_scores = probabilities * (grad_probabilities - delta) / math.sqrt(query.shape[-1])
-        grad_query = (grad_scores @ wide_key.unsqueeze(2)).flatten(1, 2)
-        grad_key = (grad_scores.transpose(-1, -2) @ wide_query).sum(dim=2)
-        grad_value = (probabilities.transpose(-1, -2) @ wide_grad).sum(dim=2)
-        return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+        grad_query = (grad_scores @ key.unsqueeze(2)).flatten(1, 2)
+        # The heads of a group have the same key and value, so their gradients are summed.
+        grad_key = (grad_scores.transpose(-1, -2) @ query).sum(dim=2)
+        grad_value = (probabilities.transpose(-1, -2) @ grad).sum(dim=2)
+        dtype = inputs.query.dtype
+        return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
 
 
-def _future(key: Tensor) -> Tensor:
-    """Whether a key is later than the query: ``[s, s]``."""
-    length = key.shape[2]
-    return torch.ones(length, length, dtype=torch.bool, device=key.device).triu(1)
+def _future(inputs: AttentionInputs) -> Tensor | None:
+    """Whether a key is later than the query: ``[s, s]``; None if all keys are visible."""
+    if not inputs.is_causal:
+        return None
+    length = inputs.key.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=inputs.key.device).triu(1)
 
 
-def _future_or_other_span(spans: PackedSpans, packed: Tensor) -> Tensor:
-    """Whether a key is later than the query, or in another span: ``[total, total]`` for ``packed [total, ...]``."""
-    positions = torch.arange(packed.shape[0], device=packed.device)
-    number = (positions.unsqueeze(1) >= spans.cu_seqlens).sum(dim=1)  # of the span, [total]
+def _future_or_other_span(packed: AttentionInputs) -> Tensor:
+    """Whether a key is later than the query, or in another span: ``[total, total]``."""
+    positions = torch.arange(packed.query.shape[0], device=packed.query.device)
+    number = (positions.unsqueeze(1) >= packed.packed_spans.cu_seqlens).sum(dim=1)  # of the span, [total]
     return (positions > positions.unsqueeze(1)) | (number != number.unsqueeze(1))
 
 
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> Gradients:
+def _one_row(packed: AttentionInputs) -> AttentionInputs:
+    """Packed ``[total, heads, d]`` as one sequence ``[1, heads, total, d]``."""
+    heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (packed.query, packed.key, packed.value))
+    return AttentionInputs(*heads)
+
+
+def _grouped(inputs: AttentionInputs) -> Gradients:
     """In fp32 or wider, with the queries of a group together: ``[b, groups, n / groups, s_q, d]``."""
+    query, key, value = inputs.query, inputs.key, inputs.value
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.to(wide).unflatten(1, (key.shape[1], -1)), key.to(wide), value.to(wide)
 
@@ -136,34 +127,27 @@ class CpuFlashAttention:
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cpu"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        attend = torch_compat.cpu_flash_attention
-        if not self._splits_queries(query, is_causal):
-            return AttentionOutput(*attend(query, key, value, 0.0, is_causal))
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        query, key, value, attend = inputs.query, inputs.key, inputs.value, torch_compat.cpu_flash_attention
+        if not self._splits_queries(inputs):
+            return AttentionOutput(*attend(query, key, value, 0.0, inputs.is_causal))
         output = torch.empty_like(query)
-        log_sum_exp = torch.empty(
-            query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32), device=query.device
-        )
+        wide = torch.promote_types(query.dtype, torch.float32)
+        log_sum_exp = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         for queries, keys, mask in self._blocks(query):
             part = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, False, attn_mask=mask)
             output[:, :, queries], log_sum_exp[:, :, queries] = part
         return AttentionOutput(output, log_sum_exp)
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
+        query, key, value = inputs.query, inputs.key, inputs.value
         output, log_sum_exp = attended.output, attended.log_sum_exp
         assert log_sum_exp is not None
         differentiate = torch_compat.cpu_flash_attention_backward
-        if not self._splits_queries(query, is_causal):
-            grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, is_causal)
+        if not self._splits_queries(inputs):
+            grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, inputs.is_causal)
             return grads
         grad_query = torch.empty_like(query) if out is None else out[0]
         dtype, length = query.dtype, query.shape[2]
@@ -187,8 +171,8 @@ class CpuFlashAttention:
         out[2].copy_(grad_value)
         return out
 
-    def _splits_queries(self, query: Tensor, is_causal: bool) -> bool:
-        return is_causal and self._QUERIES < query.shape[2] <= self._KEYS
+    def _splits_queries(self, inputs: AttentionInputs) -> bool:
+        return inputs.is_causal and self._QUERIES < inputs.query.shape[2] <= self._KEYS
 
     def _blocks(self, query: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks of the queries ``[b, n, s, d]``, the keys up to the end of each block, and the mask of its scores."""
@@ -207,45 +191,32 @@ class CudaFlashAttention(HalfPrecisionGpuKernel):
 
     name = "torch flash (CUDA)"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        output, log_sum_exp, *kept = torch_compat.flash_attention(query, key, value, 0.0, is_causal)
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        tensors = inputs.query, inputs.key, inputs.value
+        output, log_sum_exp, *kept = torch_compat.flash_attention(*tensors, 0.0, inputs.is_causal)
         return AttentionOutput(output, log_sum_exp, tuple(kept[:6]))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
         assert attended.log_sum_exp is not None
-        tensors = grad, query, key, value, attended.output, attended.log_sum_exp.contiguous()
-        grads: Gradients = torch_compat.flash_attention_backward(*tensors, *lengths, 0.0, is_causal, seed, offset)
+        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, attended.log_sum_exp.contiguous()
+        differentiate = torch_compat.flash_attention_backward
+        grads: Gradients = differentiate(*tensors, *lengths, 0.0, inputs.is_causal, seed, offset)
         return grads
 
-    def forward_varlen(self, query: Tensor, key: Tensor, value: Tensor, spans: PackedSpans) -> AttentionOutput:
-        output, log_sum_exp, *kept = torch_compat.varlen_flash_attention(
-            query, key, value, *_lengths(spans), 0.0, True, False
-        )
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        tensors, lengths = (inputs.query, inputs.key, inputs.value), _lengths(inputs.packed_spans)
+        output, log_sum_exp, *kept = torch_compat.varlen_flash_attention(*tensors, *lengths, 0.0, True, False)
         return AttentionOutput(output, log_sum_exp, tuple(kept[:2]))
 
     def backward_varlen(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        spans: PackedSpans,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
-        tensors = grad, query, key, value, attended.output, attended.log_sum_exp
+        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, attended.log_sum_exp
         differentiate = torch_compat.varlen_flash_attention_backward
-        grads: Gradients = differentiate(*tensors, *_lengths(spans), 0.0, True, *attended.kept)
+        grads: Gradients = differentiate(*tensors, *_lengths(inputs.packed_spans), 0.0, True, *attended.kept)
         return grads
 
 
@@ -259,25 +230,20 @@ class CudnnAttention(HalfPrecisionGpuKernel):
 
     name = "cuDNN"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
-        output, log_sum_exp, *kept = torch_compat.cudnn_attention(query, key, value, None, True, 0.0, is_causal)
-        return AttentionOutput(output, log_sum_exp.view(query.shape[:3]), tuple(kept[:6]))
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        tensors = inputs.query, inputs.key, inputs.value
+        output, log_sum_exp, *kept = torch_compat.cudnn_attention(*tensors, None, True, 0.0, inputs.is_causal)
+        return AttentionOutput(output, log_sum_exp.view(inputs.query.shape[:3]), tuple(kept[:6]))
 
     def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: AttentionOutput,
-        is_causal: bool,
-        out: Gradients | None = None,
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
     ) -> Gradients:
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
         assert attended.log_sum_exp is not None
-        tensors = grad, query, key, value, attended.output, attended.log_sum_exp.contiguous().unsqueeze(-1)
+        log_sum_exp = attended.log_sum_exp.contiguous().unsqueeze(-1)
+        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, log_sum_exp
         differentiate = torch_compat.cudnn_attention_backward
-        grads: Gradients = differentiate(*tensors, seed, offset, None, *lengths, 0.0, is_causal)
+        grads: Gradients = differentiate(*tensors, seed, offset, None, *lengths, 0.0, inputs.is_causal)
         return grads
 
 
@@ -289,14 +255,16 @@ class TorchAttention(AutogradAttention):
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> AttentionOutput:
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         with torch.enable_grad():
-            q, k, v = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+            q, k, v = (one.detach().requires_grad_() for one in (inputs.query, inputs.key, inputs.value))
             # Only half-precision kernels take grouped queries; others would fall back to a kernel that materialises
             # all scores.
             repeats = 1 if q.dtype.itemsize == 2 else q.shape[1] // k.shape[1]
             keys, values = (t.repeat_interleave(repeats, dim=1) if repeats > 1 else t for t in (k, v))
-            output = F.scaled_dot_product_attention(q, keys, values, is_causal=is_causal, enable_gqa=repeats == 1)
+            output = F.scaled_dot_product_attention(
+                q, keys, values, is_causal=inputs.is_causal, enable_gqa=repeats == 1
+            )
         return AttentionOutput(output.detach(), None, (output, q, k, v))
 
 
@@ -313,15 +281,11 @@ def attention_kernels(backend: str, masks_attention: bool = False) -> list[Atten
 
 
 def choose_attention_kernel(
-    backend: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    needs_log_sum_exp: bool = False,
-    masks_attention: bool = False,
+    backend: str, device: torch.device, dtype: torch.dtype, needs_log_sum_exp: bool = False
 ) -> AttentionKernel:
     """The first of :func:`attention_kernels` that supports ``dtype`` on ``device``."""
     return next(
         kernel
-        for kernel in attention_kernels(backend, masks_attention)
+        for kernel in attention_kernels(backend)
         if kernel.supports(device, dtype) and (kernel.returns_log_sum_exp or not needs_log_sum_exp)
     )

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import scaled_mm
 
 AmaxAlgorithm = Literal["most_recent", "max"]
@@ -65,25 +65,24 @@ def quantize(
     return QuantizedTensor(out, scale.reciprocal() + (amax - amax))
 
 
-class Quantization(Protocol):
-    """Quantises tensors ``[..., k]`` of ``m`` rows with one ``scale`` ``[]`` in fp32, as :func:`quantize`, in one or in
-    both layouts."""
+@dataclass(frozen=True)
+class Fp8Format:
+    """How a tensor is quantised."""
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
+    scale: Tensor
+    """``[]`` in fp32."""
+    dtype: torch.dtype
+    layout: Layout
+
+
+class Quantization(Protocol):
+    """Quantises tensors ``[..., k]`` of ``m`` rows as :func:`quantize`, in one or in both layouts."""
+
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
         """:func:`quantize` with the amax of ``tensor``, which current scaling computes before. ``out``, a contiguous
         tensor, is the memory of the rows."""
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
         """:func:`quantize`; raises ``step_amax`` ``[]`` to the amax of ``tensor`` if that is larger, or NaN."""
 
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
@@ -96,27 +95,17 @@ class Quantization(Protocol):
 class EagerQuantization:
     """One torch operation after the other: the definition, 29 bytes per bf16 element and layout."""
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        rows = quantize(tensor, scale, amax, dtype, out)
-        if Layout.TRANSPOSED not in layout:
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        rows = quantize(tensor, target.scale, amax, target.dtype, out)
+        if Layout.TRANSPOSED not in target.layout:
             return rows
-        data = rows.data if Layout.ROWS in layout else rows.data.new_empty(0)
+        data = rows.data if Layout.ROWS in target.layout else rows.data.new_empty(0)
         return QuantizedTensor(data, rows.inverse_scale, self.transpose(rows.data.flatten(0, -2)))
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
         amax = amax_of(tensor)
         torch.maximum(step_amax, amax, out=step_amax)
-        return self.quantize(tensor, scale, amax, dtype, layout)
+        return self.quantize(tensor, target, amax)
 
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
         return scale_from_amax(amax, largest_value(dtype), 1.0, margin)
@@ -130,13 +119,12 @@ class DelayedQuantization:
     """The quantisation of a tensor of a linear layer under delayed scaling, whose scale is known before the tensor."""
 
     quantization: Quantization
-    scale: Tensor
+    target: Fp8Format
     step_amax: Tensor
-    dtype: torch.dtype
-    layout: Layout
+    """``[]``: the largest amax of this step so far."""
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
-        return self.quantization.quantize_and_record(tensor, self.scale, self.step_amax, self.dtype, self.layout)
+        return self.quantization.quantize_and_record(tensor, self.target, self.step_amax)
 
 
 class ScaledGemm(Protocol):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import AttentionInputs, AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
 
 
@@ -97,12 +97,11 @@ def attention_action(
     def random(heads: int) -> Tensor:
         return torch.randn(shape.batch, heads, shape.length, shape.head_size, device=device).to(dtype)
 
-    query, grad = random(shape.heads), random(shape.heads)
-    key, value = random(shape.kv_heads), random(shape.kv_heads)
+    grad = random(shape.heads)
+    inputs = AttentionInputs(random(shape.heads), random(shape.kv_heads), random(shape.kv_heads))
 
     def run() -> None:
-        attended = kernel.forward(query, key, value, is_causal=True)
-        kernel.backward(grad, query, key, value, attended, is_causal=True)
+        kernel.backward(grad, inputs, kernel.forward(inputs))
 
     return run
 

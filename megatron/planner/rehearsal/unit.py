@@ -20,7 +20,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import apply_loss_chunks, build_context, build_executor
+from megatron.core.models.parallelize import build_context, build_executor
 from megatron.core.models.transformer import PositionTables, TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import ParameterInfo, info_of
@@ -179,7 +179,8 @@ class UnitRehearsals:
             with recorder.allocating("weights"):
                 whole = VirtualStage(range(0), has_embedding=True, has_output_layer=True)
                 model = TransformerModel(architecture, context, [whole])
-            apply_loss_chunks(model, config.activations)
+            assert model.output_layer is not None
+            model.output_layer.loss_chunk_size = config.activations.loss_chunk_size
             self._attach_main_grads(recorder, model)
             one_stage = replace(self._grid, pp=1)
             executor = build_executor(

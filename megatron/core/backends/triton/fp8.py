@@ -1,7 +1,12 @@
-"""FP8 quantisation in one pass: read a tensor once, write it in FP8 as rows, transposed, or both, and record its amax.
+"""FP8 kernels: quantisation in one pass, and the weight-gradient GEMM that accumulates into the gradient buffer.
 
-3 bytes per bf16 element and layout, or 4 for both, instead of 29 and more. Results are bitwise equal to
+Quantisation reads a tensor once, writes it in FP8 as rows, transposed, or both, and records its amax: 3 bytes per bf16
+element and layout, or 4 for both, instead of 29 and more. Results are bitwise equal to
 :class:`~megatron.core.ops.fp8.EagerQuantization`.
+
+torch's ``_scaled_mm`` overwrites its result, so an addition to the gradient buffer follows: 12 more bytes per weight
+and microbatch, which the GEMM here saves. Its speed is unmeasured: it may be slower than cuBLAS's by more than the
+addition takes.
 """
 
 import torch
@@ -9,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.ops.fp8 import LARGEST_SCALE, largest_value
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.ops.fp8 import LARGEST_SCALE, Fp8Format, largest_value
+from megatron.core.precision import Layout, QuantizedTensor
 
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""
 
-_SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr"]
+SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr", "a_scale_ptr", "b_scale_ptr"]
 """Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
 layers: Triton would compile a kernel for each."""
 
@@ -42,7 +47,7 @@ def record_amax(bits: tl.tensor, step_amax_ptr: tl.tensor, inverse_scale_ptr: tl
         tl.store(inverse_scale_ptr, float("nan"))
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def quantize_tile(
     x_ptr: tl.tensor,  # [m, k] with any strides
     row_stride: tl.tensor,
@@ -82,7 +87,7 @@ def quantize_tile(
         tl.store(inverse_scale_ptr, tl.div_rn(1.0, scale) + (amax - amax))
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def current_scale_kernel(
     amax_ptr: tl.tensor,  # []
     scale_ptr: tl.tensor,  # []
@@ -116,21 +121,11 @@ def transpose_tile(
 class TritonQuantization:
     """A :class:`~megatron.core.ops.fp8.Quantization` of bf16, fp16 and fp32 tensors that are not empty."""
 
-    def quantize(
-        self,
-        tensor: Tensor,
-        scale: Tensor,
-        amax: Tensor,
-        dtype: torch.dtype,
-        layout: Layout,
-        out: Tensor | None = None,
-    ) -> QuantizedTensor:
-        return self._launch(tensor, scale, torch.empty_like(scale), amax, None, dtype, layout, out)
+    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
+        return self._launch(tensor, target, torch.empty_like(target.scale), amax=amax, out=out)
 
-    def quantize_and_record(
-        self, tensor: Tensor, scale: Tensor, step_amax: Tensor, dtype: torch.dtype, layout: Layout
-    ) -> QuantizedTensor:
-        return self._launch(tensor, scale, scale.reciprocal(), None, step_amax, dtype, layout)
+    def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
+        return self._launch(tensor, target, target.scale.reciprocal(), step_amax=step_amax)
 
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
         scale = torch.empty_like(amax)
@@ -157,12 +152,10 @@ class TritonQuantization:
     def _launch(
         self,
         tensor: Tensor,
-        scale: Tensor,
+        target: Fp8Format,
         inverse_scale: Tensor,
-        amax: Tensor | None,
-        step_amax: Tensor | None,
-        dtype: torch.dtype,
-        layout: Layout,
+        amax: Tensor | None = None,
+        step_amax: Tensor | None = None,
         out: Tensor | None = None,
     ) -> QuantizedTensor:
         if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -170,14 +163,15 @@ class TritonQuantization:
         matrix = tensor.flatten(0, -2)  # [m, k]
         m, k = matrix.shape
         assert m * k > 0, "an empty tensor has no amax"
-        writes_rows, writes_transposed = Layout.ROWS in layout, Layout.TRANSPOSED in layout
+        dtype = target.dtype
+        writes_rows, writes_transposed = Layout.ROWS in target.layout, Layout.TRANSPOSED in target.layout
         data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype) if out is None else out
         assert data.is_contiguous() and data.dtype == dtype
         transposed = tensor.new_empty(k, m, dtype=dtype) if writes_transposed else None
         quantize_tile[(_tiles(m, k),)](
             matrix,
             *matrix.stride(),
-            scale,
+            target.scale,
             data if transposed is None or writes_rows else transposed,
             data if transposed is None else transposed,
             inverse_scale,
@@ -199,3 +193,75 @@ class TritonQuantization:
 
 def _tiles(m: int, k: int) -> int:
     return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
+
+
+GEMM_TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 128, "GROUP": 8}
+"""A tile of the gradient, the rows that one step of its sum reads, and the tiles of dim 0 that neighbouring programs
+compute, because they read the same inputs. Not tuned on a device."""
+
+
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
+def accumulate_tile(
+    buffer_ptr: tl.tensor,  # [n, k]
+    a_ptr: tl.tensor,  # [n, m]
+    b_ptr: tl.tensor,  # [k, m]
+    a_scale_ptr: tl.tensor,  # []
+    b_scale_ptr: tl.tensor,  # []
+    n: tl.tensor,
+    k: tl.tensor,
+    m: tl.tensor,
+    ACCUMULATES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """``a @ b^T`` times both scales for one tile of ``buffer``."""
+    program, tiles_n, tiles_k = tl.program_id(0), tl.cdiv(n, BLOCK_N), tl.cdiv(k, BLOCK_K)
+    first = program // (GROUP * tiles_k) * GROUP
+    height = tl.minimum(tiles_n - first, GROUP)
+    within = program % (GROUP * tiles_k)
+    rows = (first + within % height).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)  # of a and of the buffer
+    columns = (within // height).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)  # rows of b
+    summed = tl.arange(0, BLOCK_M)
+    a_ptrs = a_ptr + rows[:, None] * m + summed[None, :]
+    b_ptrs = b_ptr + columns[None, :] * m + summed[:, None]
+    product = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    for start in range(0, m, BLOCK_M):
+        is_summed = summed < m - start
+        a = tl.load(a_ptrs, mask=(rows[:, None] < n) & is_summed[None, :], other=0.0)  # [BLOCK_N, BLOCK_M]
+        b = tl.load(b_ptrs, mask=(columns[None, :] < k) & is_summed[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
+        # Tensor cores of Hopper keep some 14 bits of an FP8 sum, so each step's sum is added in fp32.
+        product = tl.dot(a, b, product, max_num_imprecise_acc=BLOCK_M)
+        a_ptrs += BLOCK_M
+        b_ptrs += BLOCK_M
+    product *= tl.load(a_scale_ptr) * tl.load(b_scale_ptr)
+    inside = (rows[:, None] < n) & (columns[None, :] < k)
+    buffer_ptrs = buffer_ptr + rows[:, None] * k + columns[None, :]
+    if ACCUMULATES:
+        product += tl.load(buffer_ptrs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(buffer_ptrs, product.to(buffer_ptr.dtype.element_ty), mask=inside)
+
+
+class TritonFp8WeightGradient:
+    """A :class:`~megatron.core.ops.fp8.Fp8WeightGradientKernel` that takes no memory for the product."""
+
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        assert buffer.is_contiguous() and a.data.is_contiguous() and b.data.is_contiguous()
+        (n, m), k = a.data.shape, b.data.shape[0]
+        tiles = triton.cdiv(n, GEMM_TILE["BLOCK_N"]) * triton.cdiv(k, GEMM_TILE["BLOCK_K"])
+        accumulate_tile[(tiles,)](
+            buffer,
+            a.data,
+            b.data,
+            a.inverse_scale,
+            b.inverse_scale,
+            n,
+            k,
+            m,
+            ACCUMULATES=accumulate,
+            **GEMM_TILE,
+            num_warps=8,
+            num_stages=4,
+            enable_fp_fusion=False,
+        )
