@@ -42,7 +42,7 @@ from megatron.config.moe import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.core.context_parallel.attention import ContextParallel
-from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
@@ -53,8 +53,7 @@ from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import NumberFormats
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import P2POverlap
+from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule, placement_of

@@ -14,8 +14,8 @@ from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import whole_params
-from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage

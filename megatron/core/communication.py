@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.shared_memory import open_transport
-from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, run_sends, sendable
+from megatron.core.transport import Message, Reduction, Transport, open_transport
 from megatron.torch_compat import storage_id
 
 T = TypeVar("T")
@@ -350,3 +349,43 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape begin at the same address."""
     is_same_storage = storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
     return is_same_storage and one.storage_offset() == other.storage_offset()
+
+
+class GlooSend:
+    """A send that a thread waits for, because gloo does not report whether it is complete."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Wait for the send, in the thread."""
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+        self._work = None  # frees the tensor
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def run_sends(sends: "queue.SimpleQueue[GlooSend | None]") -> None:
+    while (send := sends.get()) is not None:
+        send.run()
+
+
+def is_fp8(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.itemsize == 1
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """``tensor`` in a dtype that every backend supports: FP8 is sent as bytes."""
+    return tensor.view(torch.uint8) if is_fp8(tensor) else tensor

@@ -1,5 +1,6 @@
 """Simulation of a schedule: when each action runs, how long stages idle, how many activations live at once."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -152,3 +153,52 @@ def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
     last: Kind = "W" if schedule.splits_backward else "B"
     changes = ([(action.kind == "F") - (action.kind == last) for action in actions] for actions in schedule.actions)
     return tuple(max(accumulate(change), default=0) for change in changes)
+
+
+def verify(schedule: Schedule, live_activations: tuple[int, ...] | None = None) -> None:
+    """Raise :class:`ScheduleError` unless ``schedule`` is complete, ordered, free of deadlock and within its memory.
+
+    ``live_activations`` bounds :func:`~megatron.schedules.simulator.peak_live_activations` by stage.
+    """
+    wanted = Counter(
+        Action(kind, microbatch, chunk)
+        for kind in schedule.kinds
+        for microbatch in range(schedule.num_microbatches)
+        for chunk in range(schedule.placement.num_chunks)
+    )
+    for stage in range(schedule.placement.num_stages):
+        found = Counter(schedule.actions[stage])
+        if found != wanted:
+            missing, extra = wanted - found, found - wanted
+            raise ScheduleError(
+                f"{schedule.name}, stage {stage}: missing {', '.join(map(str, missing)) or 'nothing'}; "
+                f"too many {', '.join(map(str, extra)) or 'nothing'}"
+            )
+    for _ in execution_order(schedule):
+        pass  # It raises for a deadlock.
+    _verify_messages(schedule)
+    if live_activations is not None:
+        for stage, (live, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
+            if live > bound:
+                raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {live} passes, not {bound}")
+
+
+def _verify_messages(schedule: Schedule) -> None:
+    """On every channel, messages are received in the order in which they are sent."""
+    sent: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
+    received: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
+    for stage, actions in enumerate(schedule.actions):
+        for action in actions:
+            for messages, message in (
+                (sent, schedule.outgoing(stage, action)),
+                (received, schedule.incoming(stage, action)),
+            ):
+                if message is not None:
+                    messages[message.channel].append(message.result)
+    for key in sent.keys() | received.keys():
+        if sent[key] != received[key]:
+            kind, source, target = key
+            raise ScheduleError(
+                f"{schedule.name}: stage {target} does not receive the {kind} messages of stage {source} in the order "
+                "in which they are sent"
+            )

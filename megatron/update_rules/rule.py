@@ -3,7 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+
+import megatron.update_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,3 +157,19 @@ class UpdateRule(ABC):
 def take_flags(config: Any, kind: type[Kind]) -> Kind:
     """The fields of the dataclass ``kind`` from a ``config`` that has them all."""
     return kind(**{one.name: getattr(config, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+
+
+def update_rules() -> dict[str, type[UpdateRule]]:
+    """Every rule by name, in the order of their files; rules that are defined elsewhere follow."""
+    for module in iter_modules(megatron.update_rules.__path__, f"{megatron.update_rules.__name__}."):
+        import_module(module.name)
+    return {rule.name: rule for rule in UpdateRule.__subclasses__()}
+
+
+def rule_flags() -> list[type[Flags]]:
+    return [rule.flags for rule in update_rules().values() if rule.flags is not Flags]
+
+
+def build_rule(config: Any) -> UpdateRule:
+    """The rule of ``--optimizer``, with its flags in ``config``."""
+    return update_rules()[config.optimizer].of(config)

@@ -18,7 +18,7 @@ from megatron.checkpoint.directory import TRACKER, locate_checkpoint, remove_che
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.retention import Retention
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import (
     ALONE,

@@ -18,8 +18,8 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
-from megatron.core.data_parallel.sharing import Sharing
-from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
+from megatron.core.data_parallel.strategy import ReplicaGroups
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk
@@ -206,7 +206,7 @@ SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 def sharing_of(topology: Topology, strategy: ShardingStrategy) -> tuple[Communicator, Communicator]:
     """The ranks that divide gradients, and those with the same part."""
-    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=strategy), topology)
+    sharing = ReplicaGroups.of(ParallelConfig(data_parallel_sharding_strategy=strategy), topology)
     return sharing.shards, sharing.replicas
 
 

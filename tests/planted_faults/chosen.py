@@ -566,8 +566,8 @@ EXPERTS = (
     ),
     Fault(
         "the gradients of experts are reduced like those of dense weights",
-        "return cls(dense, Sharing.of_experts(config, topology), topology.world,",
-        "return cls(dense, Sharing.of(config, topology), topology.world,",
+        "return cls(dense, ReplicaGroups.of_experts(config, topology), topology.world,",
+        "return cls(dense, ReplicaGroups.of(config, topology), topology.world,",
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(

@@ -24,9 +24,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard, ShardRanges
-from megatron.core.data_parallel.sharing import ModelSharing
-from megatron.core.data_parallel.strategy import DataParallel, LocalParam
-from megatron.core.data_parallel.units import expert_modules
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
 from megatron.core.precision import NumberFormats
@@ -112,7 +110,7 @@ class FullyShardedDataParallel(DataParallel):
         config: ParallelConfig,
         has_experts: bool = False,
     ) -> None:
-        sharing = ModelSharing.of(config, topology, has_experts)
+        sharing = ParallelGroups.of(config, topology, has_experts)
         sharing.open()
         self._units: list[_Unit] = []
         for chunk, modules in chunk_units:
@@ -183,7 +181,7 @@ def _shard_chunk(
     chunk: nn.Module,
     modules: Sequence[nn.Module],
     formats: NumberFormats,
-    sharing: ModelSharing,
+    sharing: ParallelGroups,
     device: torch.device,
     config: ParallelConfig,
 ) -> list[_Unit]:

@@ -19,8 +19,12 @@ from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.query_scale import query_scales
 from megatron.core.ops.rope import rotary_table
 from megatron.core.parameter import TiedEnd
-from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    ChunkedOutputLayer,
+    VocabularyShard,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.tensor_parallel.layers import (
     LinearFunction,
     LinearOp,

@@ -111,7 +111,7 @@ class BackwardOverlap:
             self._tasks.pop(0)()
 
 
-class StartedTransfer:
+class AsyncTransfer:
     """A transfer of ``rows`` that has started. Call :meth:`wait` once; ``rows`` must not change until then."""
 
     def __init__(self, transfer: Transfer, rows: Tensor) -> None:
@@ -146,21 +146,21 @@ class StartedTransfer:
 
 def communicate(transfer: Transfer, rows: Tensor) -> Tensor:
     """The result of ``transfer``, without overlap."""
-    return StartedTransfer(transfer, rows).wait()
+    return AsyncTransfer(transfer, rows).wait()
 
 
 class _Start(Function):
     """Returns a tensor without elements, which connects the start and the wait in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, started: StartedTransfer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, started: AsyncTransfer) -> Tensor:
         ctx.started = started
         started.begin(started.transfer.start(rows))
         return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        started: StartedTransfer = ctx.started
+        started: AsyncTransfer = ctx.started
         assert started.overlap is not None
         started.overlap.run()
         return started.finish(), None
@@ -168,12 +168,12 @@ class _Start(Function):
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, edge: Tensor, started: StartedTransfer) -> Tensor:
+    def forward(ctx: Any, edge: Tensor, started: AsyncTransfer) -> Tensor:
         ctx.started = started
         return started.finish()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        started: StartedTransfer = ctx.started
+        started: AsyncTransfer = ctx.started
         started.begin(started.transfer.start_adjoint(gradients[0].contiguous()))
         return gradients[0].new_empty(0), None

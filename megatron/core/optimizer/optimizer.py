@@ -7,22 +7,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.data_parallel.buffer import ParamShard
+from megatron.core.communication import Communicator
+from megatron.core.data_parallel.buffer import ParameterSplit, ParamShard
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
-from megatron.core.optimizer.weight_average import WeightAverage
-from megatron.core.optimizer.whole_matrices import WholeMatrices
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
-from megatron.update_rules.registry import build_rule
-from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, UpdateRule
+from megatron.update_rules.rule import SLICE, Group, ParameterFacts, Shard, UpdateContext, UpdateRule, build_rule
 
 if TYPE_CHECKING:
     from megatron.update_rules.rule import MatrixUpdates
@@ -263,3 +262,79 @@ def clip_coefficient(grad_norm: float, limit: float) -> float:
     if limit == 0.0 or grad_norm <= limit:
         return 1.0
     return limit / (grad_norm + 1e-6)
+
+
+class WeightAverage:
+    """``average <- decay * average + (1 - decay) * weight`` after every update.
+
+    ``weights`` are the 1-D master weights, which :meth:`update` reads; the averages have their dtype, and start as a
+    copy.
+    """
+
+    def __init__(self, decay: float, weights: Sequence[Tensor]) -> None:
+        self._decay, self._weights = decay, list(weights)
+        self.averages = [weight.detach().clone() for weight in weights]
+
+    def update(self) -> None:
+        if self.averages:
+            torch._foreach_lerp_(self.averages, self._weights, 1.0 - self._decay)
+
+    def reset(self) -> None:
+        """Let the average begin with the current weights."""
+        for average, weight in zip(self.averages, self._weights):
+            average.copy_(weight)
+
+    def exchange(self) -> None:
+        """Swap the averages with the weights, a slice at a time."""
+        for average, weight in zip(self.averages, self._weights):
+            for one, other in zip(average.split(SLICE), weight.split(SLICE)):
+                kept = one.clone()
+                one.copy_(other)
+                other.copy_(kept)
+
+
+Transform = Callable[[ParameterInfo, Tensor], Tensor]
+"""From a tensor-parallel rank's matrix to another of the same shape."""
+
+
+class WholeMatrices:
+    """The matrices of ``splits``, which are the same on all ``ranks`` of the shard group.
+
+    ``empty`` has no elements, and the dtype and device of the shards.
+    """
+
+    def __init__(self, splits: Sequence[ParameterSplit], ranks: Communicator, empty: Tensor) -> None:
+        # The sort is stable, so that all ranks have the same order.
+        ordered = sorted(splits, key=lambda split: prod(split.info.local_shape), reverse=True)
+        self._rounds = [ordered[start : start + ranks.size] for start in range(0, len(ordered), ranks.size)]
+        self._ranks, self._empty = ranks, empty
+
+    def transform(self, shards: Mapping[str, Tensor], transform: Transform) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and this rank's shard of every transformed matrix of which this rank has a shard.
+
+        ``shards`` are 1-D, by parameter name. Collective: all ranks must exhaust the iterator.
+        """
+        for splits in self._rounds:
+            if self._ranks.size == 1:
+                info = splits[0].info
+                yield info.name, transform(info, shards[info.name].view(info.local_shape)).flatten()
+            else:
+                own = [shards.get(split.info.name, self._empty) for split in splits]
+                results = self._round(splits, own, transform)
+                yield from ((split.info.name, result) for split, result in zip(splits, results) if result.numel())
+
+    def _round(self, splits: Sequence[ParameterSplit], own: Sequence[Tensor], transform: Transform) -> list[Tensor]:
+        """Rank i transforms matrix i; returns this rank's shards of all of them."""
+        rank, size, empty = self._ranks.rank, self._ranks.size, self._empty
+        absent = [empty] * (size - len(splits))
+        results = [torch.empty_like(shard) for shard in own]
+        if rank >= len(splits):
+            self._ranks.exchange_parts([*own, *absent], [empty] * size)
+            self._ranks.exchange_parts([empty] * size, [*results, *absent])
+            return results
+        info, ranges = splits[rank].info, splits[rank].ranges
+        whole = empty.new_empty(prod(info.local_shape))
+        self._ranks.exchange_parts([*own, *absent], [whole[start:stop] for start, stop in ranges])
+        update = transform(info, whole.view(info.local_shape)).flatten()
+        self._ranks.exchange_parts([update[start:stop] for start, stop in ranges], [*results, *absent])
+        return results

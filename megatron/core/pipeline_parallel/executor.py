@@ -4,8 +4,9 @@ The output of a chunk is freed as soon as it is sent: the backward pass starts a
 not need its values.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Protocol
@@ -15,13 +16,142 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.communication import Communicator, Work
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.p2p import Channels, P2PCommunicator, open_channels
-from megatron.core.pipeline_parallel.recorder import Recorder
 from megatron.schedules.launch_queue import needs_receives_ahead
-from megatron.schedules.schedule import Action, Schedule, Step
-from megatron.schedules.verifier import verify
+from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, Step
+from megatron.schedules.simulator import Span, verify
+
+
+class Recorder(Protocol):
+    """Is told what runs as which action."""
+
+    def span(self, stage: int, action: Action) -> AbstractContextManager[None]: ...
+
+
+class NamedActions:
+    """Names the actions in traces of torch's profiler and of nsys: ``F`` or ``B`` or ``W``, microbatch, chunk."""
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        with torch.profiler.record_function(str(action)):
+            yield
+
+
+class ActionRecorder:
+    """Records start and end of actions, in seconds since its construction; on a GPU by events, without a host sync."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type != "cpu"
+        self._origin = self._mark()
+        self._marks: list[tuple[int, Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+
+    def _mark(self) -> "float | torch.cuda.Event":
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        """Record what runs inside as ``action``."""
+        start = self._mark()
+        yield
+        self._marks.append((stage, action, start, self._mark()))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Everything recorded; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return tuple(
+            Span(stage, action, self._since_origin(start), self._since_origin(end))
+            for stage, action, start, end in self._marks
+        )
+
+    def _since_origin(self, mark: "float | torch.cuda.Event") -> float:
+        if isinstance(self._origin, float) and isinstance(mark, float):
+            return mark - self._origin
+        assert isinstance(self._origin, torch.cuda.Event) and isinstance(mark, torch.cuda.Event)
+        return float(self._origin.elapsed_time(mark)) / 1e3
+
+
+Channels = Callable[[Kind, int, int], Communicator]
+"""(kind, source stage, target stage) to the communicator that carries such messages."""
+
+
+class P2PCommunicator:
+    """Sends and receives of one stage during one pass over a schedule; a result for the stage itself is kept.
+
+    Sends are asynchronous, and each keeps its tensor until it is complete. Every message is received in a new tensor
+    from ``empty``.
+    """
+
+    def __init__(self, channels: Channels, empty: Callable[[], Tensor]) -> None:
+        self._channels, self._empty = channels, empty
+        self._local: dict[Result, Tensor] = {}
+        self._sends: list[Work[Tensor]] = []
+        self._receives: dict[Result, Work[Tensor]] = {}
+
+    def start_receive(self, step: Step) -> None:
+        """Start to receive the input of ``step``, if it is a message; call it in the order of the steps."""
+        if step.incoming is not None and step.incoming.result not in self._receives:
+            communicator = self._channels(*step.incoming.channel)
+            self._receives[step.incoming.result] = communicator.start_receive(self._empty(), step.incoming.source)
+
+    def free_sent(self) -> None:
+        """Free the tensors whose send is complete; raises the error of a send that failed."""
+        complete = [work for work in self._sends if work.is_complete]
+        self._sends = [work for work in self._sends if work not in complete]
+        for work in complete:
+            work.wait()
+
+    def receive(self, step: Step) -> Tensor | None:
+        """The input of ``step``, received or from this stage itself; None without input."""
+        if step.incoming is not None:
+            return self._receives.pop(step.incoming.result).wait()
+        return None if step.source is None else self._local.pop(step.source)
+
+    def send(self, step: Step, tensor: Tensor) -> None:
+        """Send the result of ``step`` to another stage or keep it for this one; it must not be modified afterwards."""
+        if step.outgoing is None:
+            self._local[step.result] = tensor
+        else:
+            communicator = self._channels(*step.outgoing.channel)
+            self._sends.append(communicator.start_send(tensor.contiguous(), step.outgoing.target))
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        assert not self._local and not self._receives
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+
+
+def open_channels(placement: Placement, stage: int, channels: Channels, device: torch.device) -> None:
+    """Connect the stages; all of them call it.
+
+    The first message between two ranks makes their connection, for which NCCL blocks both until both are there. So
+    every channel carries one message, in one order on all ranks, before messages that overlap.
+    """
+    for virtual_stage in range(placement.num_virtual_stages - 1):
+        here, _ = placement.location(virtual_stage)
+        there, _ = placement.location(virtual_stage + 1)
+        if here != there:
+            _warm_up(channels("F", here, there), stage, here, there, device)
+            _warm_up(channels("B", there, here), stage, there, here, device)
+
+
+def _warm_up(communicator: Communicator, stage: int, source: int, target: int, device: torch.device) -> None:
+    # Opened on all stages, also on those without this channel: torch counts process groups.
+    communicator.open()
+    message = torch.zeros(1, device=device)
+    if stage == source:
+        communicator.start_send(message, target).wait()
+    elif stage == target:
+        communicator.start_receive(message, source).wait()
+
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""

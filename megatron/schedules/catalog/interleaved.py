@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.schedules.schedule import Action
-from megatron.schedules.spec import ScheduleSpec, Shape, alternate
+from megatron.schedules.schedule import Action, ScheduleSpec, Shape, alternate
 
 
 def interleaved(stage: int, shape: Shape) -> Iterator[Action]:
@@ -40,7 +39,7 @@ def _ahead(stage: int, shape: Shape) -> int:
     return 2 * (shape.stages - stage - 1) + (shape.chunks - 1) * longest
 
 
-SCHEDULE = ScheduleSpec(
+INTERLEAVED = ScheduleSpec(
     "interleaved",
     "default with several chunks per rank: less idle time, more messages",
     interleaved,

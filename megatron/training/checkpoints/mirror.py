@@ -8,7 +8,7 @@ from megatron.checkpoint.background import BackgroundProcess, CopyTask, Retained
 from megatron.checkpoint.directory import iteration_directory
 from megatron.checkpoint.remote_path import RemotePath, UnreachableError
 from megatron.checkpoint.storage import file_of_rank
-from megatron.core.run_on_ranks import first_failure, run_on_rank0
+from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.training.checkpoints.pruning import Pruning
 from megatron.training.context import RunContext

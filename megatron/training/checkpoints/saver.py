@@ -10,7 +10,7 @@ from megatron.checkpoint.directory import clear_leftovers, iteration_directory
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.storage import SyncSaveBackend
-from megatron.core.run_on_ranks import first_failure, run_on_rank0
+from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.operation.update_guard import DETECTION_DELAY
 from megatron.training.checkpoints.mirror import Mirror

@@ -14,13 +14,10 @@ from megatron.checkpoint.names import EMA, FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.storage import SaveBackend
-from megatron.core.control import ControlGroup
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.core.data_parallel.strategy import LocalParam
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import OptimizerState
-from megatron.core.optimizer.weight_decay import WeightDecaySchedule
-from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import CheckpointError
 from megatron.operation.update_guard import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
