@@ -16,7 +16,6 @@ from megatron.core.moe import dispatch
 from megatron.core.moe.dispatch import (
     AssumedCounts,
     Dispatched,
-    PendingDispatch,
     dispatcher_groups,
     token_dispatcher,
 )
@@ -294,14 +293,14 @@ class LoggedDispatcher:
     def __init__(self, events: list[str]) -> None:
         self.events = events
 
-    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+    def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
         self.events.append("start")
 
         def finish() -> Dispatched:
             self.events.append("wait")
             return Dispatched(tokens, RowCounts.of([tokens.shape[0]]), lambda outputs: outputs)
 
-        return PendingDispatch(finish)
+        return Work((), finish)
 
 
 @pytest.mark.parametrize(

@@ -566,8 +566,8 @@ EXPERTS = (
     ),
     Fault(
         "the gradients of experts are reduced like those of dense weights",
-        "return cls(dense, ReplicaGroups.of_experts(config, topology), topology.world,",
-        "return cls(dense, ReplicaGroups.of(config, topology), topology.world,",
+        "experts = ReplicaGroups.of(config, topology, is_expert=True)",
+        "experts = ReplicaGroups.of(config, topology)",
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(

@@ -1,4 +1,7 @@
-"""Context-parallel attention: three exchanges, and their combination in levels.
+"""Context-parallel attention: the division of a sequence, three exchanges, and their combination in levels.
+
+A sequence is cut into two chunks per rank; rank i has chunks i and 2 size - 1 - i, one after the other ("zig-zag"), so
+that every rank has the same part of the causal triangle (Llama 3, arXiv 2407.21783, section 3.3.2).
 
 ``p2p``: keys and values are sent around the ring of ranks (ring attention, arXiv 2310.01889, on balanced chunks).
 ``allgather``: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). ``a2a``: an all-to-all
@@ -8,6 +11,9 @@ Ulysses, arXiv 2309.14509).
 ``a2a+p2p`` has two levels (USP, arXiv 2405.07719; LoongTrain, arXiv 2406.18485): ``a2a`` in groups of A neighbouring
 ranks, then ring attention over the P groups with each rank's shard of the heads.
 """
+
+#     sequence    | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 | chunk 5 | chunk 6 | chunk 7 |
+#     rank             0         1         2         3         3         2         1         0
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +48,8 @@ class ContextSplit:
         return torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in self.chunks])
 
     def local_ranges(self, span: Span, length: int) -> tuple[range, range]:
-        """The local positions of ``span`` in the rank's first and second chunk; if neither is empty, they adjoin."""
+        """The local positions of ``span`` in the rank's first and second chunk; if neither is empty, the two ranges
+        adjoin."""
         chunk = length // (2 * self.size)
         first, second = (
             range(offset + max(span.start - start, 0), offset + min(span.stop - start, chunk))
@@ -127,23 +134,24 @@ class _AttentionOverRanks:
 
 
 class RingAttention(_AttentionOverRanks):
-    """Keys and values are sent around the ring while each rank attends to those that it has."""
+    """Keys and values are sent around the ring while each rank attends to the keys that it has."""
 
-    def _sources(self) -> list[int]:
-        """The rank from which this rank has keys, for each step."""
-        return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
-
-    def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:
-        return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
+    # step       rank 0    rank 1    rank 2    rank 3
+    # 0          kv 0      kv 1      kv 2      kv 3       each rank's own keys, with the causal mask
+    # 1          kv 3      kv 0      kv 1      kv 2       a tile needs no mask from here on
+    # 2          kv 2      kv 3      kv 0      kv 1
+    # 3          kv 1      kv 2      kv 3      kv 0       nothing is sent any more
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
+        rank, size = self._ranks.rank, self._ranks.size
         tiled = TiledAttention(self._kernel, inputs.query)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
-        for step, source in enumerate(self._sources()):
-            arriving = self._pass_on(key_value, step)
-            key, value = key_value
-            tiled.add(ring_tiles(self._split, source, spans, length), key, value, is_first=step == 0)
+        for step in range(size):
+            # Post the next keys, compute with the current ones, merge the two softmaxes, wait.
+            arriving = self._ranks.start_shift(key_value) if step < size - 1 else None
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            tiled.add(tiles, *key_value, is_first=step == 0)
             if arriving is not None:
                 key_value = arriving.wait()
         return tiled.result()
@@ -155,27 +163,30 @@ class RingAttention(_AttentionOverRanks):
         # sent in one launch: with one hardware queue a second one would wait for the first and block the attention
         # that is launched after it.
         spans, length = self._whole(inputs)
+        rank, size = self._ranks.rank, self._ranks.size
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         moving: list[Tensor] = []
-        for step, source in enumerate(self._sources()):
-            if step < self._ranks.size - 1:
+        for step in range(size):
+            if step < size - 1:
                 moving = [key_value, *moving]
             shift = self._ranks.start_shifts(moving)
             grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)
-            gradients.add(ring_tiles(self._split, source, spans, length), *key_value, *grad_key_value)
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            gradients.add(tiles, *key_value, *grad_key_value)
             arrived = shift.wait()
-            if step < self._ranks.size - 1:
+            if step < size - 1:
                 key_value, *arrived = arrived
             for grads_so_far in arrived:
                 grad_key_value += grads_so_far
             moving = [grad_key_value]
+        # A last step, and the sums of all ranks are back at the rank of their keys.
         grad_key, grad_value = self._ranks.start_shift(grad_key_value).wait()
         return gradients.query, grad_key, grad_value
 
 
 class AllGatherAttention(_AttentionOverRanks):
-    """All keys and values are gathered while the rank attends to its own chunks."""
+    """All keys and values are gathered while the rank attends to the keys of its own chunks."""
 
     def _start_gather(self, inputs: AttentionInputs) -> Work[Tensor]:
         """All ranks' keys and values in the order of the sequence, ``[2, b, groups, s, d]``."""

@@ -1,6 +1,6 @@
-"""The one place that decides how data-parallel ranks share a model."""
+"""The strategies with contiguous buffers, and the one place that decides which strategy a model gets."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from megatron.core.data_parallel.bucket import (
     WholeGradientBucket,
 )
 from megatron.core.data_parallel.buffer import ParameterBuffer, ParamShard
-from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, weight_units, whole_params
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, expert_modules, whole_params
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.parameter import info_of
 from megatron.core.precision import NumberFormats
@@ -29,9 +29,8 @@ class BufferedDataParallel(DataParallel):
     """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2), in contiguous buffers.
 
     Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    ``units`` are run as a whole, each. Parameters of each dtype, and those of experts, have buffers of their own. A
-    rank keeps its shards of FP8 parameters in the master weights' dtype; ``fp8`` quantises them before every
-    all-gather.
+    Each of ``units`` is run as a whole. A rank keeps its shards of FP8 parameters in the master weights' dtype; ``fp8``
+    quantises them before every all-gather.
     """
 
     def __init__(
@@ -50,14 +49,19 @@ class BufferedDataParallel(DataParallel):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         places = {info_of(parameter).name: place for place, parameter in enumerate(trained)}
         num_elements = sum(parameter.numel() for parameter in trained)
+        # Parameters of each dtype, and those of experts, have buffers of their own.
+        groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in trained:
+            groups.setdefault((info_of(parameter).is_expert, parameter.dtype), []).append(parameter)
         self._buffers: list[ParameterBuffer] = []
         gathered: dict[int, WeightBucket] = {}
-        """By the place of the bucket's first parameter in the forward pass."""
+        """The buckets of weights by the place of their first parameter in the forward pass."""
         holders: dict[str, WeightBucket] = {}
+        """The bucket of every parameter, by name."""
         buckets: list[GradientBucket] = []
         param_shards: list[ParamShard] = []
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        for group in _by_kind_and_dtype(trained):
+        for group in groups.values():
             kind = sharing.of_parameter(info_of(group[0]))
             shards, reduction = kind.shards, GradientReduction(kind.shards, kind.replicas)
             shard_gradients = config.sharding_strategy == "optim_grads" and shards.size > 1
@@ -65,18 +69,18 @@ class BufferedDataParallel(DataParallel):
             buffer = ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
             self._buffers.append(buffer)
             param_shards += buffer.param_shards(shards.rank)
-            for view in buffer.buckets(shards.rank):
+            for weights, gradients in buffer.buckets(shards.rank):
                 if shards.size > 1:
-                    weights = WeightBucket(view.weights, shards)
-                    names = [info.name for info, _, _ in view.gradients.main_grads]
-                    gathered[min(places[name] for name in names)] = weights
-                    holders |= dict.fromkeys(names, weights)
+                    weight_bucket = WeightBucket(weights, shards)
+                    names = [info.name for info, _, _ in gradients.main_grads]
+                    gathered[min(places[name] for name in names)] = weight_bucket
+                    holders |= dict.fromkeys(names, weight_bucket)
                 if shard_gradients:
-                    buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
+                    buckets.append(ShardedGradientBucket(gradients, reduction, in_flight))
                 else:
-                    buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
+                    buckets.append(WholeGradientBucket(gradients, reduction, config.overlap_grad_reduce))
         self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
-        """By the name of the FP8 layer: this rank's shard of the weight as master weight, and in FP8."""
+        """This rank's shard of a weight as master weight and in FP8, by the name of the FP8 layer."""
         for number, shard in enumerate(param_shards):
             if shard.weight.itemsize == 1:
                 master = torch.zeros_like(shard.weight, dtype=formats.master)
@@ -93,7 +97,19 @@ class BufferedDataParallel(DataParallel):
         ]
         self._gathers = ParamGathers([gathered[place] for place in sorted(gathered)], config.overlap_param_gather)
         if config.overlap_param_gather:
-            _wait_before_use(units, holders, self._gathers)
+            self._wait_before_use(units, holders)
+
+    def _wait_before_use(self, units: Sequence[nn.Module], holders: Mapping[str, WeightBucket]) -> None:
+        """Let each module wait, before its forward pass, for the buckets with its weights."""
+        for unit in units:
+            # The weights of experts are gathered apart: the dense part of a layer runs before them.
+            experts = list(expert_modules(unit))
+            dense = [parameter for parameter in unit.parameters() if not info_of(parameter).is_expert]
+            for module, parameters in ((unit, dense), *((one, list(one.parameters())) for one in experts)):
+                names = [info_of(parameter).name for parameter in parameters]
+                mine = tuple({holders[name]: None for name in names if name in holders})
+                if mine:
+                    module.register_forward_pre_hook(lambda *_, mine=mine: self._gathers.finish(mine))
 
     @property
     def needs_master_weights(self) -> bool:
@@ -125,36 +141,14 @@ class BufferedDataParallel(DataParallel):
         }
 
 
-def _by_kind_and_dtype(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """The parameters of each buffer."""
-    groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((info_of(parameter).is_expert, parameter.dtype), []).append(parameter)
-    return groups.values()
-
-
-def _wait_before_use(units: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:
-    """Let each unit wait, before its forward pass, for the buckets with its weights."""
-    for unit in weight_units(units):
-        names = [info_of(parameter).name for parameter in unit.parameters]
-        mine = tuple({holders[name]: None for name in names if name in holders})
-        if not mine:
-            continue
-
-        def wait(*_: object, mine: Sequence[WeightBucket] = mine) -> None:
-            gathers.finish(mine)
-
-        unit.module.register_forward_pre_hook(wait)
-
-
 class LayeredModel(Protocol):
-    """What a strategy must know of a model."""
+    """The model as a strategy sees it."""
 
     @property
     def chunk_units(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
-        """Modules whose forward pass the run calls, and for each the modules in it that together hold its parameters,
-        in the order of the forward pass; each of these is run as a whole. One with an attribute
-        ``backward_reads_weights`` that is False needs no weights in its backward pass."""
+        """The modules whose forward pass the run calls, each with the modules in it that together hold its parameters,
+        in the order of the forward pass. Each of these is run as a whole; one whose attribute
+        ``backward_reads_weights`` is False needs no weights in its backward pass."""
 
     @property
     def has_experts(self) -> bool:
@@ -166,10 +160,9 @@ class LayeredModel(Protocol):
 
 def shards_weights(config: ParallelConfig, topology: Topology, has_experts: bool) -> bool:
     """Whether a rank keeps a part of the weights alone, so that the model is best built without memory for them."""
-    # Among one rank there is nothing to shard, and FSDP2 would only copy.
-    return (
-        config.sharding_strategy == "optim_grads_params" and ParallelGroups.of(config, topology, has_experts).shards_any
-    )
+    # With one rank FSDP2 shards nothing and still copies.
+    is_asked_for = config.sharding_strategy == "optim_grads_params"
+    return is_asked_for and ParallelGroups.of(config, topology, has_experts).shards_any
 
 
 def wrap_data_parallel(

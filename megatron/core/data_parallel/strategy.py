@@ -1,9 +1,11 @@
-"""The interface of data parallelism, and the strategies with contiguous buffers.
+"""The interface of data parallelism, and the groups of ranks that share parameters."""
 
-A step is the same for every strategy: :meth:`DataParallel.start_grad_accumulation`, backward passes that accumulate
-gradients, :meth:`DataParallel.finish_grad_sync`, the optimizer's update of the parameter shards, and
-:meth:`DataParallel.start_param_all_gather`.
-"""
+# A step is the same for every strategy:
+#
+#     start_grad_accumulation - backward passes - finish_grad_sync - update of the shards - start_param_all_gather
+#             |                        |                 |                                          |
+#     buckets expect gradients   last gradient of   the rest is reduced             a forward pass waits for the
+#                                a bucket: reduce                                   weights that it uses
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,32 +29,32 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class ReplicaGroups:
-    """The groups of the parameters of one kind."""
+    """The groups of the parameters of one kind: dense ones, or those of experts.
+
+    Experts are folded over the ranks of a stage (arXiv 2504.14960), so the two kinds have different groups. Gradients
+    are sums over the tokens of all ranks of the groups, without a factor: a rank with experts has already received the
+    tokens of the other expert-parallel ranks.
+    """
 
     shards: Communicator
     """Ranks that divide weights, gradients or optimizer state; one without sharding."""
     replicas: Communicator
     """Ranks with the same shard."""
     axes: tuple[str, ...]
-    """Of the ranks of both: those with the same parameters."""
+    """Axes along which the parameters are replicated or sharded, such as ``("cp", "dp")``."""
     replica_axes: tuple[str, ...]
+    """Axes along which a shard is replicated."""
 
     @classmethod
-    def of(cls, config: ParallelConfig, topology: Topology) -> "ReplicaGroups":
-        """The groups of dense parameters. Context-parallel ranks are part of them: their parts of a sample add to the
-        gradient like other samples."""
+    def of(cls, config: ParallelConfig, topology: Topology, is_expert: bool = False) -> "ReplicaGroups":
+        """The groups of ``config``'s strategy. Context-parallel ranks are part of the groups of dense parameters: their
+        parts of a sample add to the gradient like other samples."""
+        axes: tuple[str, ...] = ("edp",) if is_expert else ("cp", "dp")
+        shards: tuple[str, ...] = ("edp_shard",) if is_expert else ("cp", "dp_shard")
+        replicas: tuple[str, ...] = ("edp_replicate",) if is_expert else ("dp_replicate",)
         if config.sharding_strategy == "no_shard":
-            return cls(topology.communicator(), topology.communicator("cp", "dp"), ("cp", "dp"), ("cp", "dp"))
-        shards, replicas = ("cp", "dp_shard"), ("dp_replicate",)
-        return cls(topology.communicator(*shards), topology.communicator(*replicas), ("cp", "dp"), replicas)
-
-    @classmethod
-    def of_experts(cls, config: ParallelConfig, topology: Topology) -> "ReplicaGroups":
-        """The groups of the parameters of experts."""
-        if config.sharding_strategy == "no_shard":
-            return cls(topology.communicator(), topology.communicator("edp"), ("edp",), ("edp",))
-        shards, replicas = ("edp_shard",), ("edp_replicate",)
-        return cls(topology.communicator(*shards), topology.communicator(*replicas), ("edp",), replicas)
+            shards, replicas = (), axes
+        return cls(topology.communicator(*shards), topology.communicator(*replicas), axes, replicas)
 
     @property
     def size(self) -> int:
@@ -76,7 +78,7 @@ class ParallelGroups:
 
     @classmethod
     def of(cls, config: ParallelConfig, topology: Topology, has_experts: bool) -> "ParallelGroups":
-        """The groups of ``config``'s strategy. ``has_experts`` is equal on all stages."""
+        """The groups of ``config``'s strategy; ``has_experts`` is equal on all stages."""
         dense = ReplicaGroups.of(config, topology)
         tensor_parallel = topology.tensor_parallel
         ranks_along = cache(partial(topology.grid.group, topology.rank))
@@ -84,7 +86,8 @@ class ParallelGroups:
             # Ranks that together hold every shard once.
             axes = ("tp", "pp") if config.sharding_strategy == "no_shard" else ("tp", "pp", "cp", "dp_shard")
             return cls(dense, None, topology.communicator(*axes), tensor_parallel, ranks_along)
-        return cls(dense, ReplicaGroups.of_experts(config, topology), topology.world, tensor_parallel, ranks_along)
+        experts = ReplicaGroups.of(config, topology, is_expert=True)
+        return cls(dense, experts, topology.world, tensor_parallel, ranks_along)
 
     def open(self) -> None:
         """Create the groups of both kinds. A stage without experts does not use theirs, but all ranks must create
@@ -95,7 +98,7 @@ class ParallelGroups:
 
     @property
     def shards_any(self) -> bool:
-        """Whether several ranks divide parameters of a kind."""
+        """Whether any parameter, dense or of experts, is sharded over more than one rank."""
         return any(kind.shards.size > 1 for kind in (self.dense, self.experts) if kind is not None)
 
     def of_parameter(self, info: ParameterInfo) -> ReplicaGroups:
@@ -106,8 +109,8 @@ class ParallelGroups:
         return self.experts
 
     def holders(self, info: ParameterInfo, of_shard: bool) -> tuple[int, ...]:
-        """The ranks that hold the same elements of a parameter as this rank: of its shard, or of all that a rank holds
-        without sharding."""
+        """The ranks that hold the same elements of a parameter as this rank: the same shard, or the same whole
+        parameter where nothing is sharded."""
         kind = self.of_parameter(info)
         axes = kind.replica_axes if of_shard else kind.axes
         return self.ranks_along(axes if info.is_expert or info.tensor_parallel_sharded else ("tp", *axes))
@@ -122,23 +125,6 @@ class ParallelGroups:
         if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:
             return False
         return not over_all_ranks or self.of_parameter(info).replicas.rank == 0
-
-
-@dataclass(frozen=True)
-class WeightUnit:
-    """A module, and the parameters that are gathered for it."""
-
-    module: nn.Module
-    parameters: Sequence[nn.Parameter]
-    """All parameters of experts; or the dense ones, those of modules with experts in it aside."""
-
-
-def weight_units(modules: Iterable[nn.Module]) -> Iterator[WeightUnit]:
-    """Each of ``modules``, and after it the modules with experts in it, in the order of the forward pass."""
-    for module in modules:
-        yield WeightUnit(module, [one for one in module.parameters() if not info_of(one).is_expert])
-        for experts in expert_modules(module):
-            yield WeightUnit(experts, list(experts.parameters()))
 
 
 def expert_modules(module: nn.Module) -> Iterator[nn.Module]:
@@ -168,11 +154,12 @@ class LocalParam:
 
 def whole_params(parameters: Iterable[nn.Parameter], sharing: ParallelGroups | None = None) -> list[LocalParam]:
     """The weights of a model without sharding."""
-    infos = [(info_of(parameter), parameter.detach().view(-1)) for parameter in parameters]
-    return [
-        LocalParam(info, 0, flat, () if sharing is None else sharing.holders(info, of_shard=False))
-        for info, flat in infos
-    ]
+    params = []
+    for parameter in parameters:
+        info = info_of(parameter)
+        holders = () if sharing is None else sharing.holders(info, of_shard=False)
+        params.append(LocalParam(info, 0, parameter.detach().view(-1), holders))
+    return params
 
 
 class DataParallel(ABC):
@@ -182,7 +169,7 @@ class DataParallel(ABC):
     param_shards: Sequence[ParamShard]
     """The parts of parameters that this rank updates."""
     splits: Sequence[ParameterSplit]
-    """How its shard group divides every local parameter."""
+    """How the shard group divides every local parameter."""
     local_params: Sequence[LocalParam]
     """The weights that this rank stores, in the precision that checkpoints need; frozen ones, too."""
     sharing: ParallelGroups
@@ -277,18 +264,13 @@ class DataParallel(ABC):
             bucket.start()
         for bucket in self._buckets:
             bucket.finish()
-        _all_reduce_together(self._partial_gradients, self._topology.tensor_parallel)
+        partial, tensor_parallel = self._partial_gradients, self._topology.tensor_parallel
+        if partial and tensor_parallel.size > 1:
+            # They are small, such as the gains of norms: one collective for all of them.
+            together = tensor_parallel.all_reduce(torch.cat(partial))
+            torch._foreach_copy_(partial, together.split([tensor.numel() for tensor in partial]))
         for shard in self._tied_shards:
             _add_other_end(shard, self._topology)
-
-
-def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None:
-    """Sum small tensors over ``ranks`` in one collective."""
-    if ranks.size == 1 or not tensors:
-        return
-    together = ranks.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]))
-    for tensor, part in zip(tensors, together.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(part.view_as(tensor))
 
 
 def _add_other_end(shard: ParamShard, topology: Topology) -> None:

@@ -1,14 +1,23 @@
-"""The pipeline executor: it runs any schedule.
+"""The pipeline executor, which runs any schedule, and the messages between stages."""
 
-The output of a chunk is freed as soon as it is sent: the backward pass starts at the output's gradient edge and does
-not need its values.
-"""
+# The life of a microbatch on two stages of one chunk each:
+#
+#     stage 0                                               stage 1, the last
+#     F  tokens -> chunk -> outputs, send  - - - - - - - ->    receive
+#        keep the graph and the gradient edge of outputs    F  a new graph begins at the received activations
+#        free the outputs once they are sent                   chunk -> loss * scale; keep the graph
+#                                                           B  backward from the loss: the weight gradients,
+#        receive  <- - - - - - - - - - - - - - - - - - - -     and the gradient of the received activations, send
+#     B  backward from the gradient edge; free the graph
+#     W  only if the schedule splits backward passes: the weight gradients that B deferred
+#
+# The backward pass starts at the gradient edge and does not need the values of the outputs.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +32,43 @@ from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, Step
 from megatron.schedules.simulator import Span, verify
 
+Microbatch = Mapping[str, Tensor]
+"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
+
+ReadDocuments = Callable[[Tensor], Documents]
+"""``document_starts`` to documents."""
+
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``; under a z-loss to ``[2, b, s]``, the cross
+entropy and the squared log-sum-exp."""
+
+Channels = Callable[[Kind, int, int], Communicator]
+"""(kind, source stage, target stage) to the communicator that carries such messages."""
+
+
+class Chunk(Protocol):
+    """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to what
+    :data:`TokenLosses` returns."""
+
+    def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class ActivationFormat:
+    """The activations that stages send each other."""
+
+    shape: tuple[int, ...]
+    """``[s(/tp), b, h]``."""
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        """A tensor to receive activations in."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
 
 class Recorder(Protocol):
-    """Is told what runs as which action."""
+    """Observer of pipeline actions."""
 
     def span(self, stage: int, action: Action) -> AbstractContextManager[None]: ...
 
@@ -77,8 +120,116 @@ class ActionRecorder:
         return float(self._origin.elapsed_time(mark)) / 1e3
 
 
-Channels = Callable[[Kind, int, int], Communicator]
-"""(kind, source stage, target stage) to the communicator that carries such messages."""
+@dataclass(eq=False)
+class PipelineExecutor:
+    """Runs this rank's part of a schedule over the microbatches of a global batch."""
+
+    chunks: Sequence[Chunk]
+    """The chunks of this stage."""
+    token_losses: TokenLosses | None
+    """None on stages without the output layer."""
+    stage: int
+    build_schedule: InitVar[Callable[[int], Schedule]]
+    """The schedule of a number of microbatches."""
+    channels: Channels
+    activations: ActivationFormat
+    weight_gradients: WeightGradStore
+    overlap: bool = True
+    """Whether the input of the next action is received while an action runs."""
+    documents: ReadDocuments | None = None
+    """If set, every stage reads microbatches, else only the stages at the ends of the model."""
+    chunks_loss: bool = False
+    """Whether the last chunk of the model computes the losses itself."""
+    z_loss_multiplier: float | None = None
+    """Factor of the squared log-sum-exp that is added to the loss of every token (PaLM, arXiv 2204.02311, section
+    5)."""
+    recorder: Recorder | None = field(default=None, init=False)
+
+    def __post_init__(self, build_schedule: Callable[[int], Schedule]) -> None:
+        @lru_cache(maxsize=8)
+        def verified(num_microbatches: int, forward_only: bool) -> Schedule:
+            schedule = build_schedule(num_microbatches)
+            schedule = schedule.forward_only() if forward_only else schedule
+            verify(schedule)
+            return schedule
+
+        self._verified = verified
+        self.placement = self.schedule(1).placement
+        open_channels(self.placement, self.stage, self.channels, self.activations.device)
+
+    @property
+    def readers(self) -> set[int]:
+        """The virtual stages of this rank that read microbatches."""
+        chunks = range(self.placement.num_chunks)
+        mine = {self.placement.virtual_stage(self.stage, chunk) for chunk in chunks}
+        return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
+
+    @property
+    def num_sums(self) -> int:
+        """How many sums :meth:`train` returns."""
+        return 2 if self.z_loss_multiplier is None else 3
+
+    def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
+        """The verified schedule of ``num_microbatches``."""
+        return self._verified(num_microbatches, forward_only)
+
+    def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
+        """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
+
+        Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the cross entropy of
+        the unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer. Under a z-loss
+        ``[3]``: also the sum of the squared log-sum-exp, without the multiplier.
+        """
+        run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
+        perform = {"F": run.forward, "B": run.backward, "W": run.weight}
+        for step in run.steps():
+            perform[step.action.kind](step)
+        return run.sums
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterator[Microbatch], num_microbatches: int) -> Tensor:
+        """The sums of :meth:`train` from forward passes alone.
+
+        A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
+        """
+        at_once = max(1, 2 * self.placement.num_stages // self.placement.num_chunks)
+        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.activations.device)
+        for first in range(0, num_microbatches, at_once):
+            schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
+            run = _Pass(self, schedule, microbatches)
+            for step in run.steps():
+                run.forward(step)
+            sums += run.sums
+        return sums
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
+        """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the output layer."""
+        run = _Logits(self, self.schedule(1, forward_only=True), iter([{"tokens": tokens}]), activations)
+        for step in run.steps():
+            run.forward(step)
+        return run.logits
+
+
+def open_channels(placement: Placement, stage: int, channels: Channels, device: torch.device) -> None:
+    """Connect the stages; all of them call it.
+
+    The first message between two ranks makes their connection, for which NCCL blocks both until both are there. So
+    every channel carries one message, in one order on all ranks, before messages that overlap.
+    """
+    message = torch.zeros(1, device=device)
+    for virtual_stage in range(placement.num_virtual_stages - 1):
+        here, _ = placement.location(virtual_stage)
+        there, _ = placement.location(virtual_stage + 1)
+        directions: tuple[tuple[Kind, int, int], ...] = (("F", here, there), ("B", there, here))
+        for kind, source, target in directions if here != there else ():
+            communicator = channels(kind, source, target)
+            # Opened on all stages, also on those without this channel: torch counts process groups.
+            communicator.open()
+            if stage == source:
+                communicator.start_send(message, target).wait()
+            elif stage == target:
+                communicator.start_receive(message, source).wait()
 
 
 class P2PCommunicator:
@@ -129,166 +280,15 @@ class P2PCommunicator:
         self._sends.clear()
 
 
-def open_channels(placement: Placement, stage: int, channels: Channels, device: torch.device) -> None:
-    """Connect the stages; all of them call it.
-
-    The first message between two ranks makes their connection, for which NCCL blocks both until both are there. So
-    every channel carries one message, in one order on all ranks, before messages that overlap.
-    """
-    for virtual_stage in range(placement.num_virtual_stages - 1):
-        here, _ = placement.location(virtual_stage)
-        there, _ = placement.location(virtual_stage + 1)
-        if here != there:
-            _warm_up(channels("F", here, there), stage, here, there, device)
-            _warm_up(channels("B", there, here), stage, there, here, device)
-
-
-def _warm_up(communicator: Communicator, stage: int, source: int, target: int, device: torch.device) -> None:
-    # Opened on all stages, also on those without this channel: torch counts process groups.
-    communicator.open()
-    message = torch.zeros(1, device=device)
-    if stage == source:
-        communicator.start_send(message, target).wait()
-    elif stage == target:
-        communicator.start_receive(message, source).wait()
-
-
-Microbatch = Mapping[str, Tensor]
-"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
-
-ReadDocuments = Callable[[Tensor], Documents]
-"""``document_starts`` to documents."""
-
-
-class Chunk(Protocol):
-    """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to what
-    :data:`TokenLosses` returns."""
-
-    def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
-
-
-TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``; under a z-loss to ``[2, b, s]``, the cross
-entropy and the squared log-sum-exp."""
-
-
-@dataclass(frozen=True)
-class ActivationFormat:
-    """The activations that stages send each other."""
-
-    shape: tuple[int, ...]
-    """``[s(/tp), b, h]``."""
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        """A tensor to receive activations in."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-class PipelineExecutor:
-    """Runs this rank's part of a schedule over the microbatches of a global batch.
-
-    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the output layer. With ``chunks_loss``
-    the last chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only
-    those at the ends of the model. ``z_loss_multiplier`` times the squared log-sum-exp is added to the loss of every
-    token (PaLM, arXiv 2204.02311, section 5).
-    """
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        token_losses: TokenLosses | None,
-        stage: int,
-        schedule: Callable[[int], Schedule],
-        channels: Channels,
-        activations: ActivationFormat,
-        weight_gradients: WeightGradStore,
-        overlap: bool = True,
-        documents: ReadDocuments | None = None,
-        chunks_loss: bool = False,
-        z_loss_multiplier: float | None = None,
-    ) -> None:
-        self.documents, self.chunks_loss, self.z_loss_multiplier = documents, chunks_loss, z_loss_multiplier
-        self.chunks, self.token_losses, self.stage = chunks, token_losses, stage
-        self.channels, self.activations, self.overlap = channels, activations, overlap
-        self.weight_gradients = weight_gradients
-        self.recorder: Recorder | None = None
-        """Records each action, if set."""
-        self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
-        self.placement = self.schedule(1).placement
-        open_channels(self.placement, stage, channels, activations.device)
-
-    @property
-    def readers(self) -> set[int]:
-        """The virtual stages of this rank that read microbatches."""
-        chunks = range(self.placement.num_chunks)
-        mine = {self.placement.virtual_stage(self.stage, chunk) for chunk in chunks}
-        return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
-
-    @property
-    def num_sums(self) -> int:
-        """How many sums :meth:`train` returns."""
-        return 2 if self.z_loss_multiplier is None else 3
-
-    def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
-        """The verified schedule of ``num_microbatches``."""
-        return self._schedule(num_microbatches, forward_only)
-
-    def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
-        """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
-
-        Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the cross entropy of
-        the unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer. Under a z-loss
-        ``[3]``: also the sum of the squared log-sum-exp, without the multiplier.
-        """
-        run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
-        perform = {"F": run.forward, "B": run.backward, "W": run.weight}
-        for step in run.steps():
-            perform[step.action.kind](step)
-        return run.sums
-
-    @torch.no_grad()
-    def evaluate(self, microbatches: Iterator[Microbatch], num_microbatches: int) -> Tensor:
-        """As :meth:`train`, without gradients.
-
-        A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
-        """
-        at_once = max(1, 2 * self.placement.num_stages // self.placement.num_chunks)
-        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.activations.device)
-        for first in range(0, num_microbatches, at_once):
-            schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
-            run = _Evaluation(self, schedule, microbatches)
-            for step in run.steps():
-                run.forward(step)
-            sums += run.sums
-        return sums
-
-    @torch.no_grad()
-    def logits(self, tokens: Tensor, activations: ActivationFormat) -> Tensor | None:
-        """This rank's part of the logits of ``tokens`` ``[b, s]``; None on stages without the output layer."""
-        run = _Logits(self, self.schedule(1, forward_only=True), iter([{"tokens": tokens}]), activations)
-        for step in run.steps():
-            run.forward(step)
-        return run.logits
-
-
-def _verified(build: Callable[[int], Schedule], num_microbatches: int, forward_only: bool) -> Schedule:
-    schedule = build(num_microbatches)
-    schedule = schedule.forward_only() if forward_only else schedule
-    verify(schedule)
-    return schedule
-
-
-class _Feed:
-    """Microbatches in the order of the iterator; one is dropped once it has been asked for ``uses`` times."""
+class MicrobatchQueue:
+    """Microbatches in the order of the iterator; one is dropped once it has been read ``uses`` times."""
 
     def __init__(self, microbatches: Iterator[Microbatch], uses: int, device: torch.device) -> None:
         self._microbatches, self._uses, self._device = microbatches, uses, device
         self._waiting: dict[int, list[Microbatch]] = {}
         self._next = 0
 
-    def __call__(self, number: int) -> Microbatch:
+    def read(self, number: int) -> Microbatch:
         while self._next <= number:
             microbatch = next(self._microbatches)
             # Where documents begin is needed on the host.
@@ -306,12 +306,9 @@ class _Feed:
 
 
 class _Pass:
-    """One pass over the forward actions of a stage, which keeps no autograd graph."""
+    """One pass over the forward actions of a stage, which keeps no autograd graph and sums the losses."""
 
-    @property
-    def chunk_returns_losses(self) -> bool:
-        """Whether the last chunk of the model returns losses instead of logits."""
-        return self.executor.chunks_loss
+    computes_losses = True
 
     def __init__(
         self,
@@ -322,10 +319,9 @@ class _Pass:
     ) -> None:
         self.executor, self.schedule, self.stage = executor, schedule, executor.stage
         activations = activations or executor.activations
-        placement = schedule.placement
-        self.last = placement.num_virtual_stages - 1
+        self.last = schedule.placement.num_virtual_stages - 1
         self.readers = executor.readers
-        self.feed = _Feed(microbatches, len(self.readers), activations.device)
+        self.microbatches = MicrobatchQueue(microbatches, len(self.readers), activations.device)
         self.p2p = P2PCommunicator(executor.channels, activations.empty)
         self.sums = torch.zeros(executor.num_sums, dtype=torch.float64, device=activations.device)
 
@@ -349,7 +345,7 @@ class _Pass:
     def forward(self, step: Step) -> None:
         """Run a chunk and send its output."""
         action, virtual_stage = step.action, step.result.virtual_stage
-        microbatch = self.feed(action.microbatch) if virtual_stage in self.readers else {}
+        microbatch = self.microbatches.read(action.microbatch) if virtual_stage in self.readers else {}
         received = self.p2p.receive(step)
         read = self.executor.documents
         is_last = virtual_stage == self.last
@@ -358,7 +354,8 @@ class _Pass:
             inputs = microbatch["tokens"] if received is None else self.enter(action, received)
             # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or at the end of the model logits [s/cp, b, v/tp] or
             # losses [b, s/cp].
-            labels = microbatch["labels"] if is_last and self.chunk_returns_losses else None
+            chunk_computes_losses = is_last and self.computes_losses and self.executor.chunks_loss
+            labels = microbatch["labels"] if chunk_computes_losses else None
             outputs = self.executor.chunks[action.chunk](inputs, documents, labels)
             if is_last:
                 self.finish(action, outputs, microbatch)
@@ -376,14 +373,15 @@ class _Pass:
         return outputs
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        """Use the logits, for example for the loss; with ``chunk_returns_losses`` they are the losses of tokens."""
-        raise NotImplementedError
+        """Use the logits; with ``chunks_loss`` they are the losses of tokens."""
+        self.masked_loss(logits, microbatch)
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         """The summed loss of the unmasked tokens, which it adds to the sums together with their number."""
-        assert self.executor.token_losses is not None
-        losses = logits if self.chunk_returns_losses else self.executor.token_losses(logits, microbatch["labels"])
-        mask, multiplier = microbatch["loss_mask"].to(losses.dtype), self.executor.z_loss_multiplier
+        executor = self.executor
+        assert executor.token_losses is not None
+        losses = logits if executor.chunks_loss else executor.token_losses(logits, microbatch["labels"])
+        mask, multiplier = microbatch["loss_mask"].to(losses.dtype), executor.z_loss_multiplier
         if multiplier is None:
             total = (losses * mask).sum()
             self.sums += torch.stack((total.detach(), mask.sum())).double()
@@ -393,14 +391,9 @@ class _Pass:
         return cross_entropy + multiplier * squares
 
 
-class _Evaluation(_Pass):
-    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        self.masked_loss(logits, microbatch)
-
-
 class _Logits(_Pass):
+    computes_losses = False
     logits: Tensor | None = None
-    chunk_returns_losses = False
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
         self.logits = logits
@@ -421,27 +414,15 @@ class _ReceivedActivation(Function):
         return None, None, None
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """The autograd graph of a chunk and microbatch."""
-
-    input_gradients: list[Tensor] | None
-    """Filled with the gradient of the activations received; None for tokens."""
-    root: Tensor | GradientEdge
-    """The loss, or the output's gradient edge."""
-
-
 class _Training(_Pass):
     def __init__(
-        self,
-        executor: PipelineExecutor,
-        schedule: Schedule,
-        microbatches: Iterator[Microbatch],
-        scale: float,
+        self, executor: PipelineExecutor, schedule: Schedule, microbatches: Iterator[Microbatch], scale: float
     ) -> None:
         super().__init__(executor, schedule, microbatches)
         self.scale = scale
-        self.graphs: dict[tuple[int, int], _Graph] = {}
+        # By microbatch and chunk: the root of the graph (the loss, or the output's gradient edge); the list that gets
+        # the gradient of the received activations, which tokens do not have; and what waits for the action W.
+        self.roots: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self.deferred: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self.anchor = torch.empty(0, requires_grad=True)
@@ -453,31 +434,25 @@ class _Training(_Pass):
         return entered
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        self.keep_graph(action, self.masked_loss(logits, microbatch) * self.scale)
+        self.roots[action.microbatch, action.chunk] = self.masked_loss(logits, microbatch) * self.scale
 
     def leave(self, action: Action, outputs: Tensor) -> Tensor:
-        self.keep_graph(action, get_gradient_edge(outputs))
+        self.roots[action.microbatch, action.chunk] = get_gradient_edge(outputs)
         return outputs.detach()
-
-    def keep_graph(self, action: Action, root: Tensor | GradientEdge) -> None:
-        """Keep the graph of a chunk until its backward pass, which begins at ``root``."""
-        key = action.microbatch, action.chunk
-        self.graphs[key] = _Graph(self.input_gradients.pop(key, None), root)
 
     def backward(self, step: Step) -> None:
         """Run the backward pass of a chunk, send its input's gradient and perhaps defer its weight gradients."""
-        action = step.action
-        graph = self.graphs.pop((action.microbatch, action.chunk))
+        action, key = step.action, (step.action.microbatch, step.action.chunk)
+        root, input_gradients = self.roots.pop(key), self.input_gradients.pop(key, None)
         gradient = self.p2p.receive(step)
         with self.recording(action):
             if self.schedule.splits_backward:
-                with self.executor.weight_gradients.deferring() as deferred:
-                    torch.autograd.backward(graph.root, gradient)
-                self.deferred[action.microbatch, action.chunk] = deferred
+                with self.executor.weight_gradients.deferring() as self.deferred[key]:
+                    torch.autograd.backward(root, gradient)
             else:
-                torch.autograd.backward(graph.root, gradient)
-        if graph.input_gradients is not None:
-            (input_gradient,) = graph.input_gradients
+                torch.autograd.backward(root, gradient)
+        if input_gradients is not None:
+            (input_gradient,) = input_gradients
             self.p2p.send(step, input_gradient)
 
     @torch.no_grad()

@@ -1,10 +1,9 @@
-"""Schedules of one chunk per stage: GPipe, 1F1B, and 1F1B with delayed weight gradients.
+"""Schedules of one chunk per stage: GPipe, 1F1B, and 1F1B with delayed weight gradients."""
 
-Four microbatches on two stages (the lower row is the last stage):
-
-    gpipe    F0 F1 F2 F3 -- -- B0 B1 B2 B3      1f1b    F0 F1 -- B0 F2 B1 F3 B2 -- B3
-             -- F0 F1 F2 F3 B0 B1 B2 B3                 -- F0 B0 F1 B1 F2 B2 F3 B3
-"""
+# Four microbatches on two stages (the lower row is the last stage):
+#
+#     gpipe    F0 F1 F2 F3 -- -- B0 B1 B2 B3      1f1b    F0 F1 -- B0 F2 B1 F3 B2 -- B3
+#              -- F0 F1 F2 F3 B0 B1 B2 B3                 -- F0 B0 F1 B1 F2 B2 F3 B3
 
 from collections.abc import Iterator
 
