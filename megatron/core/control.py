@@ -1,4 +1,5 @@
-"""The collectives in which ranks wait for long work of one rank: an index, a file, the commit of a checkpoint.
+"""The collectives in which ranks wait for long work of one rank: an index, a file, the commit of a checkpoint. An
+action that fails on one rank raises its error on every rank.
 
 They use gloo on every device, with a timeout of hours. The collectives of training (:class:`Communicator`) have the
 timeout of ``--distributed-timeout-minutes``, and under NCCL a wait is a kernel on the GPU that a watchdog aborts.
@@ -52,8 +53,8 @@ class ControlGroup:
             use_local_synchronization=True,
             group_desc="control",
         )
-        # Ranks may connect at their first message (TORCH_GLOO_LAZY_INIT), and that must have the timeout of connecting.
-        # A barrier sends over distances of powers of two, as all that follows does.
+        # Ranks may connect at their first message (TORCH_GLOO_LAZY_INIT), which must have the timeout of connecting. A
+        # barrier sends over distances of powers of two, like every later collective of objects.
         dist.barrier(group=group)
         set_group_timeout(group, self._timeout)
         return group

@@ -1,6 +1,10 @@
 """The operations of one process group, as :class:`megatron.core.communication.Communicator` uses them.
 
-Tests and the dry run replace :class:`Transport`.
+Tests and the dry run replace :class:`Transport`. On CPUs the ranks of one host send messages and all-reduce through
+memory that they share, instead of gloo's sockets. Starting an operation writes this rank's part into its arena; the
+wait for it reads the other ranks' parts. So no operation needs a thread, or that another rank waits for it too. Nothing
+is left on the host when a process ends: the memory belongs to file descriptors (``memfd_create``), which the other
+ranks open through ``/proc``. The counters need stores that other cores see in order, which x86 guarantees.
 """
 
 import hashlib
@@ -76,13 +80,20 @@ class Transport:
 
 
 LARGEST_GROUP = 8
-"""Ranks: each adds the parts of all the others."""
+"""Ranks of the largest group that shares memory: each adds the parts of all the others."""
 LARGEST_BYTES = 64 * 2**20
-"""Larger all-reduces and exchanges use gloo: messages lie in memory until all have read them."""
+"""Larger all-reduces and exchanges use gloo: messages stay in memory until all ranks have read them."""
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, of gloo's collectives
 
-# An arena begins with int64 numbers: a token, whether its owner has left, and a channel for every kind of operation and
-# peer: how many messages are sent to the peer, how many of the peer's are read, and starts and sizes of those sent.
+# The arena of a rank, into which only this rank writes and from which the others read:
+#
+#     header, int64 numbers                                                            slots for messages
+#     | token | has left | channel 0: all-reduces with peer 0 | ... | channel of ... |  | 4096 | 4096 | 16384 | ... |
+#                         /                                    \
+#     | messages sent to the peer | messages of the peer that are read | start, size of each unread message sent: ring |
+#
+# A sender writes a slot, then start and size, then increments the number of sent messages; the receiver copies the slot
+# and increments its number of read messages, after which the sender uses the slot again.
 _TOKEN, _HAS_LEFT, _FIRST_CHANNEL = 0, 1, 2
 _SENT, _READ, _RING = 0, 1, 2
 _RING_SIZE = 1024
@@ -95,9 +106,9 @@ _SMALLEST = 4096
 _SPINS = 200
 """Looks at a counter before the rank offers its core to others, some 20 microseconds."""
 _YIELD_SECONDS, _SLEEP_SECONDS = 2e-3, 1e-4
-"""For how long it offers its core between two looks, and for how long it sleeps between two looks after that."""
+"""How long it offers its core between two looks, and how long it sleeps between two looks after that."""
 _LOOK_SECONDS = 0.05
-"""Between two looks at whether the process of the other rank is alive."""
+"""Seconds between two looks at whether the process of the other rank is alive."""
 
 
 class _Arena:
@@ -111,7 +122,8 @@ class _Arena:
 
     def bytes_at(self, start: int, size: int) -> Tensor:
         """A view of the memory ``[size]``."""
-        if start + size > len(self._map):  # the owner has enlarged its arena
+        if start + size > len(self._map):
+            # The owner has enlarged its arena.
             self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=start)
 
@@ -125,8 +137,7 @@ class _Slots:
         self._used: list[tuple[int, int, list[tuple[int, int, int]]]] = []
 
     def take(self, size: int, readers: list[tuple[int, int, int]], is_read: Callable[[int, int, int], bool]) -> int:
-        """The start of a slot of ``size`` bytes or more; ``readers``: (kind, peer, number) of the messages there, about
-        which ``is_read`` is asked."""
+        """The start of a slot of ``size`` bytes or more; ``readers`` are (kind, peer, number) of the messages in it."""
         size = _SMALLEST << max(0, (size - 1) // _SMALLEST).bit_length()
         if not self._free.get(size):
             self._collect(is_read)
@@ -154,7 +165,7 @@ class _Slots:
 
 
 class _Sent:
-    """A message that is written: its tensor may change."""
+    """A message that is written, so that its tensor may change."""
 
     def is_completed(self) -> bool:
         return True
@@ -218,8 +229,8 @@ class SharedMemoryTransport(Transport):
     """All-reduces and messages of a gloo group whose ranks share memory; everything else is gloo's."""
 
     def __init__(self, process_group: Any, ranks: Sequence[int], rank: int, timeout: timedelta | None) -> None:
-        """``rank`` is that of this process in the group; raises :class:`OSError` on all ranks if some of them
-        cannot share memory. Collective."""
+        """``rank`` is this process's rank in the group. Raises :class:`OSError` on all ranks if some of them cannot
+        share memory. Collective."""
         super().__init__(process_group)
         self.hides_completion = False
         self.rank = rank
@@ -256,8 +267,6 @@ class SharedMemoryTransport(Transport):
         self._processes.append(watched)
         return arena
 
-    # Operations
-
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
         if tensor.nbytes > LARGEST_BYTES:
             return super().all_reduce(tensor, reduction)
@@ -274,7 +283,8 @@ class SharedMemoryTransport(Transport):
             if kind == "receive":
                 works.append(_Received(self, peer, tensor))
             elif written and written[-1][0] is tensor and peer not in written[-1][1]:
-                written[-1][1].append(peer)  # what goes to several ranks is written once
+                # A tensor that goes to several ranks is written once.
+                written[-1][1].append(peer)
             else:
                 written.append((tensor, [peer]))
         for tensor, peers in written:
@@ -288,18 +298,18 @@ class SharedMemoryTransport(Transport):
     def receive(self, tensor: Tensor, source: int) -> Any:
         return _Received(self, self._group_rank[source], tensor)
 
-    # Writing
-
     def _write(self, kind: int, tensor: Tensor, peers: Sequence[int]) -> None:
         """Write a message for ``peers``."""
         numbers, size = self._numbers, tensor.nbytes
         channels = [_channel(kind, peer, len(self._arenas)) for peer in peers]
         readers = [(kind, peer, numbers[channel + _SENT]) for peer, channel in zip(peers, channels)]
+        # The ring of each peer must have a place.
         for _, peer, number in readers:
             self._wait_until(partial(self._is_read, kind, peer, number - _RING_SIZE), peer)
         start = self._slots.take(size, readers, self._is_read)
         if size:
-            self._arenas[self.rank].bytes_at(start, size).copy_(_flat_bytes(tensor))
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            self._arenas[self.rank].bytes_at(start, size).copy_(flat)
         for (_, _, number), channel in zip(readers, channels):
             entry = channel + _RING + number % _RING_SIZE * 2
             numbers[entry], numbers[entry + 1] = start, size
@@ -308,8 +318,6 @@ class SharedMemoryTransport(Transport):
     def _is_read(self, kind: int, peer: int, number: int) -> bool:
         """Whether ``peer`` has read this rank's message."""
         return self._arenas[peer].numbers[_channel(kind, self.rank, len(self._arenas)) + _READ] > number
-
-    # Reading
 
     def next_number(self, kind: int, peer: int) -> int:
         """The number of the next message from ``peer``."""
@@ -341,7 +349,8 @@ class SharedMemoryTransport(Transport):
         early = self._early[kind, peer]
         early.add(number)
         read = self._numbers[read_count]
-        while read in early:  # messages may be read in another order
+        # Messages may be read in another order than they were sent.
+        while read in early:
             early.remove(read)
             read += 1
         self._numbers[read_count] = read
@@ -406,10 +415,6 @@ def _new_arena(header: int) -> tuple[_Arena | None, int, int]:
 def _channel(kind: int, peer: int, size: int) -> int:
     """Where the numbers of ``kind`` and ``peer`` begin in the arena of a group of ``size`` ranks."""
     return _FIRST_CHANNEL + (kind * size + peer) * _CHANNEL_SIZE
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _host_number() -> int:

@@ -1,4 +1,4 @@
-"""A pipeline schedule: a list of actions for every stage, and the placement of the chunks.
+"""A pipeline schedule: a list of actions for every stage, the placement of the chunks, and its description.
 
 ``F`` is the forward pass of a microbatch through a chunk. ``B`` is its backward pass; where the schedule splits it,
 ``B`` computes the gradient of the input and ``W`` the weight gradients.
@@ -201,7 +201,6 @@ class ScheduleSpec:
         return ("F", "B", "W") if self.splits_backward else ("F", "B")
 
     def resolve_chunks(self, wanted: int | None) -> int:
-        """``wanted``, or the default number of chunks."""
         default = 1 if self.chunks == "one chunk" else 2
         return default if wanted is None else wanted
 

@@ -1,4 +1,5 @@
-"""Simulation of a schedule: when each action runs, how long stages idle, how many activations live at once."""
+"""Simulation and verification of a schedule: when each action runs, how long stages idle, how many activations live at
+once, and whether it can run at all."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -176,23 +177,12 @@ def verify(schedule: Schedule, live_activations: tuple[int, ...] | None = None) 
             )
     for _ in execution_order(schedule):
         pass  # It raises for a deadlock.
-    _verify_messages(schedule)
-    if live_activations is not None:
-        for stage, (live, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
-            if live > bound:
-                raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {live} passes, not {bound}")
-
-
-def _verify_messages(schedule: Schedule) -> None:
-    """On every channel, messages are received in the order in which they are sent."""
+    # On every channel, messages are received in the order in which they are sent.
     sent: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
     received: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
-    for stage, actions in enumerate(schedule.actions):
-        for action in actions:
-            for messages, message in (
-                (sent, schedule.outgoing(stage, action)),
-                (received, schedule.incoming(stage, action)),
-            ):
+    for stage in range(schedule.placement.num_stages):
+        for step in schedule.steps(stage):
+            for messages, message in ((sent, step.outgoing), (received, step.incoming)):
                 if message is not None:
                     messages[message.channel].append(message.result)
     for key in sent.keys() | received.keys():
@@ -202,3 +192,7 @@ def _verify_messages(schedule: Schedule) -> None:
                 f"{schedule.name}: stage {target} does not receive the {kind} messages of stage {source} in the order "
                 "in which they are sent"
             )
+    if live_activations is not None:
+        for stage, (live, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
+            if live > bound:
+                raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {live} passes, not {bound}")

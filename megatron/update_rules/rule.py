@@ -25,7 +25,7 @@ SLICE = 1 << 22
 
 
 class ParameterFacts(Protocol):
-    """What a rule knows of a parameter: a part of ``ParameterInfo`` of the core, which explains it."""
+    """The facts that a rule reads of a parameter: a part of ``ParameterInfo`` of the core, which explains them."""
 
     @property
     def name(self) -> str: ...
@@ -87,7 +87,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What an update may use in addition to the shards."""
+    """Functions and ranks that an update may use in addition to the shards."""
 
     adam: "Callable[[Sequence[dict[str, Any]], tuple[float, float], float], Optimizer]"
     """AdamW on parameter groups, with its betas and its epsilon."""

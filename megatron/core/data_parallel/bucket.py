@@ -6,7 +6,7 @@ A bucket counts its gradients, so that its reduction starts with the last one in
 # Two buckets in the backward passes of two microbatches, with overlap; g is the last gradient of a bucket:
 #
 #     whole gradients (ZeRO-1)      g0  g1  g0 [reduce 0 ....] g1 [reduce 1 ....]      once, after the last microbatch
-#     sharded gradients (ZeRO-2)    g0 [reduce 0] g1 [reduce 1] g0 [reduce 0] g1 ...   each microbatch, added to the shard
+#     sharded gradients (ZeRO-2)    g0 [reduce 0] g1 [reduce 1] g0 [reduce 0] g1 ...   added to the shard
 
 from abc import ABC, abstractmethod
 from collections import deque

@@ -3,8 +3,8 @@
 A token ``[h]`` of a rank's n has k choices; choice ``i k + j`` is choice j of token i, and a row is the token of one
 choice. The rank at ``ep`` = r has the experts ``[r E / EP, (r + 1) E / EP)``; the ranks along ``etp`` divide each
 expert, so each receives all of its rows and returns a partial sum. Every dispatcher returns the same sums, also for
-experts without rows. Sums over the choices of a token are in the order of the choices and need no atomic additions, so they are
-deterministic.
+experts without rows. Sums over the choices of a token are in the order of the choices and need no atomic additions, so
+they are deterministic.
 
 A dispatcher is a class here, with a row in :data:`DISPATCHERS`, whose names are those of
 ``--moe-token-dispatcher-type``.

@@ -1,4 +1,5 @@
-"""The optimizer's hyperparameters in one step."""
+"""The optimizer's hyperparameters in one step, and their schedules as functions of consumed samples, as in Megatron-LM:
+a batch-size ramp does not speed up the schedules."""
 
 import math
 from dataclasses import dataclass

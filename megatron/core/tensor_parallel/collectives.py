@@ -1,8 +1,18 @@
-"""The edges of a tensor-parallel region, without and with sequence parallelism.
+"""The edges of a tensor-parallel region, without and with sequence parallelism, and their overlap with GEMMs.
 
 The all-gather of a region's input and the reduction of its output are adjoint: the backward pass of one is the other.
 The layers' autograd functions call both, so that a collective can overlap with computation.
+
+The rows of a GEMM are independent, and each rank has its part of the rows of the input or of the output. So a rank
+multiplies its own rows while it receives the others, and sends one part of a sum while it multiplies the next. Sources:
+Wang et al., "Overlap Communication with Dependent Computation via Decomposition" (ASPLOS 2023); PyTorch's async tensor
+parallelism, which copies between GPU memories.
 """
+
+# Rank 0 of four; p0 are the rows of rank 0:
+#
+#     gather_gemm    receive      p3 | p2 | p1               gemm_reduce    multiply   p1 | p2 | p3 | p0
+#                    multiply     p0 | p3 | p2 | p1                         send            p1 | p2 | p3 | add
 
 import socket
 from collections.abc import Callable, Sequence
@@ -151,10 +161,15 @@ def obstacle_to_symmetric_memory(ranks: Communicator, control: ControlGroup, dev
     index = torch.cuda.current_device() if device.index is None else device.index
     backend = dist.get_backend(ranks.process_group)
     own = RankDevice(socket.gethostname(), index, torch.cuda.get_device_capability(device), backend)
+
+    def can_access(own: int, other: int) -> bool:
+        # False if this process does not see both GPUs.
+        return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, other)
+
     everyone = control.all_gather_object(own)
     devices = [everyone[rank] for rank in ranks.ranks]
     # All ranks must choose the same overlap.
-    obstacles = control.all_gather_object(obstacle_between(devices, ranks.rank, _can_access_peer))
+    obstacles = control.all_gather_object(obstacle_between(devices, ranks.rank, can_access))
     return next((obstacles[rank] for rank in ranks.ranks if obstacles[rank] is not None), None)
 
 
@@ -168,11 +183,6 @@ def choose_overlap(
     Transformer Engine have an overlap of that package."""
     obstacle = find_obstacle(ranks, control, device)
     return SymmetricMemoryOverlap(ranks) if obstacle is None else P2POverlap(ranks, obstacle)
-
-
-def _can_access_peer(own: int, other: int) -> bool:
-    """Whether the GPU ``own`` can read the memory of ``other``; False if this process does not see both."""
-    return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, other)
 
 
 def obstacle_between(devices: Sequence[RankDevice], rank: int, can_access: Callable[[int, int], bool]) -> str | None:
@@ -211,7 +221,7 @@ class TensorParallel:
 
     @property
     def sequence_parts(self) -> int:
-        """Into how many parts the sequence is sharded between parallel regions."""
+        """The number of parts into which the sequence is sharded between parallel regions."""
         return self.size if self.sequence_parallel else 1
 
     def gather_input(self, rows: QuantizedTensor) -> Work[QuantizedTensor]:

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy, without gathering the logits.
+"""Vocabulary-parallel cross entropy, without gathering the logits, and if wanted for some tokens at a time.
 
 Source: Megatron-LM (arXiv 1909.08053, section 3): ranks reduce one maximum and two sums per token.
 """
@@ -95,7 +95,6 @@ class TokenGradients:
 
     @classmethod
     def of(cls, loss: Tensor, log_sum_exp: Tensor | None) -> "TokenGradients":
-        """From gradients of any shape."""
         return cls(loss.flatten(), None if log_sum_exp is None else log_sum_exp.flatten())
 
     @property
@@ -149,7 +148,11 @@ def vocab_parallel_cross_entropy(
 
 @dataclass(frozen=True)
 class ChunkedOutputLayer:
-    """How the loss of the output layer is computed: ``chunk_size`` tokens at a time."""
+    """The output layer and its cross entropy without the logits of all tokens, but of ``chunk_size`` tokens at a time.
+
+    Forward keeps the log-sum-exp of every token; backward computes each chunk's logits again, so the output layer costs
+    four GEMMs instead of three (forward, logits again, both gradients).
+    """
 
     chunk_size: int
     parallel: TensorParallel
@@ -157,7 +160,6 @@ class ChunkedOutputLayer:
     weight_gradient: WeightGradientKernel
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """The range of tokens of every chunk."""
         for start in range(0, num_tokens, self.chunk_size):
             yield slice(start, start + self.chunk_size)
 
@@ -190,7 +192,7 @@ class _ChunkedGradients:
         return buffer
 
     def write_to(self, buffer: Tensor | None, accumulate: bool) -> None:
-        """With ``buffer`` None, for a frozen weight, only the gradient of the hidden states."""
+        """Computes only the gradient of the hidden states if ``buffer`` is None, for a frozen weight."""
         for rows in self.output_layer.chunks(self.hidden.shape[0]):
             chunk = self.hidden[rows]  # [m, h]
             logits = linear(chunk, self.weight)  # [m, v/tp]

@@ -1,10 +1,9 @@
-"""Schedules of two chunks per stage in a V: the first stage holds both ends of the model.
+"""Schedules of two chunks per stage in a V: the first stage holds both ends of the model."""
 
-stage       0   1   2   3
-chunk 0     0 > 1 > 2 > 3      the numbers are virtual stages; the step from 3 to 4 needs no message
-                        v
-chunk 1     7 < 6 < 5 < 4
-"""
+#     stage       0   1   2   3
+#     chunk 0     0 > 1 > 2 > 3      the numbers are virtual stages; the step from 3 to 4 needs no message
+#                             v
+#     chunk 1     7 < 6 < 5 < 4
 
 from collections import deque
 from collections.abc import Iterator
