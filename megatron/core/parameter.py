@@ -140,7 +140,7 @@ class RowDivision:
     rows: int
     first_rank: int
     stride: int
-    """From one rank to the next, at least 1."""
+    """Distance from one rank to the next, at least 1."""
 
 
 def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:

@@ -106,7 +106,7 @@ _SMALLEST = 4096
 _SPINS = 200
 """Looks at a counter before the rank offers its core to others, some 20 microseconds."""
 _YIELD_SECONDS, _SLEEP_SECONDS = 2e-3, 1e-4
-"""How long it offers its core between two looks, and how long it sleeps between two looks after that."""
+"""The time for which it offers its core between two looks, and its sleep between two looks after that."""
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at whether the process of the other rank is alive."""
 
@@ -413,7 +413,7 @@ def _new_arena(header: int) -> tuple[_Arena | None, int, int]:
 
 
 def _channel(kind: int, peer: int, size: int) -> int:
-    """Where the numbers of ``kind`` and ``peer`` begin in the arena of a group of ``size`` ranks."""
+    """Begin of the numbers of ``kind`` and ``peer`` in the arena of a group of ``size`` ranks."""
     return _FIRST_CHANNEL + (kind * size + peer) * _CHANNEL_SIZE
 
 

@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stage holds which virtual stages.
+    """The placement of the virtual stages on the stages.
 
     ``loop``: stage p holds p, p + P, p + 2P and so on. ``v``: stage p holds p and 2P - 1 - p, so that the first stage
     holds both ends of the model.
@@ -102,7 +102,7 @@ class Schedule:
     kinds: tuple[Kind, ...]
     """The actions of every microbatch on every chunk."""
     actions: tuple[tuple[Action, ...], ...]
-    """By stage, in order."""
+    """The actions of every stage, in order."""
 
     @property
     def splits_backward(self) -> bool:
@@ -190,7 +190,7 @@ class ScheduleSpec:
     chunks: Literal["one chunk", "several chunks", "two chunks"] = "one chunk"
     """Chunks of the model on a stage."""
     placement: PlacementShape = "loop"
-    """Which virtual stages a stage holds (:class:`~megatron.schedules.schedule.Placement`)."""
+    """The virtual stages of a stage (:class:`Placement`)."""
     splits_backward: bool = False
     """Whether weight gradients are actions of their own."""
     groups_microbatches: bool = False

@@ -53,7 +53,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end, over all stages."""
+        """Time from the first start to the last end, over all stages."""
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
@@ -150,7 +150,7 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """By stage: most (microbatch, chunk) pairs between their F and the end of their backward pass."""
+    """The most (microbatch, chunk) pairs between their F and the end of their backward pass, by stage."""
     last: Kind = "W" if schedule.splits_backward else "B"
     changes = ([(action.kind == "F") - (action.kind == last) for action in actions] for actions in schedule.actions)
     return tuple(max(accumulate(change), default=0) for change in changes)

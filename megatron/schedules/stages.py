@@ -78,7 +78,7 @@ def split_evenly(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> tuple[VirtualStage, ...]:
-    """The same number of layers on every virtual stage; embedding and loss may count as a layer each.
+    """Equal numbers of layers on every virtual stage; embedding and loss may count as a layer each.
 
     Raises :class:`ConfigError` if the division has a remainder.
     """

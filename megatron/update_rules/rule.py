@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     MatrixUpdates = Callable[
         [Mapping[str, Tensor], Callable[["ParameterFacts", Tensor], Tensor]], Iterator[tuple[str, Tensor]]
     ]
-    """From this rank's shards by name, and a function of a matrix, to this rank's shards of what it returns."""
+    """A function of this rank's shards by name, and of a function of a matrix, whose results it yields as shards."""
 
 Kind = TypeVar("Kind")
 

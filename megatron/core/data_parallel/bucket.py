@@ -76,7 +76,7 @@ class ParamGathers:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How gradients are summed over the data-parallel ranks."""
+    """The ranks over which gradients are summed."""
 
     shards: Communicator
     """Ranks that divide a bucket."""

@@ -63,7 +63,7 @@ class ShardRanges(Sequence[tuple[int, int]]):
     size: int
     """Elements of the parameter."""
     origin: int
-    """Where the first rank's part begins, counted from the parameter's start; not positive."""
+    """Begin of the first rank's part, counted from the parameter's start; not positive."""
     part: int
     """Elements of a rank's part."""
     shards: int
@@ -111,7 +111,7 @@ def plan_buffer(
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How the ranks of a shard group divide one parameter."""
+    """The division of one parameter among the ranks of a shard group."""
 
     info: ParameterInfo
     ranges: Sequence[tuple[int, int]]
@@ -199,7 +199,6 @@ class ParameterBuffer:
             yield self.weights[start:stop], GradientView(stop - start, whole, shard, main_grads)
 
     def splits(self) -> list[ParameterSplit]:
-        """How the shard group divides every parameter."""
         return [
             ParameterSplit(info_of(parameter), self.layout.ranges(number, self._shards))
             for number, parameter in enumerate(self.parameters)

@@ -149,7 +149,7 @@ class LocalParam:
     holders: tuple[int, ...] = ()
     """The ranks that store the same elements; empty if they are not known."""
     division: RowDivision | None = None
-    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
+    """The division of the parameter's rows, if it is even and each part is on one rank alone."""
 
 
 def whole_params(parameters: Iterable[nn.Parameter], sharing: ParallelGroups | None = None) -> list[LocalParam]:
@@ -169,7 +169,7 @@ class DataParallel(ABC):
     param_shards: Sequence[ParamShard]
     """The parts of parameters that this rank updates."""
     splits: Sequence[ParameterSplit]
-    """How the shard group divides every local parameter."""
+    """The division of every local parameter among its shard group."""
     local_params: Sequence[LocalParam]
     """The weights that this rank stores, in the precision that checkpoints need; frozen ones, too."""
     sharing: ParallelGroups
@@ -215,7 +215,7 @@ class DataParallel(ABC):
         return sum(local.tensor.numel() for local in self.local_params)
 
     def row_division(self, info: ParameterInfo) -> RowDivision | None:
-        """How ranks divide the rows of a parameter, if they do so evenly and each part is on one rank alone."""
+        """The division of a parameter's rows, if it is even and each part is on one rank alone."""
         return None
 
     @abstractmethod

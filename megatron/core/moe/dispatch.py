@@ -43,7 +43,7 @@ from megatron.torch_compat import FakeTensor
 
 @dataclass(frozen=True, eq=False)
 class RowOrder:
-    """Which choice each row is, and where the row of each choice is."""
+    """The order of rows: the choice of each row, and the row of each choice."""
 
     choices: Tensor
     """The choice of each row: ``[m]`` int64."""
@@ -325,8 +325,8 @@ class AllToAllDispatcher:
 
 
 def _order_by_expert(counts: Tensor, num_rows: int) -> RowOrder | None:
-    """From ``num_rows`` rows sorted by source, then by expert, to rows sorted by expert; None if they are. ``counts``
-    ``[sources, experts]``."""
+    """The order by expert of ``num_rows`` rows that are sorted by source, then by expert; None if it is the same order.
+    ``counts`` ``[sources, experts]``."""
     num_sources, num_experts = counts.shape
     if num_sources == 1 or num_experts == 1:
         return None

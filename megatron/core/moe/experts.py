@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import LayerContext
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Which experts a rank has, and which part of each."""
+    """The experts of a rank, and its part of each."""
 
     ep_rank: int = 0
     ep_size: int = 1

@@ -1,4 +1,4 @@
-"""From the logits of a router to experts and weights, and the losses of routers: functions of tensors, without ranks.
+"""Experts and weights from the logits of a router, and the losses of routers: functions of tensors, without ranks.
 
 Tokens ``[s, b]`` are flattened to n = s * b rows, E is the number of experts, k the experts of a token. No function
 makes a tensor of n * k * E elements. Logits are fp32 or fp64: with bf16 logits many tokens have ties.
@@ -21,7 +21,7 @@ _SMALL = 1e-20
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a router chooses experts and weighs them. The fields are the flags ``--moe-router-*``."""
+    """The rule by which a router chooses and weighs experts. The fields are the flags ``--moe-router-*``."""
 
     num_experts: int
     topk: int
@@ -132,15 +132,14 @@ def _normalized(scores: Tensor) -> Tensor:
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How many times each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
+    """Number of times that each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
     # Not bincount: the dry run has no values, on which the shape of its output depends.
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
 
 
 def count_choices_by_set(experts: Tensor, num_experts: int) -> Tensor:
-    """How many times each expert occurs in each of the sets along dim 1 of ``experts`` ``[_, sets, _]``: ``[sets, E]``
-    int64."""
+    """Number of times that each expert occurs in each set, dim 1 of ``experts`` ``[_, sets, _]``: ``[sets, E]``."""
     num_sets = experts.shape[1]
     first_cells = torch.arange(0, num_sets * num_experts, num_experts, device=experts.device).view(-1, 1)  # [sets, 1]
     return count_choices(experts + first_cells, num_sets * num_experts).view(num_sets, num_experts)

@@ -103,7 +103,7 @@ def build_learning_rate_schedule(
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """From ``start`` to ``end`` over ``length`` samples, then ``end``."""
+    """Weight decay goes from ``start`` to ``end`` over ``length`` samples, then stays at ``end``."""
 
     start: float
     end: float

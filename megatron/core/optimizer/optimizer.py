@@ -63,7 +63,7 @@ class OptimizerState:
     holders: tuple[int, ...]
     """The ranks that keep the same elements."""
     division: RowDivision | None
-    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
+    """The division of the parameter's rows, if it is even and each part is on one rank alone."""
 
 
 class Optimizer:
@@ -121,8 +121,8 @@ class Optimizer:
 
         context = UpdateContext(kernels.adam, topology.tensor_parallel, whole_matrices)
         self._groups: dict[tuple[UpdateRule, bool, bool, float], Group] = {}
-        """By rule, whether the weights decay, whether they are of the vocabulary, and the rule's factor of the learning
-        rate."""
+        """The keys are: rule, whether the weights decay, whether they are of the vocabulary, the rule's factor of the
+        learning rate."""
         for shard in self._shards:
             info = shard.info
             rule = self._rule.rule_for(info)
@@ -269,7 +269,7 @@ def clip_coefficient(grad_norm: float, limit: float) -> float:
 
 
 Transform = Callable[[ParameterInfo, Tensor], Tensor]
-"""From a tensor-parallel rank's matrix to another of the same shape."""
+"""A function of a tensor-parallel rank's matrix that returns another of the same shape."""
 
 
 class WholeMatrices:

@@ -166,7 +166,7 @@ class PipelineExecutor:
 
     @property
     def num_sums(self) -> int:
-        """How many sums :meth:`train` returns."""
+        """Number of sums that :meth:`train` returns."""
         return 2 if self.z_loss_multiplier is None else 3
 
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:

@@ -45,7 +45,7 @@ class TPOverlap(Protocol):
     def gather_gemm(
         self, rows: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None
     ) -> tuple[Tensor, QuantizedTensor]:
-        """From this rank's rows ``[s/tp, b, k]``: the GEMM of all ranks' rows, ``[s, b, n]``, and these rows."""
+        """The GEMM ``[s, b, n]`` of all ranks' rows, and these rows, from this rank's rows ``[s/tp, b, k]``."""
 
     def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         """Start the GEMM of ``[s, b, k]`` and its sum over the ranks: this rank's rows ``[s/tp, b, n]``."""
@@ -201,7 +201,7 @@ def obstacle_between(devices: Sequence[RankDevice], rank: int, can_access: Calla
 
 
 class TensorParallel:
-    """How a layer is sharded: the ranks, whether the sequence is sharded between parallel regions (Korthikanti et al.,
+    """The sharding of a layer: the ranks, whether the sequence is sharded between parallel regions (Korthikanti et al.,
     arXiv 2205.05198), and how the collectives of sequence parallelism overlap with GEMMs."""
 
     def __init__(
