@@ -57,13 +57,7 @@ class ExpertShard:
         return self._info(name, global_shape, local_shape, boxes, init_std, width_mult)
 
     def row_weight(
-        self,
-        name: str,
-        num_experts: int,
-        input_size: int,
-        output_size: int,
-        init_std: float,
-        width_mult: float = 1.0,
+        self, name: str, num_experts: int, input_size: int, output_size: int, init_std: float, width_mult: float = 1.0
     ) -> ParameterInfo:
         """The facts of the weight ``[E_l out, in/etp]`` of the row-parallel layer ``name``."""
         rows = num_experts // self.ep_size * output_size
