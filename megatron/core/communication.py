@@ -145,7 +145,6 @@ class Communicator:
         return DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
 
     def open(self) -> None:
-        """Create the process group now. Collective."""
         if self.size > 1:
             _ = self.transport
 
@@ -356,7 +355,6 @@ class GlooSend:
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Wait for the send, in the thread."""
         try:
             self._work.wait()
         except Exception as error:

@@ -60,7 +60,6 @@ class ControlGroup:
         return group
 
     def open(self) -> None:
-        """Create the process group now. Collective."""
         _ = self.process_group
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -48,7 +48,6 @@ class MainGrad:
 
     @property
     def buffer(self) -> Tensor:
-        """View of the gradient buffer with the parameter's local shape."""
         if self._buffer is None:
             assert self._provide is not None
             self._provide()
@@ -60,7 +59,6 @@ class MainGrad:
         self._buffer = buffer
 
     def release_buffer(self) -> None:
-        """Drop the buffer."""
         self._buffer = None
 
     def allocate_with(self, provide: Callable[[], None]) -> None:
@@ -68,7 +66,6 @@ class MainGrad:
         self._provide = provide
 
     def add(self, gradient: Gradient) -> None:
-        """Accumulate ``gradient``."""
         if not isinstance(gradient, Tensor):
             gradient.write_to(self.buffer, accumulate=self.is_filled)
         elif self.is_filled:

@@ -28,7 +28,6 @@ class Box:
     shape: tuple[int, ...]
 
     def view(self, local: Tensor) -> Tensor:
-        """The box as a view of ``local``."""
         return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
 
 
@@ -86,7 +85,6 @@ class ParameterInfo:
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
-    """Store ``info`` on ``parameter`` and return it."""
     assert tuple(parameter.shape) == info.local_shape, (info.name, parameter.shape, info.local_shape)
     setattr(parameter, _ATTRIBUTE, info)
     return parameter

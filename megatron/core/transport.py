@@ -299,7 +299,6 @@ class SharedMemoryTransport(Transport):
         return _Received(self, self._group_rank[source], tensor)
 
     def _write(self, kind: int, tensor: Tensor, peers: Sequence[int]) -> None:
-        """Write a message for ``peers``."""
         numbers, size = self._numbers, tensor.nbytes
         channels = [_channel(kind, peer, len(self._arenas)) for peer in peers]
         readers = [(kind, peer, numbers[channel + _SENT]) for peer, channel in zip(peers, channels)]
@@ -316,17 +315,14 @@ class SharedMemoryTransport(Transport):
             numbers[channel + _SENT] = number + 1
 
     def _is_read(self, kind: int, peer: int, number: int) -> bool:
-        """Whether ``peer`` has read this rank's message."""
         return self._arenas[peer].numbers[_channel(kind, self.rank, len(self._arenas)) + _READ] > number
 
     def next_number(self, kind: int, peer: int) -> int:
-        """The number of the next message from ``peer``."""
         number = self._next[kind, peer]
         self._next[kind, peer] = number + 1
         return number
 
     def is_there(self, kind: int, peer: int, number: int) -> bool:
-        """Whether ``peer`` has written the message."""
         return self._arenas[peer].numbers[_channel(kind, self.rank, len(self._arenas)) + _SENT] > number
 
     def read(self, kind: int, peer: int, number: int, like: Tensor) -> Tensor:
@@ -426,7 +422,6 @@ def _host_number() -> int:
 
 
 def _gather(numbers: Sequence[int], process_group: Any, size: int) -> Tensor:
-    """The ``numbers`` of all ranks, ``[size, len(numbers)]``."""
     own = torch.tensor(numbers, dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(gathered, own, group=process_group)

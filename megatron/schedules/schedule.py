@@ -82,7 +82,6 @@ class Placement:
         return self.num_stages * self.num_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """The virtual stage of a stage's ``chunk``."""
         if self.shape == "v" and chunk == 1:
             return 2 * self.num_stages - 1 - stage
         return chunk * self.num_stages + stage
@@ -94,8 +93,6 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage for one global batch."""
-
     name: str
     placement: Placement
     num_microbatches: int
@@ -128,35 +125,21 @@ class Schedule:
         is_there = neighbour != virtual_stage and 0 <= neighbour < self.placement.num_virtual_stages
         return Result(kind, microbatch, neighbour) if is_there else None
 
-    def incoming(self, stage: int, action: Action) -> Message | None:
-        """The message that ``stage`` receives before ``action``."""
-        source = self.source(stage, action)
-        if source is None:
-            return None
-        sender, _ = self.placement.location(source.virtual_stage)
-        return Message(source, sender, stage) if sender != stage else None
-
-    def outgoing(self, stage: int, action: Action) -> Message | None:
-        """The message that ``stage`` sends after ``action``."""
-        result = self.result(stage, action)
-        next_virtual_stage = result.virtual_stage + {"F": 1, "B": -1, "W": 0}[action.kind]
-        if not 0 <= next_virtual_stage < self.placement.num_virtual_stages:
-            return None
-        target, _ = self.placement.location(next_virtual_stage)
-        return Message(result, stage, target) if target != stage else None
-
     def steps(self, stage: int) -> tuple[Step, ...]:
-        """The actions of ``stage`` with their inputs and messages."""
-        return tuple(
-            Step(
-                action,
-                self.result(stage, action),
-                self.source(stage, action),
-                self.incoming(stage, action),
-                self.outgoing(stage, action),
-            )
-            for action in self.actions[stage]
-        )
+        steps = []
+        for action in self.actions[stage]:
+            result, source = self.result(stage, action), self.source(stage, action)
+            incoming = outgoing = None
+            if source is not None:
+                sender, _ = self.placement.location(source.virtual_stage)
+                incoming = Message(source, sender, stage) if sender != stage else None
+            # A weight gradient stays where it is.
+            following = result.virtual_stage + {"F": 1, "B": -1, "W": 0}[action.kind]
+            if 0 <= following < self.placement.num_virtual_stages:
+                target, _ = self.placement.location(following)
+                outgoing = Message(result, stage, target) if target != stage else None
+            steps.append(Step(action, result, source, incoming, outgoing))
+        return tuple(steps)
 
     def forward_only(self) -> "Schedule":
         """The forward passes alone, in the same order, for evaluation."""
@@ -205,7 +188,6 @@ class ScheduleSpec:
         return default if wanted is None else wanted
 
     def allows(self, chunks: int) -> bool:
-        """Whether the schedule supports this number of chunks per stage."""
         return {"one chunk": chunks == 1, "several chunks": chunks > 1, "two chunks": chunks == 2}[self.chunks]
 
 

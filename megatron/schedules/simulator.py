@@ -36,8 +36,6 @@ class Durations:
 
 @dataclass(frozen=True)
 class Span:
-    """An action with its start and end."""
-
     stage: int
     action: Action
     start: float
@@ -63,7 +61,6 @@ class Timeline:
         return 1.0 - busy / (self.num_stages * self.makespan)
 
     def stage_spans(self, stage: int) -> list[Span]:
-        """The spans of ``stage``, in order."""
         return sorted((span for span in self.spans if span.stage == stage), key=lambda span: span.start)
 
     @property

@@ -66,7 +66,6 @@ class _Units:
 
 
 def pipeline_rank(virtual_stage: int, num_stages: int, shape: PlacementShape) -> int:
-    """The pipeline rank that holds ``virtual_stage``."""
     chunk, rank = divmod(virtual_stage, num_stages)
     return num_stages - 1 - rank if shape == "v" and chunk % 2 else rank
 

@@ -115,16 +115,16 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """The rule with its flags in ``config``."""
         return cls(*([take_flags(config, cls.flags)] if cls.flags is not Flags else []))
 
     def rule_for(self, info: ParameterFacts) -> "UpdateRule":
-        """The rule that updates this parameter."""
         return self
 
     def mup_obstacle(self) -> str | None:
         """Why the rule does not support muP, and what to use instead; None for a rule with a
         :meth:`learning_rate_factor`."""
+        if type(self).learning_rate_factor is not UpdateRule.learning_rate_factor:
+            return None
         return "how its updates grow with the width is not known: use adam, or remove --use-mup."
 
     def learning_rate_factor(self, info: ParameterFacts) -> float:

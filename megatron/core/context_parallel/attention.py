@@ -293,7 +293,6 @@ class ContextParallel:
         return ContextSplit(self.ranks.rank, self.ranks.size)
 
     def attention(self, layer: int, kernel: AttentionKernel) -> Attention:
-        """The attention of layer number ``layer``."""
         if self.ranks.size == 1:
             return LocalAttention(kernel)
         exchanges = CONTEXT_PARALLEL_TYPES[self.comm_types[layer if len(self.comm_types) > 1 else 0]].levels

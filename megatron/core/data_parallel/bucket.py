@@ -30,7 +30,6 @@ class WeightBucket:
         self._gathering: Work[Tensor] | None = None
 
     def start_gather(self) -> None:
-        """Start the all-gather of the updated weights."""
         self._gathering = self._shards.start_all_gather(self._shards.own_part(self._weights), self._weights)
 
     def finish_gather(self) -> None:
@@ -184,13 +183,11 @@ class InFlight:
         self._buckets: deque[ShardedGradientBucket] = deque()
 
     def add(self, bucket: "ShardedGradientBucket") -> None:
-        """Add ``bucket``, whose reduction has just started."""
         self._buckets.append(bucket)
         while len(self._buckets) > self._limit:
             self._buckets[0].collect()
 
     def remove(self, bucket: "ShardedGradientBucket") -> None:
-        """Remove ``bucket``, whose reduction is complete."""
         self._buckets.remove(bucket)
 
 
@@ -221,7 +218,6 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
 
     def _allocate(self) -> None:
-        """Allocate whole gradients for a microbatch."""
         # Before that the last microbatch's whole gradients are freed, so that a bucket never has two of them.
         self.collect()
         shard = self.view.shard

@@ -205,7 +205,6 @@ class ParameterBuffer:
         ]
 
     def param_shards(self, rank: int) -> Iterator[ParamShard]:
-        """The shards that ``rank`` of the shard group updates."""
         for _, _, shard_start, shard_stop, gradients in self._shards_of(rank):
             for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
                 # What of the parameter lies in the shard, in elements of the buffer.

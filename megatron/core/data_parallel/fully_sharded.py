@@ -59,7 +59,6 @@ class RowPart:
 
     @property
     def padded_size(self) -> int:
-        """Elements of a part, padding included."""
         return self.padded_rows * self.width
 
 

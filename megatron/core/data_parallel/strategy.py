@@ -64,8 +64,6 @@ class ReplicaGroups:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """The groups of both kinds of parameters."""
-
     dense: ReplicaGroups
     experts: ReplicaGroups | None
     """None in a model without experts."""
@@ -102,7 +100,6 @@ class ParallelGroups:
         return any(kind.shards.size > 1 for kind in (self.dense, self.experts) if kind is not None)
 
     def of_parameter(self, info: ParameterInfo) -> ReplicaGroups:
-        """The groups of a parameter."""
         if not info.is_expert:
             return self.dense
         assert self.experts is not None, f"{info.name} in a model without experts"

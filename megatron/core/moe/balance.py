@@ -167,7 +167,6 @@ class ExpertBalance:
         """Number of tokens of the global batch that chose each expert of each layer, ``[layers, E]``."""
 
     def add_router(self, layer: int) -> RouterBalance:
-        """The balance of the router of ``layer``, which this rank has."""
         assert layer in self._layers and layer not in self._routers, (layer, self._layers)
         router = RouterBalance(layer, self._routing_rule, self._rule, self._sequence_ranks, self._device)
         self._routers[layer] = router

@@ -62,7 +62,6 @@ class RowOrder:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """The token of each row: ``[m]``."""
         return self.choices // self.rows.shape[1] if self.rows.shape[1] > 1 else self.choices
 
 
@@ -343,7 +342,6 @@ def _counts_of_experts(host: Sequence[int], device: Tensor) -> RowCounts:
 
 
 def _sums(numbers: Sequence[int], size: int) -> list[int]:
-    """The sums of every ``size`` consecutive numbers."""
     return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
 
 

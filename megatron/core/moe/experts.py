@@ -147,7 +147,6 @@ class GroupedLinear(nn.Module):
         self.gemm, self.weight_gradients, self.skip_output = gemm, context.weight_gradients, False
 
     def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
-        """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
         assert rows.shape[0] == counts.total, (rows.shape, counts.host)
         op = _GroupedOp(self.gemm, self.weight_gradients, self.skip_output, overlap)
         output: Tensor = _GroupedLinear.apply(rows, self.weight, counts, op)

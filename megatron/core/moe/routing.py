@@ -45,7 +45,6 @@ class RoutingRule:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "RoutingRule":
-        """The rule of a model with experts."""
         assert config.num_experts is not None
         return cls(
             num_experts=config.num_experts,

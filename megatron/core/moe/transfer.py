@@ -81,8 +81,6 @@ class UnevenGather:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The adjoint of a transfer."""
-
     transfer: Transfer
 
     @property
@@ -138,14 +136,12 @@ class AsyncTransfer:
         self.work = work
 
     def finish(self) -> Tensor:
-        """The result of the communication under way."""
         assert self.work is not None
         work, self.work = self.work, None
         return work.wait()
 
 
 def communicate(transfer: Transfer, rows: Tensor) -> Tensor:
-    """The result of ``transfer``, without overlap."""
     return AsyncTransfer(transfer, rows).wait()
 
 

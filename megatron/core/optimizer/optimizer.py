@@ -42,8 +42,6 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step."""
-
     grad_norm: float
     """Global L2 norm before clipping, of the gradient of the mean loss."""
     is_applied: bool
@@ -226,7 +224,6 @@ class Optimizer:
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:
-        """L2 norm of all weights."""
         return self.global_norm(self._counted_weights)
 
     def count_zeros(self) -> int:

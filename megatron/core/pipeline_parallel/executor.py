@@ -63,7 +63,6 @@ class ActivationFormat:
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A tensor to receive activations in."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -99,7 +98,6 @@ class ActionRecorder:
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
-        """Record what runs inside as ``action``."""
         start = self._mark()
         yield
         self._marks.append((stage, action, start, self._mark()))
@@ -170,7 +168,6 @@ class PipelineExecutor:
         return 2 if self.z_loss_multiplier is None else 3
 
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
-        """The verified schedule of ``num_microbatches``."""
         return self._verified(num_microbatches, forward_only)
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
@@ -365,11 +362,9 @@ class _Pass:
             self.p2p.send(step, outputs)
 
     def enter(self, action: Action, received: Tensor) -> Tensor:
-        """The input of the chunk, from the activations received."""
         return received
 
     def leave(self, action: Action, outputs: Tensor) -> Tensor:
-        """The activations to send, from the output of the chunk."""
         return outputs
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:

@@ -162,7 +162,6 @@ class LayerContext:
     """The FP8 state of the linear layers; None if they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
-        """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
 
     def parameter(
@@ -278,7 +277,6 @@ class _ParallelLinear(nn.Module):
         return self.op.gemm.input_quantization(self.op.input_layout(self.skip_output))
 
     def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
-        """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
         x: QuantizedTensor | Layout = self.op.input_layout(self.skip_output)
         if isinstance(inputs, QuantizedActivation):
             x = inputs.value
