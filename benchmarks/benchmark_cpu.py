@@ -33,9 +33,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.local_ranks import parse, run_ranks
-from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
-from benchmarks.step_samples import time_by_group
+from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, linear_shapes
+from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.context_parallel import Exchange
 from megatron.config.moe import MoEConfig, TokenDispatcherType

@@ -7,7 +7,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from benchmarks.peer_job import LEARNING_RATE, Job, Step
+from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
 from megatron.checkpoint.conversion import fill_from_hugging_face
 from megatron.checkpoint.hugging_face_config import transformer_config_of
 from megatron.checkpoint.hugging_face_files import HuggingFaceWeights

@@ -21,8 +21,16 @@ from megatron.core.context_parallel.attention import (
     RingAttention,
     UlyssesAttention,
 )
-from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+    Tile,
+    TiledAttention,
+    TiledGradients,
+)
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention, TorchAttention
 from megatron.core.topology import RankGrid, Topology
 from tests.context_parallel.spans import Marks, attention_spans
