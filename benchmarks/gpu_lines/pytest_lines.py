@@ -6,7 +6,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu_lines.line import BROKEN, RESULTS, STARTED, Result, Verdict, append, own_results, read_results
+from benchmarks.gpu_lines.line import (
+    BROKEN,
+    RESULTS,
+    STARTED,
+    Result,
+    Verdict,
+    append,
+    own_results,
+    read_results,
+)
 from benchmarks.gpu_lines.line_run import LineRun, place_of, require, verdict_of
 from benchmarks.lib.results import complete_records, error_line
 from megatron.core.device import device_is_broken

@@ -113,11 +113,11 @@ def _peak_on_cuda(step: Callable[[], None], device: torch.device) -> int:
 
 # --- samples of the stack -------------------------------------------------------------------------------------------
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("communication", r"megatron/core/(communication|shared_memory|transport)\.py|torch/distributed/"),
+    ("communication", r"megatron/core/(communication|transport)\.py|torch/distributed/"),
     ("products", r"megatron/core/ops/(matmul|grouped)\.py"),
     ("attention", r"megatron/core/ops/attention\w*\.py"),
     ("norms, SwiGLU, rotary", r"megatron/core/ops/(norm|swiglu|rope)\.py"),
-    ("loss", r"megatron/core/(ops|tensor_parallel)/(cross_entropy|chunked_loss)\.py"),
+    ("loss", r"megatron/core/(ops|tensor_parallel)/cross_entropy\.py"),
     ("optimizer", r"megatron/(core/optimizer|update_rules)/"),
 )
 """Groups with the files of their functions: the innermost function that is in one of them counts."""

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, open_transport, run_sends, sendable
+from megatron.core.transport import Message, Reduction, Transport, open_transport
 from megatron.torch_compat import storage_id
 
 T = TypeVar("T")
@@ -30,15 +30,15 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """A collective for an observer: its kind, the axes, the ranks in the group, the bytes of its largest tensor (input
-    of a reduce-scatter, output of an all-gather)."""
+    """A collective for an observer."""
 
     kind: str
     axes: str
     group_size: int
     num_bytes: int
+    """Bytes of the largest tensor: the input of a reduce-scatter, the output of an all-gather."""
     peer: int | None = field(default=None, compare=False)
-    """The global rank of the peer of a message; the next rank of the ring for a shift."""
+    """The global rank of the peer of a message, for a shift the next rank of the ring."""
 
 
 Observer = Callable[[CollectiveRecord], None]
@@ -114,7 +114,7 @@ class Communicator:
 
     @cached_property
     def stride(self) -> int | None:
-        """Between neighbouring ranks; None for a single rank, and where the distances differ."""
+        """The distance between neighbouring ranks; None for a single rank, and where the distances differ."""
         strides = {following - rank for rank, following in pairwise(self.ranks)}
         return strides.pop() if len(strides) == 1 else None
 
@@ -145,7 +145,6 @@ class Communicator:
         return DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
 
     def open(self) -> None:
-        """Create the process group now. Collective."""
         if self.size > 1:
             _ = self.transport
 
@@ -162,9 +161,14 @@ class Communicator:
 
     @cached_property
     def _gloo_sends(self) -> "queue.SimpleQueue[GlooSend | None]":
-        """Sends for which a thread waits. A daemon: a send without a receiver must not keep the process alive."""
+        """Sends for which a thread waits. It is a daemon: a send without a receiver must not keep the process alive."""
         sends: queue.SimpleQueue[GlooSend | None] = queue.SimpleQueue()
-        threading.Thread(target=run_sends, args=(sends,), daemon=True, name=f"sends {self.name}").start()
+
+        def run() -> None:
+            while (send := sends.get()) is not None:
+                send.run()
+
+        threading.Thread(target=run, daemon=True, name=f"sends {self.name}").start()
         weakref.finalize(self, sends.put, None)
         return sends
 
@@ -173,14 +177,11 @@ class Communicator:
         if self.observer is not None:
             self.observer(CollectiveRecord(kind, self.name, self.size, num_bytes, peer))
 
-    def _record(self, kind: str, tensor: Tensor, peer: int | None = None) -> None:
-        self.record(kind, tensor.numel() * tensor.element_size(), peer)
-
     def start_all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Work[Tensor]:
         """Reduce ``tensor`` over the group, in place."""
         if self.size == 1:
             return Work((), lambda: tensor)
-        self._record("all_reduce", tensor)
+        self.record("all_reduce", tensor.nbytes)
         return Work((self.transport.all_reduce(tensor, reduction),), lambda: tensor)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction = "sum") -> Tensor:
@@ -193,13 +194,12 @@ class Communicator:
         """
         if self.size == 1:
             return Work((), lambda: tensor if output is None else output.copy_(tensor))
-        if is_fp8(tensor):
+        if sendable(tensor) is not tensor:
             assert output is None
-            dtype = tensor.dtype
-            return self.start_all_gather(sendable(tensor)).then(lambda gathered: gathered.view(dtype))
+            return self.start_all_gather(sendable(tensor)).then(lambda gathered: gathered.view(tensor.dtype))
         if output is None:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
-        self._record("all_gather", output)
+        self.record("all_gather", output.nbytes)
         tensor = tensor.contiguous()
         if not self.transport.prefers_messages:
             return Work((self.transport.all_gather(output, tensor),), lambda: output)
@@ -220,7 +220,7 @@ class Communicator:
         """
         if self.size == 1:
             return Work((), lambda: tensor if output is None else output.copy_(tensor))
-        self._record("reduce_scatter", tensor)
+        self.record("reduce_scatter", tensor.nbytes)
         tensor = tensor.contiguous()
         if output is None:
             output = tensor.new_empty((tensor.shape[0] // self.size, *tensor.shape[1:]))
@@ -253,34 +253,30 @@ class Communicator:
         return self.start_shifts([tensor]).then(lambda received: received[0])
 
     def start_shifts(self, tensors: Sequence[Tensor]) -> Work[Sequence[Tensor]]:
-        """:meth:`start_shift` of several tensors in one launch."""
+        """Shift several tensors in one launch."""
         if self.size == 1:
             return Work((), lambda: tensors)
         target, source = self.ranks[(self.rank + 1) % self.size], self.ranks[(self.rank - 1) % self.size]
         received = [torch.empty_like(tensor) for tensor in tensors]
         messages: list[Message] = []
         for tensor, place in zip(tensors, received):
-            self._record("shift", tensor, target)
+            self.record("shift", tensor.nbytes, target)
             messages += [("send", sendable(tensor), target), ("receive", sendable(place), source)]
         return Work(self.transport.exchange(messages), lambda: received)
 
     def start_exchange(self, tensor: Tensor, target: int, received: Tensor, source: int) -> Work[Tensor]:
         """Send ``tensor`` to the group's rank ``target`` and receive into ``received`` from the rank ``source``. All
         ranks exchange in the same order; ``tensor`` must not change until then."""
-        self._record("exchange", tensor, self.ranks[target])
-        works = self.transport.exchange(
-            [
-                ("send", sendable(tensor), self.ranks[target]),
-                ("receive", sendable(received), self.ranks[source]),
-            ]
-        )
+        self.record("exchange", tensor.nbytes, self.ranks[target])
+        sent: Message = "send", sendable(tensor), self.ranks[target]
+        works = self.transport.exchange([sent, ("receive", sendable(received), self.ranks[source])])
         return Work(works, lambda: received)
 
     def start_all_to_all(self, tensor: Tensor) -> Work[Tensor]:
         """Send part i of ``tensor`` along dim 0 to rank i; returns the received parts in rank order."""
         if self.size == 1:
             return Work((), lambda: tensor)
-        self._record("all_to_all", tensor)
+        self.record("all_to_all", tensor.nbytes)
         tensor = tensor.contiguous()
         output = torch.empty_like(tensor)
         if not self.transport.prefers_messages:
@@ -317,7 +313,6 @@ class Communicator:
         return Work(works, lambda: received)
 
     def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """:meth:`start_exchange_parts`, complete."""
         self.start_exchange_parts(sent, received).wait()
 
     def _record_exchange(self, sent: Sequence[Tensor]) -> None:
@@ -325,7 +320,7 @@ class Communicator:
 
     def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:
         """Send ``tensor``, which must not change until then, to the group's rank ``target``."""
-        self._record("send", tensor, self.ranks[target])
+        self.record("send", tensor.nbytes, self.ranks[target])
         work = self.transport.send(tensor, self.ranks[target])
         if self.transport.hides_completion:
             work = GlooSend(work)
@@ -334,13 +329,13 @@ class Communicator:
 
     def start_receive(self, tensor: Tensor, source: int) -> Work[Tensor]:
         """Receive into ``tensor`` from the group's rank ``source``; messages arrive in the order of sending."""
-        self._record("receive", tensor, self.ranks[source])
+        self.record("receive", tensor.nbytes, self.ranks[source])
         return Work((self.transport.receive(tensor, self.ranks[source]),), lambda: tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copy ``tensor`` of the group's rank ``source`` to all ranks, in place."""
         if self.size > 1:
-            self._record("broadcast", tensor)
+            self.record("broadcast", tensor.nbytes)
             self.transport.broadcast(tensor, self.ranks[source])
         return tensor
 
@@ -349,3 +344,33 @@ def _is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape begin at the same address."""
     is_same_storage = storage_id(one.untyped_storage()) == storage_id(other.untyped_storage())
     return is_same_storage and one.storage_offset() == other.storage_offset()
+
+
+class GlooSend:
+    """A send that a thread waits for, because gloo does not report whether it is complete."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._error: Exception | None = None
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+        self._work = None  # frees the tensor
+        self._done.set()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+def sendable(tensor: Tensor) -> Tensor:
+    """``tensor`` in a dtype that every backend supports: FP8 is sent as bytes."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

@@ -1,16 +1,18 @@
-"""The collectives in which ranks wait for long work of one rank: an index, a file, the commit of a checkpoint.
+"""The collectives in which ranks wait for long work of one rank: an index, a file, the commit of a checkpoint. An
+action that fails on one rank raises its error on every rank.
 
 They use gloo on every device, with a timeout of hours. The collectives of training (:class:`Communicator`) have the
 timeout of ``--distributed-timeout-minutes``, and under NCCL a wait is a kernel on the GPU that a watchdog aborts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from megatron.errors import UserError
 from megatron.torch_compat import set_group_timeout
 
 CONTROL_TIMEOUT = timedelta(hours=4)
@@ -51,14 +53,13 @@ class ControlGroup:
             use_local_synchronization=True,
             group_desc="control",
         )
-        # Ranks may connect at their first message (TORCH_GLOO_LAZY_INIT), and that must have the timeout of connecting.
-        # A barrier sends over distances of powers of two, as all that follows does.
+        # Ranks may connect at their first message (TORCH_GLOO_LAZY_INIT), which must have the timeout of connecting. A
+        # barrier sends over distances of powers of two, like every later collective of objects.
         dist.barrier(group=group)
         set_group_timeout(group, self._timeout)
         return group
 
     def open(self) -> None:
-        """Create the process group now. Collective."""
         _ = self.process_group
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -76,3 +77,44 @@ class ControlGroup:
         values = [value]
         dist.broadcast_object_list(values, self.ranks[source], group=self.process_group)
         return values[0]
+
+
+T = TypeVar("T")
+
+
+def run_on_all_ranks(control: ControlGroup, action: Callable[[], T], first: bool = False) -> T:
+    """Run ``action``, which must not communicate, on every rank; if one rank fails, all ranks raise its error.
+
+    With ``first`` rank 0 runs it before the others, to write files that they then read.
+    """
+    result: list[T] = []
+    for turn in (control.rank == 0, control.rank > 0) if first else (True,):
+        error: UserError | None = None
+        if turn:
+            try:
+                result.append(action())
+            except UserError as raised:
+                error = raised
+        for failure in control.all_gather_object(error):
+            if failure is not None:
+                raise failure
+    return result[0]
+
+
+def first_failure(failures: Iterable[str | None]) -> str | None:
+    """The first failure of all ranks, with its rank."""
+    return next((f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None), None)
+
+
+def run_on_rank0(control: ControlGroup, action: Callable[[], T]) -> T:
+    """Run ``action`` on rank 0 alone; every rank returns its (small) result, or raises its error."""
+    result: T | UserError | None = None
+    if control.rank == 0:
+        try:
+            result = action()
+        except UserError as error:
+            result = error
+    result = control.broadcast_object(result)
+    if isinstance(result, UserError):
+        raise result
+    return result

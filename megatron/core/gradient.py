@@ -1,10 +1,10 @@
 """Main gradients: weight gradients accumulate in the gradient buffer, in its precision, without a ``.grad``.
 
-The operations of this project with a parameter call :func:`accumulate_main_grad`. What plain torch operations
-contribute, autograd puts into ``.grad``, from where a hook moves it to the main gradient at once. The first microbatch
-overwrites the buffer, so that it needs no zeroing. A parameter without a :class:`MainGrad` returns its gradient to
-autograd, and a frozen one has none. :class:`WeightGradStore` defers the weight-gradient GEMMs of linear layers for
-zero-bubble schedules.
+The operations of this project with a parameter call :func:`accumulate_main_grad`. The gradients of plain torch
+operations are put into ``.grad`` by autograd, from where a hook moves them to the main gradient at once. The first
+microbatch overwrites the buffer, so that it needs no zeroing. A parameter without a :class:`MainGrad` returns its
+gradient to autograd, and a frozen one has none. :class:`WeightGradStore` defers the weight-gradient GEMMs of linear
+layers for zero-bubble schedules.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,6 @@ class MainGrad:
 
     @property
     def buffer(self) -> Tensor:
-        """View of the gradient buffer with the parameter's local shape."""
         if self._buffer is None:
             assert self._provide is not None
             self._provide()
@@ -60,7 +59,6 @@ class MainGrad:
         self._buffer = buffer
 
     def release_buffer(self) -> None:
-        """Drop the buffer."""
         self._buffer = None
 
     def allocate_with(self, provide: Callable[[], None]) -> None:
@@ -68,7 +66,6 @@ class MainGrad:
         self._provide = provide
 
     def add(self, gradient: Gradient) -> None:
-        """Accumulate ``gradient``."""
         if not isinstance(gradient, Tensor):
             gradient.write_to(self.buffer, accumulate=self.is_filled)
         elif self.is_filled:
@@ -108,8 +105,8 @@ class MainGrad:
 
 
 def _sum_by_row(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and values in the same shapes whose sum by row is the same, in fp32, each with a value for every row at most
-    once; the others are zero. The shapes do not depend on the rows, so the device is not waited for."""
+    """Sum duplicate rows in fp32 without changing shapes: after the first occurrence of a row the value is zero. So the
+    host does not wait for the device."""
     rows, order = rows.sort()
     number = torch.cat((rows.new_zeros(1), (rows[1:] != rows[:-1]).long().cumsum(0)))  # [n], of distinct rows
     sums = torch.zeros(values.shape, dtype=torch.float32, device=values.device)
@@ -118,18 +115,18 @@ def _sum_by_row(rows: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attach_main_grad(parameter: nn.Parameter, main_grad: MainGrad) -> None:
-    """Accumulate the gradients of ``parameter`` in ``main_grad``: those of our operations, and those of autograd."""
+    """Accumulate the gradients of ``parameter`` in ``main_grad``, those of our operations and those of autograd."""
     setattr(parameter, _ATTRIBUTE, main_grad)
     parameter.register_post_accumulate_grad_hook(_move_to_main_grad)
 
 
 def _move_to_main_grad(parameter: Tensor) -> None:
     main_grad, gradient = main_grad_of(parameter), parameter.grad
-    if gradient is None:
-        return  # our operations return none to autograd, which calls the hook all the same
-    assert main_grad is not None
-    parameter.grad = None
-    main_grad.add(gradient)
+    # Our operations return no gradient to autograd, which calls the hook all the same.
+    if gradient is not None:
+        assert main_grad is not None
+        parameter.grad = None
+        main_grad.add(gradient)
 
 
 def main_grad_of(parameter: Tensor) -> MainGrad | None:
@@ -139,8 +136,8 @@ def main_grad_of(parameter: Tensor) -> MainGrad | None:
 
 
 def accumulate_main_grad(parameter: Tensor, gradient: Gradient) -> Tensor | None:
-    """Accumulate a gradient, whose dtype may be wider than the parameter's; returns what the autograd function must
-    return for ``parameter``. Of a frozen parameter nothing is computed."""
+    """Accumulate a gradient, whose dtype may be wider than the parameter's; returns the gradient that the autograd
+    function must return for ``parameter``. Nothing is computed for a frozen parameter."""
     if not parameter.requires_grad:
         return None
     main_grad = main_grad_of(parameter)

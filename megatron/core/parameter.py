@@ -1,6 +1,11 @@
 """The facts of a parameter: gradient norm, weight decay, initialisation, gradient synchronisation and checkpoints read
 them from the parameter, so there are no lists of names."""
 
+# A fused weight of two sections (gate and up), column-parallel over two ranks; each box is a rectangle:
+#
+#     global    | gate 0 | gate 1 | up 0 | up 1 |  rows          local, rank 1    | gate 1 | up 1 |
+#                          box 0           box 1                                    box 0    box 1
+
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,7 +28,6 @@ class Box:
     shape: tuple[int, ...]
 
     def view(self, local: Tensor) -> Tensor:
-        """The box as a view of ``local``."""
         return local[tuple(slice(start, start + size) for start, size in zip(self.local_offset, self.shape))]
 
 
@@ -56,8 +60,8 @@ class ParameterInfo:
     """True: each tensor-parallel rank computes the gradient of its part of the sequence (sequence parallelism) or of
     its heads, so the gradients must be summed over the tensor-parallel group."""
     uses: int = 1
-    """How many gradients the backward pass of a microbatch accumulates. Of a parameter that plain torch operations use:
-    1, however often they use it; if recomputed segments share it, one for each of them."""
+    """The number of gradients that the backward pass of a microbatch accumulates. A parameter that plain torch
+    operations use has 1, however often they use it; if recomputed segments share it, one for each of them."""
     is_vocabulary: bool = False
     """Whether its rows are ids of the vocabulary: the embedding and the output layer."""
     tied_end: TiedEnd | None = None
@@ -70,9 +74,9 @@ class ParameterInfo:
     """Under muP the fan-in of a matrix divided by its fan-in in the base model. 1 if it does not grow with the width,
     and for the output layer, whose logits have a multiplier instead."""
     fan_out_mult: float = 1.0
-    """The same of the fan-out; of a vector, its size."""
+    """Under muP the fan-out of a matrix, or the size of a vector, divided by its value in the base model."""
     initial: InitialValues | None = None
-    """Other initial values than ones, zeros or normal ones."""
+    """Initial values that are not ones, zeros or normal."""
 
     @property
     def section_rows(self) -> list[int]:
@@ -81,7 +85,6 @@ class ParameterInfo:
 
 
 def attach_info(parameter: nn.Parameter, info: ParameterInfo) -> nn.Parameter:
-    """Store ``info`` on ``parameter`` and return it."""
     assert tuple(parameter.shape) == info.local_shape, (info.name, parameter.shape, info.local_shape)
     setattr(parameter, _ATTRIBUTE, info)
     return parameter
@@ -135,7 +138,7 @@ class RowDivision:
     rows: int
     first_rank: int
     stride: int
-    """From one rank to the next, at least 1."""
+    """Distance from one rank to the next, at least 1."""
 
 
 def flat_range_boxes(info: ParameterInfo, start: int, stop: int) -> Iterator[tuple[Box, int, int]]:

@@ -68,7 +68,7 @@ class RankGrid:
         return self.edp % self.dp_replicas == 0
 
     def _dense_dimensions(self) -> list[tuple[str, int]]:
-        """(axis, size) of a stage's ranks from the fastest-varying axis to the slowest."""
+        """(axis, size) of a stage's ranks from the fastest-varying axis to the slowest, for dense parameters."""
         dimensions = []
         for axis in self.order.split("-"):
             if axis == "dp":
@@ -78,7 +78,7 @@ class RankGrid:
         return dimensions
 
     def _expert_dimensions(self, in_parts: bool = False) -> list[tuple[str, int]]:
-        """The same for experts; ``in_parts`` divides ``edp``."""
+        """(axis, size) of a stage's ranks for experts; ``in_parts`` divides ``edp``."""
         folded = [("etp", self.etp), ("ep", self.ep)]
         if not in_parts:
             return [*folded, ("edp", self.edp)]

@@ -1,4 +1,4 @@
-"""The schedules by name. A new one is a module in ``catalog``, which this module finds."""
+"""The schedules by name: every :class:`ScheduleSpec` of the modules in ``catalog``."""
 
 import pkgutil
 from importlib import import_module
@@ -9,9 +9,11 @@ from megatron.schedules.schedule import Placement, Schedule, ScheduleError, Sche
 
 
 def _find_schedules() -> dict[str, ScheduleSpec]:
-    modules = (import_module(f"{catalog.__name__}.{found.name}") for found in pkgutil.iter_modules(catalog.__path__))
-    by_name: dict[str, ScheduleSpec] = {module.SCHEDULE.name: module.SCHEDULE for module in modules}
-    return dict(sorted(by_name.items()))
+    found: dict[str, ScheduleSpec] = {}
+    for module in pkgutil.iter_modules(catalog.__path__):
+        names = vars(import_module(f"{catalog.__name__}.{module.name}"))
+        found |= {spec.name: spec for spec in names.values() if isinstance(spec, ScheduleSpec)}
+    return dict(sorted(found.items()))
 
 
 SCHEDULES = _find_schedules()

@@ -1,9 +1,10 @@
-"""A pipeline schedule: a list of actions for every stage, and the placement of the chunks.
+"""A pipeline schedule: a list of actions for every stage, the placement of the chunks, and its description.
 
 ``F`` is the forward pass of a microbatch through a chunk. ``B`` is its backward pass; where the schedule splits it,
 ``B`` computes the gradient of the input and ``W`` the weight gradients.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -63,7 +64,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stage holds which virtual stages.
+    """The placement of the virtual stages on the stages.
 
     ``loop``: stage p holds p, p + P, p + 2P and so on. ``v``: stage p holds p and 2P - 1 - p, so that the first stage
     holds both ends of the model.
@@ -81,7 +82,6 @@ class Placement:
         return self.num_stages * self.num_chunks
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """The virtual stage of a stage's ``chunk``."""
         if self.shape == "v" and chunk == 1:
             return 2 * self.num_stages - 1 - stage
         return chunk * self.num_stages + stage
@@ -93,15 +93,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every stage for one global batch."""
-
     name: str
     placement: Placement
     num_microbatches: int
     kinds: tuple[Kind, ...]
     """The actions of every microbatch on every chunk."""
     actions: tuple[tuple[Action, ...], ...]
-    """By stage, in order."""
+    """The actions of every stage, in order."""
 
     @property
     def splits_backward(self) -> bool:
@@ -127,37 +125,108 @@ class Schedule:
         is_there = neighbour != virtual_stage and 0 <= neighbour < self.placement.num_virtual_stages
         return Result(kind, microbatch, neighbour) if is_there else None
 
-    def incoming(self, stage: int, action: Action) -> Message | None:
-        """The message that ``stage`` receives before ``action``."""
-        source = self.source(stage, action)
-        if source is None:
-            return None
-        sender, _ = self.placement.location(source.virtual_stage)
-        return Message(source, sender, stage) if sender != stage else None
-
-    def outgoing(self, stage: int, action: Action) -> Message | None:
-        """The message that ``stage`` sends after ``action``."""
-        result = self.result(stage, action)
-        next_virtual_stage = result.virtual_stage + {"F": 1, "B": -1, "W": 0}[action.kind]
-        if not 0 <= next_virtual_stage < self.placement.num_virtual_stages:
-            return None
-        target, _ = self.placement.location(next_virtual_stage)
-        return Message(result, stage, target) if target != stage else None
-
     def steps(self, stage: int) -> tuple[Step, ...]:
-        """The actions of ``stage`` with their inputs and messages."""
-        return tuple(
-            Step(
-                action,
-                self.result(stage, action),
-                self.source(stage, action),
-                self.incoming(stage, action),
-                self.outgoing(stage, action),
-            )
-            for action in self.actions[stage]
-        )
+        steps = []
+        for action in self.actions[stage]:
+            result, source = self.result(stage, action), self.source(stage, action)
+            incoming = outgoing = None
+            if source is not None:
+                sender, _ = self.placement.location(source.virtual_stage)
+                incoming = Message(source, sender, stage) if sender != stage else None
+            # A weight gradient stays where it is.
+            following = result.virtual_stage + {"F": 1, "B": -1, "W": 0}[action.kind]
+            if 0 <= following < self.placement.num_virtual_stages:
+                target, _ = self.placement.location(following)
+                outgoing = Message(result, stage, target) if target != stage else None
+            steps.append(Step(action, result, source, incoming, outgoing))
+        return tuple(steps)
 
     def forward_only(self) -> "Schedule":
         """The forward passes alone, in the same order, for evaluation."""
         forwards = tuple(tuple(action for action in actions if action.kind == "F") for actions in self.actions)
         return Schedule(self.name, self.placement, self.num_microbatches, ("F",), forwards)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes for which a schedule is built."""
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    group_size: int = 1
+    """Microbatches that go through a chunk in a row (``groups_microbatches`` only)."""
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    """One schedule: its order of actions, and its properties."""
+
+    name: str
+    """Value of --pipeline-schedule."""
+    summary: str
+    """For --help."""
+    actions: Callable[[int, Shape], Iterator[Action]]
+    """The actions of a stage, in order."""
+    live_activations: Callable[[int, Shape], int]
+    """Most (microbatch, chunk) pairs whose activations a stage holds, from F to the end of their backward pass."""
+    chunks: Literal["one chunk", "several chunks", "two chunks"] = "one chunk"
+    """Chunks of the model on a stage."""
+    placement: PlacementShape = "loop"
+    """The virtual stages of a stage (:class:`Placement`)."""
+    splits_backward: bool = False
+    """Whether weight gradients are actions of their own."""
+    groups_microbatches: bool = False
+    """Whether --microbatch-group-size-per-virtual-pipeline-stage applies."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return ("F", "B", "W") if self.splits_backward else ("F", "B")
+
+    def resolve_chunks(self, wanted: int | None) -> int:
+        default = 1 if self.chunks == "one chunk" else 2
+        return default if wanted is None else wanted
+
+    def allows(self, chunks: int) -> bool:
+        return {"one chunk": chunks == 1, "several chunks": chunks > 1, "two chunks": chunks == 2}[self.chunks]
+
+
+def alternate(
+    forwards: Sequence[tuple[int, int]], backwards: Sequence[tuple[int, int]], ahead: int
+) -> Iterator[Action]:
+    """``ahead`` forward passes, then one forward and one backward pass in turn; pairs are (chunk, microbatch)."""
+    ahead = min(ahead, len(forwards))
+    for chunk, microbatch in forwards[:ahead]:
+        yield Action("F", microbatch, chunk)
+    for number, (chunk, microbatch) in enumerate(backwards):
+        if ahead + number < len(forwards):
+            forward_chunk, forward_microbatch = forwards[ahead + number]
+            yield Action("F", forward_microbatch, forward_chunk)
+        yield Action("B", microbatch, chunk)
+
+
+class ChunkPass(NamedTuple):
+    """An action without its microbatch."""
+
+    kind: Kind
+    chunk: int
+
+
+F0, F1 = ChunkPass("F", 0), ChunkPass("F", 1)
+B0, B1 = ChunkPass("B", 0), ChunkPass("B", 1)
+W0, W1 = ChunkPass("W", 0), ChunkPass("W", 1)
+
+
+class PassCounter:
+    """Numbers the microbatches of each kind and chunk, and omits numbers beyond the batch."""
+
+    def __init__(self, microbatches: int) -> None:
+        self.microbatches = microbatches
+        self.next: dict[ChunkPass, int] = {}
+
+    def __call__(self, *passes: ChunkPass) -> Iterator[Action]:
+        for one in passes:
+            microbatch = self.next.get(one, 0)
+            self.next[one] = microbatch + 1
+            if microbatch < self.microbatches:
+                yield Action(one.kind, microbatch, one.chunk)

@@ -1,5 +1,7 @@
-"""Simulation of a schedule: when each action runs, how long stages idle, how many activations live at once."""
+"""Simulation and verification of a schedule: when each action runs, how long stages idle, how many activations live at
+once, and whether it can run at all."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -34,8 +36,6 @@ class Durations:
 
 @dataclass(frozen=True)
 class Span:
-    """An action with its start and end."""
-
     stage: int
     action: Action
     start: float
@@ -51,7 +51,7 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start to the last end, over all stages."""
+        """Time from the first start to the last end, over all stages."""
         return max(span.end for span in self.spans) - min(span.start for span in self.spans)
 
     @property
@@ -61,7 +61,6 @@ class Timeline:
         return 1.0 - busy / (self.num_stages * self.makespan)
 
     def stage_spans(self, stage: int) -> list[Span]:
-        """The spans of ``stage``, in order."""
         return sorted((span for span in self.spans if span.stage == stage), key=lambda span: span.start)
 
     @property
@@ -148,7 +147,49 @@ def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 
 
 def peak_live_activations(schedule: Schedule) -> tuple[int, ...]:
-    """By stage: most (microbatch, chunk) pairs between their F and the end of their backward pass."""
+    """The most (microbatch, chunk) pairs between their F and the end of their backward pass, by stage."""
     last: Kind = "W" if schedule.splits_backward else "B"
     changes = ([(action.kind == "F") - (action.kind == last) for action in actions] for actions in schedule.actions)
     return tuple(max(accumulate(change), default=0) for change in changes)
+
+
+def verify(schedule: Schedule, live_activations: tuple[int, ...] | None = None) -> None:
+    """Raise :class:`ScheduleError` unless ``schedule`` is complete, ordered, free of deadlock and within its memory.
+
+    ``live_activations`` bounds :func:`~megatron.schedules.simulator.peak_live_activations` by stage.
+    """
+    wanted = Counter(
+        Action(kind, microbatch, chunk)
+        for kind in schedule.kinds
+        for microbatch in range(schedule.num_microbatches)
+        for chunk in range(schedule.placement.num_chunks)
+    )
+    for stage in range(schedule.placement.num_stages):
+        found = Counter(schedule.actions[stage])
+        if found != wanted:
+            missing, extra = wanted - found, found - wanted
+            raise ScheduleError(
+                f"{schedule.name}, stage {stage}: missing {', '.join(map(str, missing)) or 'nothing'}; "
+                f"too many {', '.join(map(str, extra)) or 'nothing'}"
+            )
+    for _ in execution_order(schedule):
+        pass  # It raises for a deadlock.
+    # On every channel, messages are received in the order in which they are sent.
+    sent: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
+    received: dict[tuple[Kind, int, int], list[Result]] = defaultdict(list)
+    for stage in range(schedule.placement.num_stages):
+        for step in schedule.steps(stage):
+            for messages, message in ((sent, step.outgoing), (received, step.incoming)):
+                if message is not None:
+                    messages[message.channel].append(message.result)
+    for key in sent.keys() | received.keys():
+        if sent[key] != received[key]:
+            kind, source, target = key
+            raise ScheduleError(
+                f"{schedule.name}: stage {target} does not receive the {kind} messages of stage {source} in the order "
+                "in which they are sent"
+            )
+    if live_activations is not None:
+        for stage, (live, bound) in enumerate(zip(peak_live_activations(schedule), live_activations, strict=True)):
+            if live > bound:
+                raise ScheduleError(f"{schedule.name}, stage {stage}: holds activations of {live} passes, not {bound}")

@@ -66,7 +66,6 @@ class _Units:
 
 
 def pipeline_rank(virtual_stage: int, num_stages: int, shape: PlacementShape) -> int:
-    """The pipeline rank that holds ``virtual_stage``."""
     chunk, rank = divmod(virtual_stage, num_stages)
     return num_stages - 1 - rank if shape == "v" and chunk % 2 else rank
 
@@ -78,7 +77,7 @@ def split_evenly(
     account_for_embedding: bool = False,
     account_for_loss: bool = False,
 ) -> tuple[VirtualStage, ...]:
-    """The same number of layers on every virtual stage; embedding and loss may count as a layer each.
+    """Equal numbers of layers on every virtual stage; embedding and loss may count as a layer each.
 
     Raises :class:`ConfigError` if the division has a remainder.
     """

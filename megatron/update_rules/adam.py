@@ -64,9 +64,6 @@ class Adam(UpdateRule):
         self._flags = flags
         self._betas = (flags.adam_beta1, flags.adam_beta2)
 
-    def mup_obstacle(self) -> None:
-        return None
-
     def learning_rate_factor(self, info: ParameterFacts) -> float:
         """An element changes by about the learning rate, and an output is a sum over the fan-in."""
         return 1.0 / info.fan_in_mult

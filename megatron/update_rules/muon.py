@@ -147,9 +147,12 @@ class Muon(UpdateRule):
         }
         is_split = any(info.name.endswith(name) and splits for name, splits in fused.items())
         heights = info.section_rows if is_split else [matrix.shape[0]]
+        # The dimension that tensor parallelism divides, if any.
+        pairs = zip(info.global_shape, info.local_shape)
+        divided_dim = next((dim for dim, (whole, part) in enumerate(pairs) if whole != part), None)
         update = matrix.new_empty(matrix.shape)
         for section, target in zip(matrix.split(heights), update.split(heights)):
-            target.copy_(self._orthogonalize_section(section, _divided_dim(info), ranks))
+            target.copy_(self._orthogonalize_section(section, divided_dim, ranks))
         return update
 
     def _orthogonalize_section(self, part: "Tensor", divided_dim: int | None, ranks: Ranks) -> "Tensor":
@@ -168,12 +171,6 @@ class Muon(UpdateRule):
             gathered = ranks.all_gather(part.unsqueeze(0))
             whole = gathered.flatten(0, 1) if divided_dim == 0 else gathered.movedim(0, 1).flatten(1)
             return scale * newton_schulz(whole, coefficients, in_bf16).chunk(ranks.size, divided_dim)[ranks.rank]
-
-
-def _divided_dim(info: ParameterFacts) -> int | None:
-    """The dimension that tensor parallelism divides, if any."""
-    pairs = zip(info.global_shape, info.local_shape)
-    return next((dim for dim, (whole, part) in enumerate(pairs) if whole != part), None)
 
 
 def scale_factor(rows: int, columns: int, mode: str) -> float:

@@ -3,7 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
+
+import megatron.update_rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +16,7 @@ if TYPE_CHECKING:
     MatrixUpdates = Callable[
         [Mapping[str, Tensor], Callable[["ParameterFacts", Tensor], Tensor]], Iterator[tuple[str, Tensor]]
     ]
-    """From this rank's shards by name, and a function of a matrix, to this rank's shards of what it returns."""
+    """A function of this rank's shards by name, and of a function of a matrix, whose results it yields as shards."""
 
 Kind = TypeVar("Kind")
 
@@ -21,7 +25,7 @@ SLICE = 1 << 22
 
 
 class ParameterFacts(Protocol):
-    """What a rule knows of a parameter: a part of ``ParameterInfo`` of the core, which explains it."""
+    """The facts that a rule reads of a parameter: a part of ``ParameterInfo`` of the core, which explains them."""
 
     @property
     def name(self) -> str: ...
@@ -83,7 +87,7 @@ class Group:
 
 @dataclass(frozen=True)
 class UpdateContext:
-    """What an update may use in addition to the shards."""
+    """Functions and ranks that an update may use in addition to the shards."""
 
     adam: "Callable[[Sequence[dict[str, Any]], tuple[float, float], float], Optimizer]"
     """AdamW on parameter groups, with its betas and its epsilon."""
@@ -111,16 +115,16 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """The rule with its flags in ``config``."""
         return cls(*([take_flags(config, cls.flags)] if cls.flags is not Flags else []))
 
     def rule_for(self, info: ParameterFacts) -> "UpdateRule":
-        """The rule that updates this parameter."""
         return self
 
     def mup_obstacle(self) -> str | None:
         """Why the rule does not support muP, and what to use instead; None for a rule with a
         :meth:`learning_rate_factor`."""
+        if type(self).learning_rate_factor is not UpdateRule.learning_rate_factor:
+            return None
         return "how its updates grow with the width is not known: use adam, or remove --use-mup."
 
     def learning_rate_factor(self, info: ParameterFacts) -> float:
@@ -153,3 +157,19 @@ class UpdateRule(ABC):
 def take_flags(config: Any, kind: type[Kind]) -> Kind:
     """The fields of the dataclass ``kind`` from a ``config`` that has them all."""
     return kind(**{one.name: getattr(config, one.name) for one in fields(kind)})  # type: ignore[arg-type]
+
+
+def update_rules() -> dict[str, type[UpdateRule]]:
+    """Every rule by name, in the order of their files; rules that are defined elsewhere follow."""
+    for module in iter_modules(megatron.update_rules.__path__, f"{megatron.update_rules.__name__}."):
+        import_module(module.name)
+    return {rule.name: rule for rule in UpdateRule.__subclasses__()}
+
+
+def rule_flags() -> list[type[Flags]]:
+    return [rule.flags for rule in update_rules().values() if rule.flags is not Flags]
+
+
+def build_rule(config: Any) -> UpdateRule:
+    """The rule of ``--optimizer``, with its flags in ``config``."""
+    return update_rules()[config.optimizer].of(config)

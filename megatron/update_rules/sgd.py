@@ -29,9 +29,6 @@ class Sgd(UpdateRule):
     def __init__(self, flags: SgdFlags) -> None:
         self._momentum = flags.sgd_momentum
 
-    def mup_obstacle(self) -> None:
-        return None
-
     def learning_rate_factor(self, info: ParameterFacts) -> float:
         """Gradients of a hidden matrix have the size that its updates need (arXiv 2203.03466, tables 3 and 8)."""
         return info.fan_out_mult / info.fan_in_mult

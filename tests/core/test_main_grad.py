@@ -5,12 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.gradient import (
-    MainGrad,
-    accumulate_main_grad,
-    attach_main_grad,
-    main_grad_of,
-)
+from megatron.core.gradient import MainGrad, accumulate_main_grad, attach_main_grad, main_grad_of
 from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process

@@ -68,10 +68,16 @@ def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | No
     """The smallest difference between the scores of a chosen and of another expert or group, over all rows of
     ``logits`` ``[n, E]``: a scalar, infinite if nothing can be chosen otherwise. Noise below half of it changes no set
     of chosen experts. It may change their order."""
-    scores = routing._selection_scores(logits.detach(), rule, expert_bias)
+    scores = logits.detach()
+    if rule.score_function != "softmax":
+        scores = routing.SCORES[rule.score_function](scores)
+    elif rule.pre_softmax:
+        scores = scores.softmax(dim=1)
+    scores = scores if expert_bias is None else scores + expert_bias
     margins = [scores.new_full((1,), inf), _margins(routing._exclude_groups(scores, rule), rule.topk)]
-    if rule.group_topk is not None:
-        margins.append(_margins(routing._group_scores(scores, rule), rule.group_topk))
+    if rule.num_groups is not None and rule.group_topk is not None:
+        best = scores.unflatten(1, (rule.num_groups, -1)).topk(rule.topk // rule.group_topk, dim=2).values
+        margins.append(_margins(best.sum(dim=2), rule.group_topk))
     return torch.cat(margins).min()
 
 

@@ -177,13 +177,7 @@ def test_a_dense_model_has_no_grouped_gemm() -> None:
     ("device", "dtype", "name", "experts", "reason"),
     [
         (CPU, torch.float32, "grouped_mm", EXPERTS, "torch's grouped GEMM multiplies bf16, not float32"),
-        (
-            GPU,
-            torch.bfloat16,
-            "grouped_mm",
-            replace(EXPERTS, width=44),
-            "32 or 44, the width of an expert's",
-        ),
+        (GPU, torch.bfloat16, "grouped_mm", replace(EXPERTS, width=44), "32 or 44, the width of an expert's"),
         (GPU, torch.bfloat16, "padded", EXPERTS, "it is for CPUs with oneDNN"),
         (CPU, torch.float64, "padded", EXPERTS, "oneDNN does not multiply fp64"),
     ],

@@ -336,10 +336,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
     built_in = context(
-        topology,
-        layout,
-        formats.weight,
-        task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather),
+        topology, layout, formats.weight, task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather)
     )
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
@@ -427,11 +424,7 @@ class ChoiceRecorder:
         tokens, batch = arguments
         layer = router.balance.layer
         first = first_sample(
-            self._step,
-            self._microbatches[layer],
-            self.layout,
-            self.topology.data_parallel.rank,
-            self.task.batch,
+            self._step, self._microbatches[layer], self.layout, self.topology.data_parallel.rank, self.task.batch
         )
         self._microbatches[layer] += 1
         positions = ContextSplit(self.topology.context_parallel.rank, self.layout.cp).positions(SEQUENCE)

@@ -19,10 +19,10 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.data_parallel.buffered import wrap_data_parallel
-from megatron.core.data_parallel.strategy import Sharing
+from megatron.core.data_parallel.strategy import ReplicaGroups
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
-from megatron.core.models.transformer import TransformerChunk
+from megatron.core.models.transformer import TransformerChunk, TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.optimizer import Optimizer
@@ -46,6 +46,7 @@ FOUR_MILLION = TransformerConfig(
     padded_vocab_size=2048,
     max_position_embeddings=16,
 )
+WITH_EXPERTS = replace(FOUR_MILLION, num_experts=4, moe_ffn_hidden_size=512)
 STRATEGIES: dict[ShardingStrategy, float] = {
     "no_shard": 18,
     "optim": 6 + 12 / RANKS,
@@ -57,20 +58,28 @@ STRATEGIES: dict[ShardingStrategy, float] = {
 BF16 = PrecisionConfig(bf16=True)
 
 
-def bytes_per_parameter(
-    strategy: ShardingStrategy, optimizer_config: OptimizerConfig, precision: PrecisionConfig
-) -> float:
+def model_on(
+    topology: Topology, dtype: torch.dtype, architecture: TransformerConfig = FOUR_MILLION, **options: Any
+) -> TransformerModel:
+    kernel = choose_attention_kernel("auto", CPU, dtype)
+    parallel = TensorParallel(topology.tensor_parallel)
+    return build_model(architecture, BuildContext(parallel, dtype, CPU, kernel, **options), seed=1)
+
+
+def bytes_kept(
+    strategy: ShardingStrategy, optimizer_config: OptimizerConfig, precision: PrecisionConfig, ep: int = 0
+) -> tuple[int, int, int]:
+    """Bytes that this rank keeps, and its parameters without sharding: dense ones, and those of experts."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    grid = RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS))
-    topology = topology_of(grid)
-    kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
-    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
-    model = build_model(FOUR_MILLION, context, seed=1)
-    formats = number_formats(precision, optimizer_config)
-    data_parallel = wrap_data_parallel(model, formats, topology, config)
+    topology = topology_of(RankGrid(dp=RANKS, ep=max(ep, 1), dp_replicas=config.data_parallel_replicas(RANKS)))
+    experts = build_experts(WITH_EXPERTS, MoEConfig(), topology) if ep else None
+    model = model_on(topology, torch.bfloat16, WITH_EXPERTS if ep else FOUR_MILLION, experts=experts)
+    sizes = {False: 0, True: 0}
+    for parameter in model.parameters():
+        sizes[info_of(parameter).is_expert] += parameter.numel()
+    data_parallel = wrap_data_parallel(model, number_formats(precision, optimizer_config), topology, config)
     optimizer = Optimizer(optimizer_config, data_parallel, topology)
-    kept = sum((data_parallel.memory() | optimizer.memory()).values())
-    return kept / FOUR_MILLION.num_parameters()
+    return sum((data_parallel.memory() | optimizer.memory()).values()), sizes[False], sizes[True]
 
 
 def norms_with_wrong_bits(strategy: ShardingStrategy, agrees: bool) -> tuple[float, bool]:
@@ -78,9 +87,7 @@ def norms_with_wrong_bits(strategy: ShardingStrategy, agrees: bool) -> tuple[flo
     config = ParallelConfig(data_parallel_sharding_strategy=strategy, tensor_model_parallel_size=2)
     dp = RANKS // 2
     topology = topology_of(RankGrid(tp=2, dp=dp, dp_replicas=config.data_parallel_replicas(dp)))
-    kernel = choose_attention_kernel("auto", CPU, torch.float32)
-    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.float32, CPU, kernel)
-    model = build_model(FOUR_MILLION, context, seed=1)
+    model = model_on(topology, torch.float32)
     data_parallel = wrap_data_parallel(model, number_formats(PrecisionConfig(), OptimizerConfig()), topology, config)
     for shard in data_parallel.param_shards:
         shard.gradient.fill_(8.0 if topology.world.rank == RANKS - 1 else 1.0)
@@ -102,53 +109,30 @@ def test_replicas_agree_on_a_norm_by_which_a_policy_decides(four_ranks: RankPool
         assert own == norms and all(certain)
 
 
+NARROW = OptimizerConfig(
+    adam_beta2=0.95,
+    use_precision_aware_optimizer=True,
+    main_grads_dtype="bf16",
+    exp_avg_dtype="bf16",
+    exp_avg_sq_dtype="bf16",
+)
+FORMATS = {
+    "fp32 gradients": (OptimizerConfig(), BF16, 0, 0),
+    "narrow gradients and moments": (NARROW, BF16, 2, 4),
+    "gradients in bf16": (OptimizerConfig(), replace(BF16, grad_reduce_in_bf16=True), 2, 0),
+}
+"""Flags, and the bytes per parameter that they save in gradients and in moments."""
+
+
+@pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_is_that_of_the_formula(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
-    assert FOUR_MILLION.num_parameters() > 4e6
-    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig(), BF16):
-        assert measured == pytest.approx(STRATEGIES[strategy], rel=0.03)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_narrow_gradients_and_moments_save_six_bytes(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
-    narrow = OptimizerConfig(
-        adam_beta2=0.95,
-        use_precision_aware_optimizer=True,
-        main_grads_dtype="bf16",
-        exp_avg_dtype="bf16",
-        exp_avg_sq_dtype="bf16",
-    )
-    gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
-    moments = 4 if strategy == "no_shard" else 4 / RANKS
-    for measured in four_ranks.run(bytes_per_parameter, strategy, narrow, BF16):
-        assert measured == pytest.approx(STRATEGIES[strategy] - gradients - moments, rel=0.03)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_grad_reduce_in_bf16_keeps_gradients_in_two_bytes(four_ranks: RankPool, strategy: ShardingStrategy) -> None:
-    in_bf16 = replace(BF16, grad_reduce_in_bf16=True)
-    gradients = 2 if strategy in ("no_shard", "optim") else 2 / RANKS
-    for measured in four_ranks.run(bytes_per_parameter, strategy, OptimizerConfig(), in_bf16):
-        assert measured == pytest.approx(STRATEGIES[strategy] - gradients, rel=0.03)
-
-
-WITH_EXPERTS = replace(FOUR_MILLION, num_experts=4, moe_ffn_hidden_size=512)
-
-
-def bytes_with_experts(strategy: ShardingStrategy, ep: int) -> tuple[int, int, int]:
-    """Bytes that this rank keeps, and its parameters without sharding: dense ones, and those of experts."""
-    config = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    topology = topology_of(RankGrid(dp=RANKS, ep=ep, dp_replicas=config.data_parallel_replicas(RANKS)))
-    kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
-    experts = build_experts(WITH_EXPERTS, MoEConfig(), topology)
-    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel, experts=experts)
-    model = build_model(WITH_EXPERTS, context, seed=1)
-    sizes = {False: 0, True: 0}
-    for parameter in model.parameters():
-        sizes[info_of(parameter).is_expert] += parameter.numel()
-    data_parallel = wrap_data_parallel(model, number_formats(BF16, OptimizerConfig()), topology, config)
-    optimizer = Optimizer(OptimizerConfig(), data_parallel, topology)
-    return sum((data_parallel.memory() | optimizer.memory()).values()), sizes[False], sizes[True]
+def test_memory_is_that_of_the_formula(four_ranks: RankPool, strategy: ShardingStrategy, formats: str) -> None:
+    optimizer, precision, gradients, moments = FORMATS[formats]
+    saved = gradients if strategy in ("no_shard", "optim") else gradients / RANKS
+    saved += moments if strategy == "no_shard" else moments / RANKS
+    for measured, parameters, _ in four_ranks.run(bytes_kept, strategy, optimizer, precision):
+        assert parameters == FOUR_MILLION.num_parameters() > 4e6
+        assert measured / parameters == pytest.approx(STRATEGIES[strategy] - saved, rel=0.03)
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -164,7 +148,7 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(
         "optim_grads": 2 + 16 / shards,
         "optim_grads_params": 16 / shards,
     }
-    for measured, dense, experts in four_ranks.run(bytes_with_experts, strategy, ep):
+    for measured, dense, experts in four_ranks.run(bytes_kept, strategy, OptimizerConfig(), BF16, ep):
         assert experts == WITH_EXPERTS.num_layers * 4 * 3 * 256 * 512 // ep
         assert measured == pytest.approx(dense * STRATEGIES[strategy] + experts * of_experts[strategy], rel=0.01)
 
@@ -206,7 +190,7 @@ SENT = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 
 def sharing_of(topology: Topology, strategy: ShardingStrategy) -> tuple[Communicator, Communicator]:
     """The ranks that divide gradients, and those with the same part."""
-    sharing = Sharing.of(ParallelConfig(data_parallel_sharding_strategy=strategy), topology)
+    sharing = ReplicaGroups.of(ParallelConfig(data_parallel_sharding_strategy=strategy), topology)
     return sharing.shards, sharing.replicas
 
 
@@ -342,9 +326,7 @@ def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[
     """Bytes of the gradients that are reduced in a step of a bf16 model, and the gradient's global norm."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy, num_distributed_optimizer_instances=instances)
     topology = Topology(RankGrid(dp=RANKS, dp_replicas=config.data_parallel_replicas(RANKS)), dist.get_rank(), CPU)
-    kernel = choose_attention_kernel("auto", CPU, torch.bfloat16)
-    context = BuildContext(TensorParallel(topology.tensor_parallel), torch.bfloat16, CPU, kernel)
-    model = build_model(MODEL, context, seed=1)
+    model = model_on(topology, torch.bfloat16, MODEL)
     formats = number_formats(PrecisionConfig(bf16=True, grad_reduce_in_bf16=in_bf16), OptimizerConfig())
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     records: list[CollectiveRecord] = []

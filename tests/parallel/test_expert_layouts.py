@@ -121,8 +121,7 @@ def expert_matrix() -> Iterator[Case]:
     yield L4, Layout(2, 1, True, ep=2, transformer_engine=True)
     # The auxiliary loss of a microbatch depends on its samples, which are the same here.
     of_microbatches = replace(
-        MIX,
-        moe=MoEConfig(moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"), moe_aux_loss_coeff=(1e-2, 1e-3)),
+        MIX, moe=MoEConfig(moe_router_load_balancing_type=("aux_loss", "seq_aux_loss"), moe_aux_loss_coeff=(1e-2, 1e-3))
     )
     yield of_microbatches, Layout(2, 1, True, ep=2, cp=2)
 

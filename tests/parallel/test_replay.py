@@ -120,12 +120,7 @@ def with_faulty_product(
 
 
 @pytest.mark.parametrize(
-    "name, rank, expected",
-    [
-        ("DP, overlap", 2, (2,)),
-        ("FSDP", 3, (3,)),
-        ("TP and DP", 1, (0, 1, 2, 3)),
-    ],
+    "name, rank, expected", [("DP, overlap", 2, (2,)), ("FSDP", 3, (3,)), ("TP and DP", 1, (0, 1, 2, 3))]
 )
 def test_a_persistently_wrong_product_is_found_within_an_interval(
     four_ranks: RankPool, name: str, rank: int, expected: tuple[int, ...]

@@ -151,9 +151,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("task", "saved", "loaded"),
-    PAIRS,
-    ids=[f"{one} to {other}{TASK_NAMES[task]}" for task, one, other in PAIRS],
+    ("task", "saved", "loaded"), PAIRS, ids=[f"{one} to {other}{TASK_NAMES[task]}" for task, one, other in PAIRS]
 )
 def test_a_run_goes_from_layout_to_layout(
     four_ranks: RankPool, checkpoints: Path, task: Task, saved: str, loaded: str

@@ -388,10 +388,7 @@ def count_messages(layout: Layout) -> Counter[tuple[str, str, int]]:
 MESSAGES: dict[str, tuple[Layout, int]] = {
     "1f1b": (Layout(pp=4, schedule="1f1b", microbatches=8), 1),
     "interleaved": (Layout(pp=2, tp=2, schedule="interleaved", microbatches=4), 1),
-    "zb-v with sequence parallelism": (
-        Layout(pp=2, tp=2, schedule="zb-v", microbatches=4, sequence_parallel=True),
-        2,
-    ),
+    "zb-v with sequence parallelism": (Layout(pp=2, tp=2, schedule="zb-v", microbatches=4, sequence_parallel=True), 2),
 }
 """Layouts, and by how many ranks the sequence of a message is divided."""
 

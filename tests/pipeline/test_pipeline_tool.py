@@ -18,13 +18,7 @@ from megatron.commands import pipeline_schedule
 from megatron.errors import DataError
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
-from megatron.schedules.simulator import (
-    Durations,
-    Span,
-    Timeline,
-    peak_live_activations,
-    simulate,
-)
+from megatron.schedules.simulator import Durations, Span, Timeline, peak_live_activations, simulate
 from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
 
 REPOSITORY = Path(__file__).parents[2]
@@ -299,10 +293,7 @@ def test_a_measured_run_is_set_beside_its_simulation(run_tool: RunTool, tmp_path
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--schedule", "gpipe"],
-            "--schedule gpipe contradicts --measured, whose trace has 1f1b: remove --schedule",
-        ),
+        (["--schedule", "gpipe"], "--schedule gpipe contradicts --measured, whose trace has 1f1b: remove --schedule"),
         (["--stages", "4"], "--stages 4 contradicts --measured, whose trace has 3"),
         (["--microbatches", "4"], "--microbatches 4 contradicts --measured, whose trace has 5"),
         (["--virtual", "2"], "--virtual 2 contradicts --measured, whose trace has 1"),

@@ -110,10 +110,7 @@ def test_what_is_left_over_lengthens_groups_by_one_or_is_a_group_of_its_own(
         (
             "interleaved",
             4,
-            [
-                "F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3",
-                "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3",
-            ],
+            ["F0 F1 f0 f1 F2 b0 F3 b1 f2 B0 f3 B1 b2 b3 B2 B3", "F0 F1 f0 b0 f1 b1 F2 B0 F3 B1 f2 b2 f3 b3 B2 B3"],
         ),
         (
             "zb-v",

@@ -78,7 +78,7 @@ SCALES = (
         "the cosine decay without its half",
         '"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),',
         '"cosine": 1.0 * (1.0 + math.cos(math.pi * progress)),',
-        ("core/test_learning_rate.py",),
+        ("core/test_hyperparameters.py",),
     ),
     Fault(
         "Llama 3.1's scaling keeps frequencies that it should divide",
@@ -123,7 +123,7 @@ BORDERS = (
         "chunks of the loss leave out a token",
         "yield slice(start, start + self.chunk_size)",
         "yield slice(start, start + max(1, self.chunk_size - 1))",
-        ("core/test_chunked_loss.py",),
+        ("core/test_cross_entropy.py",),
     ),
     Fault(
         "the loss scale doubles a step late",
@@ -324,7 +324,7 @@ LOST_ERRORS = (
         "a schedule whose messages cross is accepted",
         "        if sent[key] != received[key]:",
         "        if sorted(map(str, sent[key])) != sorted(map(str, received[key])):",
-        ("pipeline/test_verifier.py",),
+        ("pipeline/test_simulator.py",),
     ),
     Fault(
         "a prompt that fills the positions is accepted",
@@ -566,8 +566,8 @@ EXPERTS = (
     ),
     Fault(
         "the gradients of experts are reduced like those of dense weights",
-        "return cls(dense, Sharing.of_experts(config, topology), topology.world,",
-        "return cls(dense, Sharing.of(config, topology), topology.world,",
+        "experts = ReplicaGroups.of(config, topology, is_expert=True)",
+        "experts = ReplicaGroups.of(config, topology)",
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
@@ -580,19 +580,19 @@ EXPERTS = (
         "the outputs of experts go to other tokens",
         "total = rows.index_select(0, order.rows[:, 0])",
         "total = rows.index_select(0, order.rows.flip(0)[:, 0])",
-        ("moe/test_permutation.py", EXPERTS_AND_LAYOUTS),
+        ("moe/test_dispatch.py", EXPERTS_AND_LAYOUTS),
     ),
     Fault(
         "the row of every choice is that of another token",
         "return cls(choices, rows)",
         "return cls(choices, rows.flip(0))",
-        ("moe/test_permutation.py", "moe/test_dispatch.py"),
+        ("moe/test_dispatch.py",),
     ),
     Fault(
         "the weights of experts are applied twice",
         "total = total * weights[:, :1]",
         "total = total * weights[:, :1] ** 2",
-        ("moe/test_permutation.py", "moe/test_dispatch.py"),
+        ("moe/test_dispatch.py",),
     ),
     Fault(
         "rows of an all-to-all stay in the order of their sources",

@@ -1,4 +1,7 @@
-"""Context-parallel attention: three exchanges, and their combination in levels.
+"""Context-parallel attention: the division of a sequence, three exchanges, and their combination in levels.
+
+A sequence is cut into two chunks per rank; rank i has chunks i and 2 size - 1 - i, one after the other ("zig-zag"), so
+that every rank has the same part of the causal triangle (Llama 3, arXiv 2407.21783, section 3.3.2).
 
 ``p2p``: keys and values are sent around the ring of ranks (ring attention, arXiv 2310.01889, on balanced chunks).
 ``allgather``: every rank gathers all keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). ``a2a``: an all-to-all
@@ -9,7 +12,10 @@ Ulysses, arXiv 2309.14509).
 ranks, then ring attention over the P groups with each rank's shard of the heads.
 """
 
-from collections.abc import Sequence
+#     sequence    | chunk 0 | chunk 1 | chunk 2 | chunk 3 | chunk 4 | chunk 5 | chunk 6 | chunk 7 |
+#     rank             0         1         2         3         3         2         1         0
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +23,6 @@ from torch import Tensor
 
 from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
 from megatron.core.communication import Communicator, Work
-from megatron.core.context_parallel.attention import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import (
     Attention,
     AttentionInputs,
@@ -25,10 +30,103 @@ from megatron.core.ops.attention import (
     AttentionOutput,
     Gradients,
     LocalAttention,
+    Tile,
     TiledAttention,
     TiledGradients,
 )
 from megatron.core.ops.documents import Span, spans_of
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """The positions of one context-parallel rank."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        """The chunks of this rank, of ``2 * size``."""
+        return self.rank, 2 * self.size - 1 - self.rank
+
+    def positions(self, length: int) -> Tensor:
+        """The positions of this rank's tokens in a sequence of ``length``, ``[length / size]``."""
+        if self.size == 1:
+            return torch.arange(length)
+        chunk = length // (2 * self.size)
+        return torch.cat([torch.arange(number * chunk, (number + 1) * chunk) for number in self.chunks])
+
+    def local_ranges(self, span: Span, length: int) -> tuple[range, range]:
+        """The local positions of ``span`` in the rank's first and second chunk; if neither is empty, the two ranges
+        adjoin."""
+        chunk = length // (2 * self.size)
+        first, second = (
+            range(offset + max(span.start - start, 0), offset + min(span.stop - start, chunk))
+            for offset, start in ((0, self.chunks[0] * chunk), (chunk, self.chunks[1] * chunk))
+        )
+        return first, second
+
+    def natural(self, by_rank: Tensor) -> Tensor:
+        """All ranks' positions ``[size, length / size, ...]`` to ``[length, ...]`` in the order of the sequence."""
+        chunks = by_rank.unflatten(1, (2, -1)).flatten(0, 1)  # [2 size, chunk, ...]
+        order = [2 * rank for rank in range(self.size)] + [2 * rank + 1 for rank in reversed(range(self.size))]
+        return chunks[order].flatten(0, 1)
+
+    def by_rank(self, natural: Tensor) -> Tensor:
+        """The inverse of :meth:`natural`."""
+        chunks = natural.unflatten(0, (2 * self.size, -1))
+        order = [number for rank in range(self.size) for number in ContextSplit(rank, self.size).chunks]
+        return chunks[order].unflatten(0, (self.size, 2)).flatten(1, 2)
+
+
+def ring_tiles(split: ContextSplit, source: int, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+    """The tiles of this rank's queries and the keys of rank ``source``: half of its keys, or of this rank's queries.
+
+    A document in both chunks of a rank ends the first and starts the second, which adjoin in local positions, so that
+    each document is at most one tile.
+    """
+    source_split = ContextSplit(source, split.size)
+    for span in spans:
+        query_ranges, key_ranges = split.local_ranges(span, length), source_split.local_ranges(span, length)
+        if source == split.rank:
+            queries, keys = _joined(query_ranges), _joined(query_ranges)
+        elif source < split.rank:
+            # The source's first chunk precedes both of this rank's chunks, its second follows both.
+            queries, keys = _joined(query_ranges), key_ranges[0]
+        else:
+            # This rank's first chunk precedes both of the source's chunks, its second follows both.
+            queries, keys = query_ranges[1], _joined(key_ranges)
+        if len(queries) and len(keys):
+            yield Tile(span.rows, _slice(queries), _slice(keys), is_causal=source == split.rank)
+
+
+def diagonal_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+    """The tiles of each chunk's queries and the keys of the same chunk, in local positions."""
+    for span in spans:
+        for positions in split.local_ranges(span, length):
+            if len(positions):
+                yield Tile(span.rows, _slice(positions), _slice(positions), is_causal=True)
+
+
+def earlier_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+    """The tiles of each chunk's queries (local positions) and all earlier keys (positions in the sequence)."""
+    chunk = length // (2 * split.size)
+    for span in spans:
+        for number, positions in zip(split.chunks, split.local_ranges(span, length)):
+            if len(positions) and span.start < number * chunk:
+                yield Tile(span.rows, _slice(positions), slice(span.start, number * chunk), is_causal=False)
+
+
+def _joined(ranges: tuple[range, range]) -> range:
+    first, second = ranges
+    if len(first) and len(second):
+        assert first.stop == second.start, ranges
+        return range(first.start, second.stop)
+    return first if len(first) else second
+
+
+def _slice(positions: range) -> slice:
+    return slice(positions.start, positions.stop)
 
 
 class _AttentionOverRanks:
@@ -45,23 +143,24 @@ class _AttentionOverRanks:
 
 
 class RingAttention(_AttentionOverRanks):
-    """Keys and values are sent around the ring while each rank attends to those that it has."""
+    """Keys and values are sent around the ring while each rank attends to the keys that it has."""
 
-    def _sources(self) -> list[int]:
-        """The rank from which this rank has keys, for each step."""
-        return [(self._ranks.rank - step) % self._ranks.size for step in range(self._ranks.size)]
-
-    def _pass_on(self, key_value: Tensor, step: int) -> Work[Tensor] | None:
-        return self._ranks.start_shift(key_value) if step < self._ranks.size - 1 else None
+    # step       rank 0    rank 1    rank 2    rank 3
+    # 0          kv 0      kv 1      kv 2      kv 3       each rank's own keys, with the causal mask
+    # 1          kv 3      kv 0      kv 1      kv 2       a tile needs no mask from here on
+    # 2          kv 2      kv 3      kv 0      kv 1
+    # 3          kv 1      kv 2      kv 3      kv 0       nothing is sent any more
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
+        rank, size = self._ranks.rank, self._ranks.size
         tiled = TiledAttention(self._kernel, inputs.query)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
-        for step, source in enumerate(self._sources()):
-            arriving = self._pass_on(key_value, step)
-            key, value = key_value
-            tiled.add(ring_tiles(self._split, source, spans, length), key, value, is_first=step == 0)
+        for step in range(size):
+            # Post the next keys, compute with the current ones, merge the two softmaxes, wait.
+            arriving = self._ranks.start_shift(key_value) if step < size - 1 else None
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            tiled.add(tiles, *key_value, is_first=step == 0)
             if arriving is not None:
                 key_value = arriving.wait()
         return tiled.result()
@@ -73,27 +172,30 @@ class RingAttention(_AttentionOverRanks):
         # sent in one launch: with one hardware queue a second one would wait for the first and block the attention
         # that is launched after it.
         spans, length = self._whole(inputs)
+        rank, size = self._ranks.rank, self._ranks.size
         gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         moving: list[Tensor] = []
-        for step, source in enumerate(self._sources()):
-            if step < self._ranks.size - 1:
+        for step in range(size):
+            if step < size - 1:
                 moving = [key_value, *moving]
             shift = self._ranks.start_shifts(moving)
             grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)
-            gradients.add(ring_tiles(self._split, source, spans, length), *key_value, *grad_key_value)
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            gradients.add(tiles, *key_value, *grad_key_value)
             arrived = shift.wait()
-            if step < self._ranks.size - 1:
+            if step < size - 1:
                 key_value, *arrived = arrived
             for grads_so_far in arrived:
                 grad_key_value += grads_so_far
             moving = [grad_key_value]
+        # A last step, and the sums of all ranks are back at the rank of their keys.
         grad_key, grad_value = self._ranks.start_shift(grad_key_value).wait()
         return gradients.query, grad_key, grad_value
 
 
 class AllGatherAttention(_AttentionOverRanks):
-    """All keys and values are gathered while the rank attends to its own chunks."""
+    """All keys and values are gathered while the rank attends to the keys of its own chunks."""
 
     def _start_gather(self, inputs: AttentionInputs) -> Work[Tensor]:
         """All ranks' keys and values in the order of the sequence, ``[2, b, groups, s, d]``."""
@@ -200,7 +302,6 @@ class ContextParallel:
         return ContextSplit(self.ranks.rank, self.ranks.size)
 
     def attention(self, layer: int, kernel: AttentionKernel) -> Attention:
-        """The attention of layer number ``layer``."""
         if self.ranks.size == 1:
             return LocalAttention(kernel)
         exchanges = CONTEXT_PARALLEL_TYPES[self.comm_types[layer if len(self.comm_types) > 1 else 0]].levels

@@ -3,6 +3,11 @@
 A bucket counts its gradients, so that its reduction starts with the last one in any order of backward passes.
 """
 
+# Two buckets in the backward passes of two microbatches, with overlap; g is the last gradient of a bucket:
+#
+#     whole gradients (ZeRO-1)      g0  g1  g0 [reduce 0 ....] g1 [reduce 1 ....]      once, after the last microbatch
+#     sharded gradients (ZeRO-2)    g0 [reduce 0] g1 [reduce 1] g0 [reduce 0] g1 ...   added to the shard
+
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +30,6 @@ class WeightBucket:
         self._gathering: Work[Tensor] | None = None
 
     def start_gather(self) -> None:
-        """Start the all-gather of the updated weights."""
         self._gathering = self._shards.start_all_gather(self._shards.own_part(self._weights), self._weights)
 
     def finish_gather(self) -> None:
@@ -71,7 +75,7 @@ class ParamGathers:
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """How gradients are summed over the data-parallel ranks."""
+    """The ranks over which gradients are summed."""
 
     shards: Communicator
     """Ranks that divide a bucket."""
@@ -118,7 +122,6 @@ class GradientBucket(ABC):
             main_grad.complete()
 
     def _add_replicas(self) -> None:
-        """Sum the shard over the replicas."""
         if self._replicas.size > 1:
             self._replicas.all_reduce(self.view.shard)
 
@@ -147,12 +150,12 @@ class WholeGradientBucket(GradientBucket):
             self.start()
 
     def start(self) -> None:
-        """Start the reduction, in place."""
         if self._pending is not None or self._consume is not None:
             return
         self._complete_main_grads()
         gradients = self.view.whole
         assert gradients is not None
+        # In place: the shard is a part of the whole gradients.
         if self._shards.size == 1:
             self._pending = self._replicas.start_all_reduce(gradients)
         else:
@@ -165,7 +168,6 @@ class WholeGradientBucket(GradientBucket):
         self._consume = None
 
     def finish(self) -> None:
-        """Wait for the shard's sum, then sum over the replicas."""
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
@@ -174,20 +176,18 @@ class WholeGradientBucket(GradientBucket):
 
 
 class InFlight:
-    """Reductions under way. More than ``limit`` of them wait for the oldest, which bounds the memory."""
+    """Reductions under way, each of which holds whole gradients: with more than ``limit`` the oldest is completed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buckets: deque[ShardedGradientBucket] = deque()
 
     def add(self, bucket: "ShardedGradientBucket") -> None:
-        """Add ``bucket``, whose reduction has just started."""
         self._buckets.append(bucket)
         while len(self._buckets) > self._limit:
             self._buckets[0].collect()
 
     def remove(self, bucket: "ShardedGradientBucket") -> None:
-        """Remove ``bucket``, whose reduction is complete."""
         self._buckets.remove(bucket)
 
 
@@ -209,7 +209,7 @@ class ShardedGradientBucket(GradientBucket):
         self._whole: Tensor | None = None
         self._pending: Work[Tensor] | None = None
         for _, main_grad, _ in view.main_grads:
-            main_grad.allocate_with(self._provide)
+            main_grad.allocate_with(self._allocate)
             main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
@@ -217,8 +217,8 @@ class ShardedGradientBucket(GradientBucket):
         self._deliveries = self._uses * (num_microbatches if self._defer else 1)
         self._missing = self._deliveries
 
-    def _provide(self) -> None:
-        """Allocate whole gradients."""
+    def _allocate(self) -> None:
+        # Before that the last microbatch's whole gradients are freed, so that a bucket never has two of them.
         self.collect()
         shard = self.view.shard
         self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
@@ -231,7 +231,6 @@ class ShardedGradientBucket(GradientBucket):
             self.start()
 
     def start(self) -> None:
-        """Start to reduce the whole gradients, if there are any."""
         if self._whole is None:
             return
         assert self._missing == 0, "a parameter of this bucket was not used, or lost its main_grad"
@@ -239,12 +238,11 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
             main_grad.release_buffer()
+        whole, self._whole = self._whole, None
         if self._consume is not None:
-            self._consume(self.view, self._whole)
-            self._whole = None
+            self._consume(self.view, whole)
             return
-        gradients = self._arranged(self._whole)
-        self._whole = None
+        gradients = self._arranged(whole)  # [shards, a rank's shard], flat
         # The first microbatch's sum needs no copy.
         output = None if self._is_filled else self.view.shard
         self._pending = self._shards.start_reduce_scatter(gradients, output)
@@ -255,7 +253,7 @@ class ShardedGradientBucket(GradientBucket):
         self._consume = None
 
     def _arranged(self, whole: Tensor) -> Tensor:
-        """The gradients so that each rank's shard is contiguous."""
+        """The gradients in an order in which each rank's shard is contiguous."""
         return whole
 
     def collect(self) -> None:
@@ -270,7 +268,6 @@ class ShardedGradientBucket(GradientBucket):
         self._is_filled = True
 
     def finish(self) -> None:
-        """Wait for the shard's sum, then sum over the replicas."""
         self.collect()
         assert self._is_filled, "this bucket got no gradient"
         self._add_replicas()
@@ -296,5 +293,6 @@ class RowShardedGradientBucket(ShardedGradientBucket):
     def _arranged(self, whole: Tensor) -> Tensor:
         if len(self._sizes) == 1:
             return whole
+        # | p0: rank 0, rank 1 | p1: rank 0, rank 1 |  ->  | rank 0: p0, p1 | rank 1: p0, p1 |
         parameters = whole.split(self._sizes)
         return torch.cat([parameter.view(self._shards.size, -1) for parameter in parameters], dim=1).flatten()

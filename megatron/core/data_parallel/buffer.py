@@ -4,6 +4,18 @@ A buffer is divided into buckets, the unit of communication, and every bucket ev
 Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
 """
 
+# Four parameters in two buckets, divided among two ranks:
+#
+#     parameters    | p3        | p2      |pad| p1    | p0              |pad|
+#     buckets       | bucket 0                | bucket 1                    |
+#     shards        | rank 0     | rank 1     | rank 0       | rank 1       |
+#
+# The last parameter comes first, because the backward pass completes its gradient first: bucket 0 is reduced while the
+# gradients of bucket 1 are computed. A shard may begin and end inside a parameter. With sharded gradients (ZeRO-2) rank
+# 1 keeps only its shards, one after another, and a bucket allocates whole gradients for a microbatch:
+#
+#     gradients     | bucket 0, rank 1 | bucket 1, rank 1 |
+
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -45,13 +57,13 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class ShardRanges(Sequence[tuple[int, int]]):
-    """Elements ``[start, stop)`` of a flattened parameter by rank of the shard group. Computed when they are read: a
-    rank needs a few, and all together are parameters times ranks."""
+    """Elements ``[start, stop)`` of a flattened parameter by rank of the shard group, computed when they are read: a
+    rank needs a few of them, and all are parameters times ranks."""
 
     size: int
     """Elements of the parameter."""
     origin: int
-    """Where the first rank's part begins, counted from the parameter's start; not positive."""
+    """Begin of the first rank's part, counted from the parameter's start; not positive."""
     part: int
     """Elements of a rank's part."""
     shards: int
@@ -99,7 +111,7 @@ def plan_buffer(
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """How the ranks of a shard group divide one parameter."""
+    """The division of one parameter among the ranks of a shard group."""
 
     info: ParameterInfo
     ranges: Sequence[tuple[int, int]]
@@ -114,9 +126,9 @@ class ParamShard:
     start: int
     stop: int
     weight: Tensor
-    """View of the weights that this rank stores, 1-D."""
+    """1-D view of the weights that this rank stores."""
     gradient: Tensor
-    """View of its gradients, 1-D."""
+    """1-D view of the gradients of the same elements."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +138,11 @@ class GradientView:
     size: int
     """Elements in the bucket, padding included."""
     whole: Tensor | None
-    """The gradients, whole; None where only shards of them are kept."""
+    """None where only shards of the gradients are kept."""
     shard: Tensor
-    """The rank's shard of the gradients; a part of ``whole`` if these are kept."""
+    """The rank's shard of the gradients; a part of ``whole`` if whole gradients are kept."""
     main_grads: Sequence[tuple[ParameterInfo, MainGrad, int]]
-    """Its parameters and where each begins in the bucket."""
-
-
-@dataclass(frozen=True)
-class BucketView:
-    """One bucket of a buffer."""
-
-    weights: Tensor
-    """The bucket's weights, whole."""
-    gradients: GradientView
+    """The bucket's parameters, their main gradients, and where each begins in the bucket."""
 
 
 class ParameterBuffer:
@@ -176,45 +179,37 @@ class ParameterBuffer:
             attach_main_grad(parameter, main_grad)
             self.main_grads.append(main_grad)
 
-    def buckets(self, rank: int) -> Iterator[BucketView]:
-        """The buckets in the order in which backward fills them, for ``rank`` of the shard group."""
-        shards = self.layout.shard(rank, self._shards)
-        for (start, stop), (shard_start, shard_stop) in zip(self.layout.buckets, shards):
-            gradients = GradientView(
-                stop - start,
-                None if self._shards_gradients else self.gradients[start:stop],
-                self._gradients_of_shard(start, shard_start, shard_start, shard_stop),
-                [
-                    (info_of(parameter), main_grad, first - start)
-                    for parameter, main_grad, (first, _) in zip(
-                        self.parameters, self.main_grads, self.layout.parameters
-                    )
-                    if start <= first < stop
-                ],
-            )
-            yield BucketView(self.weights[start:stop], gradients)
+    def _shards_of(self, rank: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
+        """Start and stop of every bucket, start and stop of its shard of ``rank``, and the gradients of the shard."""
+        for (start, stop), (first, last) in zip(self.layout.buckets, self.layout.shard(rank, self._shards)):
+            # If only shards are kept, the shards of earlier buckets lie before this one.
+            place = start // self._shards if self._shards_gradients else first
+            yield start, stop, first, last, self.gradients[place : place + last - first]
 
-    def _gradients_of_shard(self, bucket_start: int, shard_start: int, start: int, stop: int) -> Tensor:
-        """Gradients of elements ``[start, stop)`` of the buffer, which lie in the shard that begins at
-        ``shard_start`` of the bucket that begins at ``bucket_start``."""
-        if not self._shards_gradients:
-            return self.gradients[start:stop]
-        # The shards of earlier buckets lie before it.
-        offset = bucket_start // self._shards - shard_start
-        return self.gradients[start + offset : stop + offset]
+    def buckets(self, rank: int) -> Iterator[tuple[Tensor, GradientView]]:
+        """The weights and the gradients of every bucket, in the order in which backward fills them."""
+        members = list(zip(self.parameters, self.main_grads, self.layout.parameters))
+        for start, stop, _, _, shard in self._shards_of(rank):
+            main_grads = [
+                (info_of(parameter), main_grad, first - start)
+                for parameter, main_grad, (first, _) in members
+                if start <= first < stop
+            ]
+            whole = None if self._shards_gradients else self.gradients[start:stop]
+            yield self.weights[start:stop], GradientView(stop - start, whole, shard, main_grads)
 
-    def splits(self) -> Iterator[ParameterSplit]:
-        """How the shard group divides every parameter."""
-        for number, parameter in enumerate(self.parameters):
-            yield ParameterSplit(info_of(parameter), self.layout.ranges(number, self._shards))
+    def splits(self) -> list[ParameterSplit]:
+        return [
+            ParameterSplit(info_of(parameter), self.layout.ranges(number, self._shards))
+            for number, parameter in enumerate(self.parameters)
+        ]
 
     def param_shards(self, rank: int) -> Iterator[ParamShard]:
-        """The shards that ``rank`` of the shard group updates."""
-        shards = list(zip(self.layout.buckets, self.layout.shard(rank, self._shards)))
-        for split, (first, _) in zip(self.splits(), self.layout.parameters):
-            start, stop = split.ranges[rank]
-            if start < stop:
-                bucket, shard = next(found for found in shards if found[0][0] <= first < found[0][1])
-                weights = self.weights[first + start : first + stop]
-                gradients = self._gradients_of_shard(bucket[0], shard[0], first + start, first + stop)
-                yield ParamShard(split.info, start, stop, weights, gradients)
+        for _, _, shard_start, shard_stop, gradients in self._shards_of(rank):
+            for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
+                # What of the parameter lies in the shard, in elements of the buffer.
+                start, stop = max(first, shard_start), min(last, shard_stop)
+                if start < stop:
+                    gradient = gradients[start - shard_start : stop - shard_start]
+                    weight = self.weights[start:stop]
+                    yield ParamShard(info_of(parameter), start - first, stop - first, weight, gradient)

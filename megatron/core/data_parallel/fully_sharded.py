@@ -6,6 +6,9 @@ reduction overlaps on any backend, and a pipeline schedule can defer weight grad
 PyTorch FSDP (arXiv 2304.11277).
 """
 
+#     forward     gather 0 - layer 0 - free 0         backward    gather 1 - layer 1 - free 1 - reduce 1
+#                     gather 1 - layer 1 - free 1                     gather 0 - layer 0 - free 0 - reduce 0
+
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +27,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard, ShardRanges
-from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ModelSharing, expert_modules
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
 from megatron.core.precision import NumberFormats
@@ -44,7 +47,7 @@ class RowPart:
 
     @classmethod
     def of(cls, info: ParameterInfo, rank: int, shards: int) -> "RowPart":
-        """The part of ``rank``: an even division, rounded up, so that the last ranks may have no rows."""
+        """The part of ``rank``. The division is even, rounded up, so that the last ranks may have no rows."""
         padded = -(-info.local_shape[0] // shards)
         first = min(rank * padded, info.local_shape[0])
         return cls(info, first, min(padded, info.local_shape[0] - first), padded)
@@ -56,13 +59,12 @@ class RowPart:
 
     @property
     def padded_size(self) -> int:
-        """Elements of a part, padding included."""
         return self.padded_rows * self.width
 
 
 class _Unit:
-    """A module whose weights are gathered at once; ``infos``, of one kind, are by the weights' names in the chunk.
-    Weights that are trained have main gradients."""
+    """A module whose weights are gathered at once: all expert parameters of an expert module, or all dense parameters
+    of another one. ``infos`` are by the weights' names in the chunk. Weights that are trained have main gradients."""
 
     def __init__(self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
         self._chunk, self._names = chunk, list(infos)
@@ -87,10 +89,6 @@ class _Unit:
                 attach_main_grad(parameter, next(main_grads))
         self.fsdp.reshard()
 
-    def local_weights(self) -> Iterator[Tensor]:
-        """This rank's rows of every parameter, flat."""
-        return (cast(DTensor, parameter.detach()).to_local().view(-1) for parameter in self.parameters)
-
 
 class FullyShardedDataParallel(DataParallel):
     """Shards weights, gradients and optimizer state over a group of ranks, and replicates them over the groups.
@@ -110,7 +108,7 @@ class FullyShardedDataParallel(DataParallel):
         config: ParallelConfig,
         has_experts: bool = False,
     ) -> None:
-        sharing = ModelSharing.of(config, topology, has_experts)
+        sharing = ParallelGroups.of(config, topology, has_experts)
         sharing.open()
         self._units: list[_Unit] = []
         for chunk, modules in chunk_units:
@@ -133,22 +131,29 @@ class FullyShardedDataParallel(DataParallel):
         buckets: list[RowShardedGradientBucket] = []
         for number, (unit, group, gradients) in enumerate(zip(self._units, groups, self._gradients.split(sizes))):
             unit.attach_main_grads()
-            weights = [
-                (part.info, part.first * part.width, weight)
-                for part, weight in zip(parts[number], unit.local_weights())
-            ]
+            # This rank's rows of every parameter, flat.
+            local = [cast(DTensor, parameter.detach()).to_local().view(-1) for parameter in unit.parameters]
+            weights = [(part.info, part.first * part.width, weight) for part, weight in zip(parts[number], local)]
             stored += [one for one in weights if one[2].numel()]
             own = [weight for (_, _, weight), is_trained in zip(weights, unit.is_trained) if is_trained]
             param_shards += _param_shards(trained[number], own, gradients)
             if not unit.trained:
                 continue
+            # Each parameter is padded so that all ranks have equal parts: | p0: rank 0, rank 1 | p1: rank 0, rank 1 |
             part_sizes = [part.padded_size for part in trained[number]]
-            view = _gradient_view(unit, part_sizes, gradients, group.shards.size)
+            whole_sizes = [size * group.shards.size for size in part_sizes]
+            starts = accumulate(whole_sizes, initial=0)
+            main_grads = list(zip(unit.trained, unit.main_grads, starts))
+            view = GradientView(sum(whole_sizes), None, gradients, main_grads)
             reduction = GradientReduction(group.shards, group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
-        # The backward pass runs the last unit first.
-        splits = [_split(info, group.shards.size) for unit, group in zip(self._units, groups) for info in unit.trained]
+        splits = [
+            ParameterSplit(part.info, ShardRanges(prod(part.info.local_shape), 0, part.padded_size, group.shards.size))
+            for group, unit_parts in zip(groups, trained)
+            for part in unit_parts
+        ]
         parameters = [pair for unit in self._units for pair in zip(unit.infos, unit.parameters)]
+        # The backward pass runs the last unit first.
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits, parameters)
         self.local_params = [
             LocalParam(info, start, weight, sharing.holders(info, of_shard=True), self.row_division(info))
@@ -156,7 +161,7 @@ class FullyShardedDataParallel(DataParallel):
         ]
 
     def start_param_all_gather(self) -> None:
-        """Free gathered weights; the updated ones are gathered when they are used."""
+        """Free the gathered weights; updated weights are gathered when they are used."""
         for unit in self._units:
             unit.fsdp.reshard()
 
@@ -181,7 +186,7 @@ def _shard_chunk(
     chunk: nn.Module,
     modules: Sequence[nn.Module],
     formats: NumberFormats,
-    sharing: ModelSharing,
+    sharing: ParallelGroups,
     device: torch.device,
     config: ParallelConfig,
 ) -> list[_Unit]:
@@ -301,11 +306,6 @@ class _Work(dist.Work):
         return True
 
 
-def _split(info: ParameterInfo, shards: int) -> ParameterSplit:
-    first = RowPart.of(info, 0, shards)
-    return ParameterSplit(info, ShardRanges(prod(info.local_shape), 0, first.padded_size, shards))
-
-
 def _param_shards(parts: Sequence[RowPart], weights: Sequence[Tensor], gradients: Tensor) -> Iterator[ParamShard]:
     """This rank's shards of a unit's trained parameters, with gradients in ``gradients``, one padded part after
     another."""
@@ -316,9 +316,3 @@ def _param_shards(parts: Sequence[RowPart], weights: Sequence[Tensor], gradients
         if size:
             yield ParamShard(part.info, first, first + size, weight, gradients[start : start + size])
         start += part.padded_size
-
-
-def _gradient_view(unit: _Unit, part_sizes: Sequence[int], shard: Tensor, shards: int) -> GradientView:
-    """A unit's bucket: its parameters, each padded so that all ranks have equal parts."""
-    starts = accumulate((size * shards for size in part_sizes), initial=0)
-    return GradientView(sum(part_sizes) * shards, None, shard, list(zip(unit.trained, unit.main_grads, starts)))

@@ -1,38 +1,138 @@
-"""The interface of data parallelism, and the strategies with contiguous buffers.
+"""The interface of data parallelism, and the groups of ranks that share parameters."""
 
-A step is the same for every strategy: :meth:`DataParallel.start_grad_accumulation`, backward passes that accumulate
-gradients, :meth:`DataParallel.finish_grad_sync`, the optimizer's update of the parameter shards, and
-:meth:`DataParallel.start_param_all_gather`.
-"""
+# A step is the same for every strategy:
+#
+#     start_grad_accumulation - backward passes - finish_grad_sync - update of the shards - start_param_all_gather
+#             |                        |                 |                                          |
+#     buckets expect gradients   last gradient of   the rest is reduced             a forward pass waits for the
+#                                a bucket: reduce                                   weights that it uses
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.bucket import (
-    GradientBucket,
-    GradientConsumer,
-    GradientReduction,
-    InFlight,
-    ParamGathers,
-    ShardedGradientBucket,
-    WeightBucket,
-    WholeGradientBucket,
-)
-from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, ParamShard
-from megatron.core.data_parallel.strategy import ModelSharing, weight_units
-from megatron.core.fp8 import Fp8Scaling
+from megatron.core.data_parallel.bucket import GradientBucket, GradientConsumer
+from megatron.core.data_parallel.buffer import ParameterSplit, ParamShard
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, RowDivision, info_of
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ReplicaGroups:
+    """The groups of the parameters of one kind: dense ones, or those of experts.
+
+    Experts are folded over the ranks of a stage (arXiv 2504.14960), so the two kinds have different groups. Gradients
+    are sums over the tokens of all ranks of the groups, without a factor: a rank with experts has already received the
+    tokens of the other expert-parallel ranks.
+    """
+
+    shards: Communicator
+    """Ranks that divide weights, gradients or optimizer state; one without sharding."""
+    replicas: Communicator
+    """Ranks with the same shard."""
+    axes: tuple[str, ...]
+    """Axes along which the parameters are replicated or sharded, such as ``("cp", "dp")``."""
+    replica_axes: tuple[str, ...]
+    """Axes along which a shard is replicated."""
+
+    @classmethod
+    def of(cls, config: ParallelConfig, topology: Topology, is_expert: bool = False) -> "ReplicaGroups":
+        """The groups of ``config``'s strategy. Context-parallel ranks are part of the groups of dense parameters: their
+        parts of a sample add to the gradient like other samples."""
+        axes: tuple[str, ...] = ("edp",) if is_expert else ("cp", "dp")
+        shards: tuple[str, ...] = ("edp_shard",) if is_expert else ("cp", "dp_shard")
+        replicas: tuple[str, ...] = ("edp_replicate",) if is_expert else ("dp_replicate",)
+        if config.sharding_strategy == "no_shard":
+            shards, replicas = (), axes
+        return cls(topology.communicator(*shards), topology.communicator(*replicas), axes, replicas)
+
+    @property
+    def size(self) -> int:
+        """Ranks over which gradients are summed."""
+        return self.shards.size * self.replicas.size
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    dense: ReplicaGroups
+    experts: ReplicaGroups | None
+    """None in a model without experts."""
+    norm_ranks: Communicator
+    """Ranks over which norms are summed: the ranks of one replica, or all ranks with experts, as the two kinds have
+    different replicas."""
+    tensor_parallel: Communicator
+    ranks_along: Callable[[tuple[str, ...]], tuple[int, ...]]
+    """The ranks that differ from this one on these axes alone."""
+
+    @classmethod
+    def of(cls, config: ParallelConfig, topology: Topology, has_experts: bool) -> "ParallelGroups":
+        """The groups of ``config``'s strategy; ``has_experts`` is equal on all stages."""
+        dense = ReplicaGroups.of(config, topology)
+        tensor_parallel = topology.tensor_parallel
+        ranks_along = cache(partial(topology.grid.group, topology.rank))
+        if not has_experts:
+            # Ranks that together hold every shard once.
+            axes = ("tp", "pp") if config.sharding_strategy == "no_shard" else ("tp", "pp", "cp", "dp_shard")
+            return cls(dense, None, topology.communicator(*axes), tensor_parallel, ranks_along)
+        experts = ReplicaGroups.of(config, topology, is_expert=True)
+        return cls(dense, experts, topology.world, tensor_parallel, ranks_along)
+
+    def open(self) -> None:
+        """Create the groups of both kinds. A stage without experts does not use theirs, but all ranks must create
+        process groups in one order."""
+        if self.experts is not None:
+            for ranks in (self.dense.shards, self.dense.replicas, self.experts.shards, self.experts.replicas):
+                ranks.open()
+
+    @property
+    def shards_any(self) -> bool:
+        """Whether any parameter, dense or of experts, is sharded over more than one rank."""
+        return any(kind.shards.size > 1 for kind in (self.dense, self.experts) if kind is not None)
+
+    def of_parameter(self, info: ParameterInfo) -> ReplicaGroups:
+        if not info.is_expert:
+            return self.dense
+        assert self.experts is not None, f"{info.name} in a model without experts"
+        return self.experts
+
+    def holders(self, info: ParameterInfo, of_shard: bool) -> tuple[int, ...]:
+        """The ranks that hold the same elements of a parameter as this rank: the same shard, or the same whole
+        parameter where nothing is sharded."""
+        kind = self.of_parameter(info)
+        axes = kind.replica_axes if of_shard else kind.axes
+        return self.ranks_along(axes if info.is_expert or info.tensor_parallel_sharded else ("tp", *axes))
+
+    def is_counted(self, info: ParameterInfo, over_all_ranks: bool) -> bool:
+        """Whether this rank adds its shard of a parameter to norms: one of the ranks that hold it does.
+
+        ``over_all_ranks``: norms are summed over all ranks instead of the ranks of one replica.
+        """
+        if info.tied_end == "output_layer":
+            return False
+        if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:
+            return False
+        return not over_all_ranks or self.of_parameter(info).replicas.rank == 0
+
+
+def expert_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in ``module`` whose parameters all belong to experts; they must be run as a whole."""
+    kinds = {info_of(parameter).is_expert for parameter in module.parameters()}
+    if kinds == {True}:
+        yield module
+    elif True in kinds:
+        assert not any(info_of(one).is_expert for one in module.parameters(recurse=False)), "mixed with dense weights"
+        for child in module.children():
+            yield from expert_modules(child)
 
 
 @dataclass(frozen=True)
@@ -46,16 +146,17 @@ class LocalParam:
     holders: tuple[int, ...] = ()
     """The ranks that store the same elements; empty if they are not known."""
     division: RowDivision | None = None
-    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
+    """The division of the parameter's rows, if it is even and each part is on one rank alone."""
 
 
-def whole_params(parameters: Iterable[nn.Parameter], sharing: ModelSharing | None = None) -> list[LocalParam]:
+def whole_params(parameters: Iterable[nn.Parameter], sharing: ParallelGroups | None = None) -> list[LocalParam]:
     """The weights of a model without sharding."""
-    infos = [(info_of(parameter), parameter.detach().view(-1)) for parameter in parameters]
-    return [
-        LocalParam(info, 0, flat, () if sharing is None else sharing.holders(info, of_shard=False))
-        for info, flat in infos
-    ]
+    params = []
+    for parameter in parameters:
+        info = info_of(parameter)
+        holders = () if sharing is None else sharing.holders(info, of_shard=False)
+        params.append(LocalParam(info, 0, parameter.detach().view(-1), holders))
+    return params
 
 
 class DataParallel(ABC):
@@ -65,16 +166,16 @@ class DataParallel(ABC):
     param_shards: Sequence[ParamShard]
     """The parts of parameters that this rank updates."""
     splits: Sequence[ParameterSplit]
-    """How its shard group divides every local parameter."""
+    """The division of every local parameter among its shard group."""
     local_params: Sequence[LocalParam]
     """The weights that this rank stores, in the precision that checkpoints need; frozen ones, too."""
-    sharing: ModelSharing
+    sharing: ParallelGroups
 
     def __init__(
         self,
         formats: NumberFormats,
         topology: Topology,
-        sharing: ModelSharing,
+        sharing: ParallelGroups,
         param_shards: Sequence[ParamShard],
         buckets: Sequence[GradientBucket],
         splits: Sequence[ParameterSplit],
@@ -111,7 +212,7 @@ class DataParallel(ABC):
         return sum(local.tensor.numel() for local in self.local_params)
 
     def row_division(self, info: ParameterInfo) -> RowDivision | None:
-        """How ranks divide the rows of a parameter, if they do so evenly and each part is on one rank alone."""
+        """The division of a parameter's rows, if it is even and each part is on one rank alone."""
         return None
 
     @abstractmethod
@@ -160,140 +261,13 @@ class DataParallel(ABC):
             bucket.start()
         for bucket in self._buckets:
             bucket.finish()
-        _all_reduce_together(self._partial_gradients, self._topology.tensor_parallel)
+        partial, tensor_parallel = self._partial_gradients, self._topology.tensor_parallel
+        if partial and tensor_parallel.size > 1:
+            # They are small, such as the gains of norms: one collective for all of them.
+            together = tensor_parallel.all_reduce(torch.cat(partial))
+            torch._foreach_copy_(partial, together.split([tensor.numel() for tensor in partial]))
         for shard in self._tied_shards:
             _add_other_end(shard, self._topology)
-
-
-class BufferedDataParallel(DataParallel):
-    """``no_shard``, ``optim`` (ZeRO-1) and ``optim_grads`` (ZeRO-2), in contiguous buffers.
-
-    Without sharding the shard group has one rank, and the reduction is an all-reduce over all data-parallel ranks.
-    ``units`` are run as a whole, each. Parameters of each dtype, and those of experts, have buffers of their own. A
-    rank keeps its shards of FP8 parameters in the master weights' dtype; ``fp8`` quantises them before every
-    all-gather.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        formats: NumberFormats,
-        topology: Topology,
-        config: ParallelConfig,
-        units: Sequence[nn.Module] = (),
-        fp8: Fp8Scaling | None = None,
-        has_experts: bool = False,
-    ) -> None:
-        sharing = ModelSharing.of(config, topology, has_experts)
-        sharing.open()
-        self._fp8 = fp8
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        places = {info_of(parameter).name: place for place, parameter in enumerate(trained)}
-        num_elements = sum(parameter.numel() for parameter in trained)
-        self._buffers: list[ParameterBuffer] = []
-        gathered: dict[int, WeightBucket] = {}
-        """By the place of the bucket's first parameter in the forward pass."""
-        holders: dict[str, WeightBucket] = {}
-        buckets: list[GradientBucket] = []
-        param_shards: list[ParamShard] = []
-        in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
-        for group in _by_kind_and_dtype(trained):
-            kind = sharing.of_parameter(info_of(group[0]))
-            shards, reduction = kind.shards, GradientReduction(kind.shards, kind.replicas)
-            shard_gradients = config.sharding_strategy == "optim_grads" and shards.size > 1
-            bucket_size = config.bucket_size(kind.size, num_elements)
-            buffer = ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
-            self._buffers.append(buffer)
-            param_shards += buffer.param_shards(shards.rank)
-            for view in buffer.buckets(shards.rank):
-                if shards.size > 1:
-                    weights = WeightBucket(view.weights, shards)
-                    names = [info.name for info, _, _ in view.gradients.main_grads]
-                    gathered[min(places[name] for name in names)] = weights
-                    holders |= dict.fromkeys(names, weights)
-                if shard_gradients:
-                    buckets.append(ShardedGradientBucket(view.gradients, reduction, in_flight))
-                else:
-                    buckets.append(WholeGradientBucket(view.gradients, reduction, config.overlap_grad_reduce))
-        self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
-        """By the name of the FP8 layer: this rank's shard of the weight as master weight, and in FP8."""
-        for number, shard in enumerate(param_shards):
-            if shard.weight.itemsize == 1:
-                master = torch.zeros_like(shard.weight, dtype=formats.master)
-                self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight
-                param_shards[number] = replace(shard, weight=master)
-        splits = [split for buffer in self._buffers for split in buffer.splits()]
-        infos = [(info_of(parameter), parameter) for parameter in parameters]
-        super().__init__(formats, topology, sharing, param_shards, buckets, splits, infos)
-        self.local_params = whole_params((parameter for parameter in parameters if parameter.itemsize > 1), sharing)
-        self.local_params += [
-            LocalParam(shard.info, shard.start, shard.weight, sharing.holders(shard.info, of_shard=True))
-            for shard in param_shards
-            if shard.info.name.removesuffix(".weight") in self._fp8_shards
-        ]
-        self._gathers = ParamGathers([gathered[place] for place in sorted(gathered)], config.overlap_param_gather)
-        if config.overlap_param_gather:
-            _wait_before_use(units, holders, self._gathers)
-
-    @property
-    def needs_master_weights(self) -> bool:
-        """Whether the model computes in a narrower format."""
-        return self.formats.weight != self.formats.master
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for _, parameter, _ in self._parameters)
-
-    def start_param_all_gather(self) -> None:
-        if self._fp8 is not None:
-            self._fp8.quantize_weights(self._fp8_shards, self.sharing.dense.shards)
-        self._gathers.start()
-
-    def finish_skipped_step(self) -> None:
-        # FP8 weights have the scales of the next step in every step, so a resumed run is the same.
-        if self._fp8 is not None:
-            self.start_param_all_gather()
-
-    def finish_param_all_gather(self) -> None:
-        self._gathers.finish()
-
-    def memory(self) -> dict[str, int]:
-        return {
-            "weights": sum(buffer.weights.untyped_storage().nbytes() for buffer in self._buffers)
-            + sum(parameter.nbytes for _, parameter, is_trained in self._parameters if not is_trained),
-            "gradients": sum(buffer.gradients.untyped_storage().nbytes() for buffer in self._buffers),
-        }
-
-
-def _by_kind_and_dtype(parameters: Iterable[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """The parameters of each buffer."""
-    groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((info_of(parameter).is_expert, parameter.dtype), []).append(parameter)
-    return groups.values()
-
-
-def _wait_before_use(units: Sequence[nn.Module], holders: Mapping[str, WeightBucket], gathers: ParamGathers) -> None:
-    """Let each unit wait, before its forward pass, for the buckets with its weights."""
-    for unit in weight_units(units):
-        names = [info_of(parameter).name for parameter in unit.parameters]
-        mine = tuple({holders[name]: None for name in names if name in holders})
-        if not mine:
-            continue
-
-        def wait(*_: object, mine: Sequence[WeightBucket] = mine) -> None:
-            gathers.finish(mine)
-
-        unit.module.register_forward_pre_hook(wait)
-
-
-def _all_reduce_together(tensors: Sequence[Tensor], ranks: Communicator) -> None:
-    """Sum small tensors over ``ranks`` in one collective."""
-    if ranks.size == 1 or not tensors:
-        return
-    together = ranks.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]))
-    for tensor, part in zip(tensors, together.split([tensor.numel() for tensor in tensors])):
-        tensor.copy_(part.view_as(tensor))
 
 
 def _add_other_end(shard: ParamShard, topology: Topology) -> None:

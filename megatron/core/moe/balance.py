@@ -37,7 +37,7 @@ BalancingLoss = Literal["aux_loss", "seq_aux_loss"]
 
 @dataclass(frozen=True)
 class BalanceRule:
-    """What balances the experts, and what is reported about it."""
+    """The losses and biases that balance the experts, and the metrics about them."""
 
     balancing_losses: tuple[tuple[BalancingLoss, float], ...] = ()
     """(``--moe-router-load-balancing-type``, ``--moe-aux-loss-coeff``) of every loss; no coefficient is zero."""
@@ -78,12 +78,12 @@ class RouterBalance:
         self._routing_rule, self._rule, self._sequence_ranks = routing_rule, rule, sequence_ranks
         num_experts = routing_rule.num_experts
         self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        """How many of this rank's tokens chose each expert in this step."""
+        """Number of this rank's tokens that chose each expert in this step, ``[E]``."""
         self.sums = torch.zeros(2, dtype=torch.float64, device=device)
-        """Sums over this rank's tokens in this step, without coefficients: of the load balancing loss, times the tokens
-        (with several types: their mean, weighted by their coefficients); of the z-loss."""
+        """Sums over this rank's tokens in this step, without coefficients: the load balancing loss times the tokens
+        (with several types the mean, weighted by their coefficients), and the z-loss."""
         self.expert_bias: Tensor | None = None
-        """fp32 in every precision: in bf16 an update would be lost."""
+        """``[E]``, fp32 in every precision: in bf16 an update would be lost."""
         if rule.bias_update_rate is not None:
             self.expert_bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
 
@@ -164,10 +164,9 @@ class ExpertBalance:
         self._routers: dict[int, RouterBalance] = {}
         self._scale = 0.0
         self._counts = torch.zeros(len(self._layers), routing_rule.num_experts, dtype=torch.float64, device=device)
-        """How many tokens of the global batch chose each expert of each layer."""
+        """Number of tokens of the global batch that chose each expert of each layer, ``[layers, E]``."""
 
     def add_router(self, layer: int) -> RouterBalance:
-        """The balance of the router of ``layer``, which this rank has."""
         assert layer in self._layers and layer not in self._routers, (layer, self._layers)
         router = RouterBalance(layer, self._routing_rule, self._rule, self._sequence_ranks, self._device)
         self._routers[layer] = router
@@ -196,20 +195,20 @@ class ExpertBalance:
             total[self._layers.index(layer)] = torch.cat((router.counts.to(torch.float64), router.sums))
         return self._world.start_all_reduce(total)
 
-    def finish_sum(self, total: Tensor) -> dict[str, float]:
-        """The metrics of the step from the ``total`` of :meth:`start_sum`. Waits for the device."""
-        self._counts = total[:, :-2]
-        return self._metrics(self._counts, total[:, -2:])
-
     def update_biases(self) -> None:
         """Update the expert biases by the counts of :meth:`finish_sum`; not in a skipped step."""
         if self._rule.bias_update_rate is not None:
             for layer, router in self._routers.items():
                 router.update_bias(self._counts[self._layers.index(layer)])
 
-    def _metrics(self, counts: Tensor, sums: Tensor) -> dict[str, float]:
-        """The losses without coefficients, as means over tokens and layers, and the worst layer's ratio of the largest
-        to the mean count; with ``logs_layers`` also those of every layer."""
+    def finish_sum(self, total: Tensor) -> dict[str, float]:
+        """The metrics of the step from the ``total`` of :meth:`start_sum`. Waits for the device.
+
+        They are the losses without coefficients, as means over tokens and layers, and the worst layer's ratio of the
+        largest to the mean count; with ``logs_layers`` also the values of every layer.
+        """
+        counts, sums = total[:, :-2], total[:, -2:]  # [layers, E], [layers, 2]
+        self._counts = counts
         choices = counts.sum(dim=1)  # [layers]: tokens * k
         loads = counts.amax(dim=1) * counts.shape[1] / choices
         means = sums * (self._routing_rule.topk / choices).unsqueeze(1)  # [layers, 2]
@@ -227,8 +226,8 @@ class ExpertBalance:
         return metrics
 
     def state(self) -> dict[str, Tensor]:
-        """The expert biases of this rank's layers, for checkpoints, which load them in place. Ranks with the same
-        layers have the same."""
+        """The expert biases of this rank's layers, for checkpoints, which load them in place. They are equal on ranks
+        with the same layers."""
         return {
             router.bias_name: router.expert_bias for router in self._routers.values() if router.expert_bias is not None
         }

@@ -1,29 +1,38 @@
 """Token dispatchers: rows to the ranks of their experts, and the experts' outputs back to the tokens.
 
-A token ``[h]`` of a rank's n becomes a row for each of its k experts. The rank at ``ep`` = r has the experts
-``[r E / EP, (r + 1) E / EP)``; the ranks along ``etp`` divide each expert, so each receives all of its rows and returns
-a partial sum. Every dispatcher returns the same sums, also for experts without rows.
+A token ``[h]`` of a rank's n has k choices; choice ``i k + j`` is choice j of token i, and a row is the token of one
+choice. The rank at ``ep`` = r has the experts ``[r E / EP, (r + 1) E / EP)``; the ranks along ``etp`` divide each
+expert, so each receives all of its rows and returns a partial sum. Every dispatcher returns the same sums, also for
+experts without rows. Sums over the choices of a token are in the order of the choices and need no atomic additions, so
+they are deterministic.
 
 A dispatcher is a class here, with a row in :data:`DISPATCHERS`, whose names are those of
 ``--moe-token-dispatcher-type``.
 """
 
+# Two ranks with two experts each:
+#
+#     tokens   t0 t1 (rank 0)   t2 t3 (rank 1)      their experts   t0: 1 3   t1: 0 1   t2: 2 0   t3: 3 1
+#     rows     rank 0 | e0: t1 t2 | e1: t0 t1 t3 |          rank 1 | e2: t2 | e3: t0 t3 |
+#     outputs  go back the same way, and each token sums the outputs of its choices
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from megatron.core.communication import Work
-from megatron.core.moe.dispatch import RowOrder, rows_of, sum_of_choices
 from megatron.core.moe.routing import Routing, count_choices, count_choices_by_set
 from megatron.core.moe.transfer import (
     Adjoint,
+    AsyncTransfer,
     BackwardOverlap,
     Exchange,
     Gather,
-    StartedTransfer,
     UnevenGather,
     communicate,
 )
@@ -33,53 +42,134 @@ from megatron.torch_compat import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)
+class RowOrder:
+    """The order of rows: the choice of each row, and the row of each choice."""
+
+    choices: Tensor
+    """The choice of each row: ``[m]`` int64."""
+    rows: Tensor
+    """The row of each choice, m if this rank has no such row: ``[n, k]`` int64."""
+
+    @classmethod
+    def sorted_by(cls, keys: Tensor, num_rows: int | None = None) -> "RowOrder":
+        """Rows in the order of the ``keys`` ``[n, k]`` of their choices, equal keys in the order of the choices; only
+        the first ``num_rows`` if given."""
+        choices = keys.flatten().argsort(stable=True)[:num_rows]
+        numbers = torch.arange(choices.numel(), device=keys.device)
+        rows = torch.full_like(keys, choices.numel(), dtype=torch.int64)
+        rows.view(-1).scatter_(0, choices, numbers)
+        return cls(choices, rows)
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        return self.choices // self.rows.shape[1] if self.rows.shape[1] > 1 else self.choices
+
+
+def rows_of(tokens: Tensor, order: RowOrder) -> Tensor:
+    """The row of every choice: ``tokens`` ``[n, h]`` to ``[m, h]``."""
+    rows: Tensor = _RowsOf.apply(tokens, order)
+    return rows
+
+
+def sum_of_choices(rows: Tensor, order: RowOrder, weights: Tensor | None = None) -> Tensor:
+    """For each token the sum of the rows of its choices, times ``weights`` ``[n, k]`` if given: ``rows`` ``[m, h]`` to
+    ``[n, h]``. Choices without a row add nothing. 16-bit rows are added in fp32."""
+    if weights is None:
+        total: Tensor = _SumOfChoices.apply(rows, order)
+    else:
+        total = _WeightedSumOfChoices.apply(rows, weights, order)
+    return total
+
+
+def _sum_choices(rows: Tensor, order: RowOrder, weights: Tensor | None = None) -> Tensor:
+    num_choices = order.rows.shape[1]
+    if rows.shape[0] < order.rows.numel():
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # the row of choices that have none
+    total = rows.index_select(0, order.rows[:, 0])
+    if weights is not None:
+        total = total * weights[:, :1]
+    elif num_choices > 1 and rows.itemsize == 2:
+        total = total.float()
+    for choice in range(1, num_choices):
+        part = rows.index_select(0, order.rows[:, choice])
+        total = total.add_(part) if weights is None else total.addcmul_(part, weights[:, choice : choice + 1])
+    return total.to(rows.dtype)
+
+
+class _RowsOf(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return tokens.index_select(0, order.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _sum_choices(gradients[0], ctx.order), None
+
+
+class _SumOfChoices(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        return _sum_choices(rows, order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].index_select(0, ctx.order.tokens), None
+
+
+class _WeightedSumOfChoices(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
+        ctx.order = order
+        ctx.save_for_backward(rows, weights)
+        return _sum_choices(rows, order, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights = ctx.saved_tensors
+        order: RowOrder = ctx.order
+        gradient = gradients[0].index_select(0, order.tokens)  # [m, h]
+        # The gradient of a choice whose row is on another rank is computed there.
+        grad_weights = torch.zeros_like(weights)  # [n, k]
+        of_rows = (gradient * rows).sum(dim=1, dtype=weights.dtype)  # [m]
+        grad_weights.view(-1).index_copy_(0, order.choices, of_rows)
+        # In place, in the wider dtype of the two.
+        gradient.mul_(weights.flatten().index_select(0, order.choices).unsqueeze(1))
+        return gradient, grad_weights, None
+
+
+@dataclass(frozen=True, eq=False)
 class Dispatched:
     """The rows of this rank's experts."""
 
     rows: Tensor
     """``[m, h]``, sorted by expert."""
     counts: RowCounts
-    """Of each expert of this rank."""
+    """Rows of each expert of this rank."""
     combine: Callable[[Tensor], Tensor]
     """The experts' outputs ``[m, h]``, partial sums over ``etp``, to the weighted sums of this rank's tokens
     ``[n, h]``. Call it once, on all ranks."""
     overlap: BackwardOverlap | None = None
-    """For what can be computed while the gradient of the rows is sent back; None if it is not sent."""
-
-
-@dataclass(frozen=True, eq=False)
-class PendingDispatch:
-    """A dispatch under way."""
-
-    finish: Callable[[], Dispatched]
-
-    def wait(self) -> Dispatched:
-        """The rows; call it once. What runs between the start and this call overlaps with the communication, and so
-        does its backward pass."""
-        return self.finish()
+    """Queue of backward work to overlap with the gradient's all-to-all; None if there is none."""
 
 
 class TokenDispatcher(Protocol):
     """Differentiable in the tokens and in the weights of the routing. All ranks of ``etp`` and ``ep`` call it together,
     each with its own tokens."""
 
-    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
-        """Send ``tokens`` ``[n, h]`` to the experts that ``routing`` chose."""
+    def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
+        """Send ``tokens`` ``[n, h]`` to the experts that ``routing`` chose. What runs between the start and the wait
+        overlaps with the communication, and so does its backward pass; wait once."""
 
 
-class HostCounts(Protocol):
+class HostCounts:
     """Copies row counts to the host, which needs them for the sizes of tensors and messages."""
 
     def read(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         """``sent`` and ``received`` as flat lists, from one synchronisation: the rows of this rank for each of all
         experts, ``[E]``, ``num_rows`` in all; and the rows of each source for each expert of this rank,
         ``[sources, E / EP]``."""
-
-
-class CopiedCounts:
-    """The counts of the device."""
-
-    def read(self, sent: Tensor, received: Tensor, num_rows: int) -> tuple[list[int], list[int]]:
         # Every value of a simulated tensor is 1: its rows and their memory would be far too few.
         assert not isinstance(sent, FakeTensor), "a dry run has no row counts: assume a load"
         counts: list[int] = torch.cat([sent, received.flatten()]).tolist()
@@ -88,7 +178,7 @@ class CopiedCounts:
 
 
 @dataclass(frozen=True)
-class AssumedCounts:
+class AssumedCounts(HostCounts):
     """The counts of a dry run, which has no values: every source sends ``load`` times as many rows to the experts of
     this rank as with an even load, and equal numbers to the other experts."""
 
@@ -116,7 +206,7 @@ def _spread(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """What a dispatcher needs to know about its rank."""
+    """The experts of a rank, and how it reaches the others."""
 
     num_experts: int
     topology: Topology
@@ -142,17 +232,16 @@ class LocalDispatcher:
 
     ranks: ExpertRanks
 
-    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+    def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
         tokens, weights = self.ranks.weigh(tokens, routing)
         counts = count_choices(routing.experts, self.ranks.num_experts)
         host, _ = self.ranks.host_counts.read(counts, counts.unsqueeze(0), routing.experts.numel())
         order = RowOrder.sorted_by(routing.experts)
+        rows = rows_of(tokens, order)
         dispatched = Dispatched(
-            rows_of(tokens, order),
-            RowCounts(tuple(host), counts),
-            lambda outputs: sum_of_choices(outputs, order, weights),
+            rows, RowCounts(tuple(host), counts), lambda outputs: sum_of_choices(outputs, order, weights)
         )
-        return PendingDispatch(lambda: dispatched)
+        return Work((), lambda: dispatched)
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,34 +252,33 @@ class AllGatherDispatcher:
     groups: ClassVar[tuple[tuple[str, ...], ...]] = (("etp", "ep"),)
     ranks: ExpertRanks
 
-    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
-        tokens, weights = self.ranks.weigh(tokens, routing)
-        gather = Gather(self.ranks.topology.communicator("etp", "ep"))
-        experts = gather.start(routing.experts)
-        gathered = StartedTransfer(gather, tokens)
-        gathered_weights = None if weights is None else StartedTransfer(gather, weights)
-        return PendingDispatch(lambda: self._finish(gather, experts, gathered, gathered_weights))
+    def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
+        ranks, num_local = self.ranks, self.ranks.num_local_experts
+        tokens, weights = ranks.weigh(tokens, routing)
+        gather = Gather(ranks.topology.communicator("etp", "ep"))
+        gathering_experts = gather.start(routing.experts)
+        gathering = AsyncTransfer(gather, tokens)
+        gathering_weights = None if weights is None else AsyncTransfer(gather, weights)
 
-    def _finish(
-        self, gather: Gather, experts: Work[Tensor], tokens: StartedTransfer, weights: StartedTransfer | None
-    ) -> Dispatched:
-        ranks = self.ranks
-        first, num_local = ranks.topology.coordinates["ep"] * ranks.num_local_experts, ranks.num_local_experts
-        all_experts = experts.wait()  # [etp ep n, k]
-        counts = count_choices_by_set(all_experts.view(1, gather.ranks.size, -1), ranks.num_experts)  # [etp ep, E]
-        received = counts[:, first : first + num_local]
-        num_rows = all_experts.numel() // gather.ranks.size
-        _, host = ranks.host_counts.read(counts[gather.ranks.rank], received, num_rows)
-        local = all_experts - first
-        keys = local.where((local >= 0) & (local < num_local), num_local)  # experts of other ranks last
-        order = RowOrder.sorted_by(keys, sum(host))
-        all_weights = None if weights is None else weights.wait()  # [etp ep n, k]
+        def finish() -> Dispatched:
+            experts = gathering_experts.wait()  # [etp ep n, k]
+            counts = count_choices_by_set(experts.view(1, gather.ranks.size, -1), ranks.num_experts)  # [etp ep, E]
+            first = ranks.topology.coordinates["ep"] * num_local
+            received = counts[:, first : first + num_local]
+            own, num_rows = counts[gather.ranks.rank], experts.numel() // gather.ranks.size
+            _, host = ranks.host_counts.read(own, received, num_rows)
+            local = experts - first
+            keys = local.where((local >= 0) & (local < num_local), num_local)  # experts of other ranks last
+            order = RowOrder.sorted_by(keys, sum(host))
+            all_weights = None if gathering_weights is None else gathering_weights.wait()  # [etp ep n, k]
 
-        def combine(outputs: Tensor) -> Tensor:
-            return communicate(Adjoint(gather), sum_of_choices(outputs, order, all_weights))
+            def combine(outputs: Tensor) -> Tensor:
+                return communicate(Adjoint(gather), sum_of_choices(outputs, order, all_weights))
 
-        of_experts = _counts_of_experts(host, received)
-        return Dispatched(rows_of(tokens.wait(), order), of_experts, combine, tokens.overlap)
+            rows = rows_of(gathering.wait(), order)
+            return Dispatched(rows, _counts_of_experts(host, received), combine, gathering.overlap)
+
+        return Work((), finish)
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,7 +289,7 @@ class AllToAllDispatcher:
     groups: ClassVar[tuple[tuple[str, ...], ...]] = (("ep",), ("etp",))
     ranks: ExpertRanks
 
-    def start(self, tokens: Tensor, routing: Routing) -> PendingDispatch:
+    def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
         tokens, weights = self.ranks.weigh(tokens, routing)
         topology, num_local = self.ranks.topology, self.ranks.num_local_experts
         ep, etp = topology.communicator("ep"), topology.communicator("etp")
@@ -215,26 +303,29 @@ class AllToAllDispatcher:
         of_sources = _sums(host_received, num_local)
         gather = UnevenGather(etp, _sums(of_sources, ep.size))
         exchange = Exchange(ep, _sums(host_sent, num_local), of_sources[etp.rank * ep.size :][: ep.size])
-        started = StartedTransfer(exchange, rows)
+        exchanging = AsyncTransfer(exchange, rows)
         counts = _counts_of_experts(host_received, received)
         by_expert = _order_by_expert(received, counts.total)  # while the rows are under way
 
         def finish() -> Dispatched:
-            rows = communicate(gather, started.wait())  # sorted by source, then by expert
+            rows = communicate(gather, exchanging.wait())  # sorted by source, then by expert
+            rows = rows if by_expert is None else rows_of(rows, by_expert)
 
             def combine(outputs: Tensor) -> Tensor:
                 partial = outputs if by_expert is None else sum_of_choices(outputs, by_expert)
                 returned = communicate(Adjoint(exchange), communicate(Adjoint(gather), partial))
                 return sum_of_choices(returned, order, weights)
 
-            return Dispatched(rows if by_expert is None else rows_of(rows, by_expert), counts, combine, started.overlap)
+            return Dispatched(
+                rows if by_expert is None else rows_of(rows, by_expert), counts, combine, exchanging.overlap
+            )
 
-        return PendingDispatch(finish)
+        return Work((), finish)
 
 
 def _order_by_expert(counts: Tensor, num_rows: int) -> RowOrder | None:
-    """From ``num_rows`` rows sorted by source, then by expert, to rows sorted by expert; None if they are. ``counts``
-    ``[sources, experts]``."""
+    """The order by expert of ``num_rows`` rows that are sorted by source, then by expert; None if it is the same order.
+    ``counts`` ``[sources, experts]``."""
     num_sources, num_experts = counts.shape
     if num_sources == 1 or num_experts == 1:
         return None
@@ -251,7 +342,6 @@ def _counts_of_experts(host: Sequence[int], device: Tensor) -> RowCounts:
 
 
 def _sums(numbers: Sequence[int], size: int) -> list[int]:
-    """The sums of every ``size`` consecutive numbers."""
     return [sum(numbers[start : start + size]) for start in range(0, len(numbers), size)]
 
 
@@ -266,7 +356,7 @@ def token_dispatcher(
 ) -> TokenDispatcher:
     """The dispatcher of ``--moe-token-dispatcher-type``. In a dry run, the experts of the simulated rank get
     ``assumed_load`` times the rows of an even load (:class:`AssumedCounts`)."""
-    host_counts: HostCounts = CopiedCounts()
+    host_counts = HostCounts()
     if not topology.has_memory:
         host_counts = AssumedCounts(assumed_load, topology.grid.ep, topology.coordinates["ep"])
     ranks = ExpertRanks(num_experts, topology, host_counts, probs_on_input)

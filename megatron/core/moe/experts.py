@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import LayerContext
 
 @dataclass(frozen=True)
 class ExpertShard:
-    """Which experts a rank has, and which part of each."""
+    """The experts of a rank, and its part of each."""
 
     ep_rank: int = 0
     ep_size: int = 1
@@ -57,13 +57,7 @@ class ExpertShard:
         return self._info(name, global_shape, local_shape, boxes, init_std, width_mult)
 
     def row_weight(
-        self,
-        name: str,
-        num_experts: int,
-        input_size: int,
-        output_size: int,
-        init_std: float,
-        width_mult: float = 1.0,
+        self, name: str, num_experts: int, input_size: int, output_size: int, init_std: float, width_mult: float = 1.0
     ) -> ParameterInfo:
         """The facts of the weight ``[E_l out, in/etp]`` of the row-parallel layer ``name``."""
         rows = num_experts // self.ep_size * output_size
@@ -153,7 +147,6 @@ class GroupedLinear(nn.Module):
         self.gemm, self.weight_gradients, self.skip_output = gemm, context.weight_gradients, False
 
     def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
-        """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
         assert rows.shape[0] == counts.total, (rows.shape, counts.host)
         op = _GroupedOp(self.gemm, self.weight_gradients, self.skip_output, overlap)
         output: Tensor = _GroupedLinear.apply(rows, self.weight, counts, op)

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.layers import LayerContext
 
 @dataclass(frozen=True)
 class ExpertParallel:
-    """What the MoE layers of a rank share."""
+    """Objects that the MoE layers of a rank share."""
 
     routing: RoutingRule
     shard: ExpertShard
@@ -58,7 +58,7 @@ class _RouterLogits(Function):
 
 
 class Router(nn.Module):
-    """Chooses experts for every token; its losses keep the experts equally loaded.
+    """Chooses experts for every token; its losses balance the load of the experts.
 
     Scores are computed in fp32 or wider: in bf16 several percent of the tokens have two equal scores at the border of
     the ``k`` best.

@@ -1,4 +1,4 @@
-"""From the logits of a router to experts and weights, and the losses of routers: functions of tensors, without ranks.
+"""Experts and weights from the logits of a router, and the losses of routers: functions of tensors, without ranks.
 
 Tokens ``[s, b]`` are flattened to n = s * b rows, E is the number of experts, k the experts of a token. No function
 makes a tensor of n * k * E elements. Logits are fp32 or fp64: with bf16 logits many tokens have ties.
@@ -21,7 +21,7 @@ _SMALL = 1e-20
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a router chooses experts and weighs them. The fields are the flags ``--moe-router-*``."""
+    """The rule by which a router chooses and weighs experts. The fields are the flags ``--moe-router-*``."""
 
     num_experts: int
     topk: int
@@ -45,7 +45,6 @@ class RoutingRule:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "RoutingRule":
-        """The rule of a model with experts."""
         assert config.num_experts is not None
         return cls(
             num_experts=config.num_experts,
@@ -74,8 +73,15 @@ def route(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) 
     ``expert_bias`` ``[E]`` is added to the scores for the choice, not in the weights (DeepSeek-V3, arXiv 2412.19437,
     section 2.1.2).
     """
+    assert logits.dtype in (torch.float32, torch.float64), logits.dtype
     with torch.no_grad():
-        scores = _selection_scores(logits, rule, expert_bias)
+        scores = logits
+        if rule.score_function != "softmax":
+            scores = SCORES[rule.score_function](logits)
+        elif rule.pre_softmax:
+            scores = logits.softmax(dim=1)
+        if expert_bias is not None:
+            scores = scores + expert_bias
         experts = _best(_exclude_groups(scores, rule), rule.topk)
     return Routing(experts, _weights(logits, experts, rule))
 
@@ -89,37 +95,22 @@ def balanced_routing(logits: Tensor, rule: RoutingRule) -> Routing:
     return Routing(experts, _weights(logits, experts, rule))
 
 
-def _selection_scores(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None) -> Tensor:
-    """The scores by which experts are chosen, ``[n, E]``."""
-    assert logits.dtype in (torch.float32, torch.float64), logits.dtype
-    if rule.score_function == "softmax":
-        scores = logits.softmax(dim=1) if rule.pre_softmax else logits
-    else:
-        scores = SCORES[rule.score_function](logits)
-    return scores if expert_bias is None else scores + expert_bias
-
-
 def _best(scores: Tensor, count: int) -> Tensor:
     """The indices of the ``count`` highest scores of every row, of equal scores the lowest: ``[n, count]``."""
     # topk may return any of equal scores, and its choice depends on the device.
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
-def _group_scores(scores: Tensor, rule: RoutingRule) -> Tensor:
-    """The sum of the best k / group_topk scores of every group: ``[n, groups]``."""
-    assert rule.num_groups is not None and rule.group_topk is not None
-    groups = scores.unflatten(1, (rule.num_groups, -1))  # [n, groups, E / groups]
-    return groups.topk(rule.topk // rule.group_topk, dim=2).values.sum(dim=2)
-
-
 def _exclude_groups(scores: Tensor, rule: RoutingRule) -> Tensor:
     """``scores`` ``[n, E]`` with minus infinity for all experts of groups that are not chosen."""
     if rule.num_groups is None or rule.group_topk is None:
         return scores
-    group_scores = _group_scores(scores, rule)
+    by_group = scores.unflatten(1, (rule.num_groups, -1))  # [n, groups, E / groups]
+    # A group's score is the sum of its best k / group_topk experts.
+    group_scores = by_group.topk(rule.topk // rule.group_topk, dim=2).values.sum(dim=2)  # [n, groups]
     excluded = torch.ones_like(group_scores, dtype=torch.bool)
     excluded.scatter_(1, _best(group_scores, rule.group_topk), False)
-    return scores.unflatten(1, (rule.num_groups, -1)).masked_fill(excluded.unsqueeze(2), -inf).flatten(1)
+    return by_group.masked_fill(excluded.unsqueeze(2), -inf).flatten(1)
 
 
 def _weights(logits: Tensor, experts: Tensor, rule: RoutingRule) -> Tensor:
@@ -140,15 +131,14 @@ def _normalized(scores: Tensor) -> Tensor:
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    """How many times each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
+    """Number of times that each expert occurs in ``experts``, of any shape: ``[E]`` int64."""
     # Not bincount: the dry run has no values, on which the shape of its output depends.
     counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
 
 
 def count_choices_by_set(experts: Tensor, num_experts: int) -> Tensor:
-    """How many times each expert occurs in each of the sets along dim 1 of ``experts`` ``[_, sets, _]``: ``[sets, E]``
-    int64."""
+    """Number of times that each expert occurs in each set, dim 1 of ``experts`` ``[_, sets, _]``: ``[sets, E]``."""
     num_sets = experts.shape[1]
     first_cells = torch.arange(0, num_sets * num_experts, num_experts, device=experts.device).view(-1, 1)  # [sets, 1]
     return count_choices(experts + first_cells, num_sets * num_experts).view(num_sets, num_experts)

@@ -1,9 +1,12 @@
 """Differentiable communication of rows in two halves, start and wait, between which other work overlaps.
 
-The backward pass has the same two halves in reverse: the backward of the wait starts the adjoint communication, the
-backward of the start waits for it. Autograd runs what was computed between the two halves between them again, because
-it prefers the functions that ran last. A :class:`BackwardOverlap` has what else runs there.
+The backward of the wait starts the adjoint communication, the backward of the start waits for it. Autograd runs what
+was computed between the two halves between them again, because it prefers the functions that ran last. A
+:class:`BackwardOverlap` has what else runs there.
 """
+
+#     forward     start ------ shared experts ----------------------- wait - experts
+#     backward    wait for the adjoint - shared experts, overlap - start the adjoint - experts     (right to left)
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +23,7 @@ class Transfer(Protocol):
     """A linear communication of rows, and its adjoint."""
 
     @property
-    def ranks(self) -> Communicator:
-        """Who takes part."""
+    def ranks(self) -> Communicator: ...
 
     def start(self, rows: Tensor) -> Work[Tensor]:
         """Start the communication of ``rows``."""
@@ -79,8 +81,6 @@ class UnevenGather:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The adjoint of a transfer."""
-
     transfer: Transfer
 
     @property
@@ -111,56 +111,52 @@ class BackwardOverlap:
             self._tasks.pop(0)()
 
 
-class StartedTransfer:
+class AsyncTransfer:
     """A transfer of ``rows`` that has started. Call :meth:`wait` once; ``rows`` must not change until then."""
 
     def __init__(self, transfer: Transfer, rows: Tensor) -> None:
         self.transfer = transfer
         self.work: Work[Tensor] | None = None
-        """What is under way, forward or backward."""
+        """The communication under way, forward or backward."""
         self.overlap: BackwardOverlap | None = None
-        """What overlaps with the adjoint; None if there is no adjoint."""
+        """Work that overlaps with the adjoint; None if there is no adjoint."""
         self._edge: Tensor | None = rows
         if transfer.ranks.size > 1:
             self.overlap = BackwardOverlap() if rows.requires_grad else None
             self._edge = _Start.apply(rows, self)
 
     def wait(self) -> Tensor:
-        """The result."""
         edge, self._edge = self._edge, None
         assert edge is not None
         result: Tensor = edge if self.transfer.ranks.size == 1 else _Wait.apply(edge, self)
         return result
 
     def begin(self, work: Work[Tensor]) -> None:
-        """``work`` is under way."""
         assert self.work is None
         self.work = work
 
     def finish(self) -> Tensor:
-        """The result of what is under way."""
         assert self.work is not None
         work, self.work = self.work, None
         return work.wait()
 
 
 def communicate(transfer: Transfer, rows: Tensor) -> Tensor:
-    """The result of ``transfer``, without overlap."""
-    return StartedTransfer(transfer, rows).wait()
+    return AsyncTransfer(transfer, rows).wait()
 
 
 class _Start(Function):
     """Returns a tensor without elements, which connects the start and the wait in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, started: StartedTransfer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, started: AsyncTransfer) -> Tensor:
         ctx.started = started
         started.begin(started.transfer.start(rows))
-        return rows.new_empty(0)
+        return rows.new_empty(0)  # [0]: the edge in the graph from the start to the wait
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        started: StartedTransfer = ctx.started
+        started: AsyncTransfer = ctx.started
         assert started.overlap is not None
         started.overlap.run()
         return started.finish(), None
@@ -168,12 +164,12 @@ class _Start(Function):
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, edge: Tensor, started: StartedTransfer) -> Tensor:
+    def forward(ctx: Any, edge: Tensor, started: AsyncTransfer) -> Tensor:
         ctx.started = started
         return started.finish()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        started: StartedTransfer = ctx.started
+        started: AsyncTransfer = ctx.started
         started.begin(started.transfer.start_adjoint(gradients[0].contiguous()))
         return gradients[0].new_empty(0), None

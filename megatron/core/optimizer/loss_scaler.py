@@ -78,7 +78,6 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: PrecisionConfig) -> LossScaler:
-    """The loss scale of the flags."""
     if not config.has_dynamic_loss_scale:
         return LossScaler(1.0 if config.loss_scale is None else config.loss_scale)
     return DynamicLossScaler(

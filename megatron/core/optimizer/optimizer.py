@@ -1,26 +1,37 @@
 """The optimizer of this rank's shards: clipping by the global norm, master weights, an update rule.
 
-Shards whose weights have the master weights' dtype are their own master weights.
+Shards whose weights have the master weights' dtype are their own master weights. The moving average of the weights
+(``--ema-decay``) is one of the master weights, in their dtype: ``average <- decay average + (1 - decay) weight``.
 """
+
+# A step:
+#
+#     gradients (sums over ranks, from the buckets)          master weights, moments, average: this rank's shards
+#        | squared norms, one all-reduce                        |
+#        v                                                      v
+#     global norm - is it finite, accepted? - clip - update rule on slices (or on whole matrices) - average
+#                                                               |
+#                     all-gather of weights <- model's weights <+ copy, if they are narrower
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.data_parallel.buffer import ParamShard
+from megatron.core.communication import Communicator
+from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
-from megatron.core.optimizer.optimizer import WeightAverage, WholeMatrices
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
-from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, UpdateRule, build_rule
+from megatron.update_rules.rule import SLICE, Group, ParameterFacts, Shard, UpdateContext, UpdateRule, build_rule
 
 if TYPE_CHECKING:
     from megatron.update_rules.rule import MatrixUpdates
@@ -31,8 +42,6 @@ AVERAGE = "ema"
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of an optimizer step."""
-
     grad_norm: float
     """Global L2 norm before clipping, of the gradient of the mean loss."""
     is_applied: bool
@@ -52,15 +61,7 @@ class OptimizerState:
     holders: tuple[int, ...]
     """The ranks that keep the same elements."""
     division: RowDivision | None
-    """How ranks divide the parameter's rows, if they do so evenly and each part is on one rank alone."""
-
-
-@dataclass(frozen=True)
-class _GroupKey:
-    rule: UpdateRule
-    decays: bool
-    is_vocabulary: bool
-    learning_rate_factor: float
+    """The division of the parameter's rows, if it is even and each part is on one rank alone."""
 
 
 class Optimizer:
@@ -98,7 +99,6 @@ class Optimizer:
             if sharing.is_counted(shard.info, self.has_one_norm)
         ]
         self._counted_shards = [self._param_shards[number] for number in counted]
-        self._counted = [shard.gradient for shard in self._counted_shards]
         self._counted_weights = [self._masters[number] for number in counted]
         self._device = topology.device
         self.num_steps = 0
@@ -118,23 +118,25 @@ class Optimizer:
             ).transform
 
         context = UpdateContext(kernels.adam, topology.tensor_parallel, whole_matrices)
-        self._groups = self._grouped(config.weight_decay)
-        self._average = None if config.ema_decay is None else WeightAverage(config.ema_decay, self._masters)
-        # Ranks without a shard bind and update as well: a rule may communicate.
-        rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
-        self._updates = [
-            rule.bind([group for key, group in self._groups.items() if key.rule is rule], context) for rule in rules
-        ]
-
-    def _grouped(self, weight_decay: float) -> "dict[_GroupKey, Group]":
-        groups: dict[_GroupKey, Group] = {}
+        self._groups: dict[tuple[UpdateRule, bool, bool, float], Group] = {}
+        """The keys are: rule, whether the weights decay, whether they are of the vocabulary, the rule's factor of the
+        learning rate."""
         for shard in self._shards:
             info = shard.info
             rule = self._rule.rule_for(info)
-            key = _GroupKey(rule, info.weight_decay, info.is_vocabulary, rule.learning_rate_factor(info))
-            group = groups.setdefault(key, Group([], weight_decay if info.weight_decay else 0.0))
+            key = rule, info.weight_decay, info.is_vocabulary, rule.learning_rate_factor(info)
+            group = self._groups.setdefault(key, Group([], config.weight_decay if info.weight_decay else 0.0))
             group.shards.append(shard)
-        return groups
+        self._ema_decay = config.ema_decay
+        self.averages: Sequence[Tensor] = ()
+        """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
+        if config.ema_decay is not None:
+            self.averages = [master.detach().clone() for master in self._masters]
+        # Ranks without a shard bind and update as well: a rule may communicate.
+        rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
+        self._updates = [
+            rule.bind([group for key, group in self._groups.items() if key[0] is rule], context) for rule in rules
+        ]
 
     def step(
         self,
@@ -147,23 +149,23 @@ class Optimizer:
         The gradients times ``gradient_factor`` are the gradients of the mean loss. ``accepts`` receives their finite
         norm, and must return the same on every rank.
         """
-        grad_norm = self.global_norm(self._counted) * abs(gradient_factor)
+        grad_norm = self.global_norm([shard.gradient for shard in self._counted_shards]) * abs(gradient_factor)
         if not math.isfinite(grad_norm) or not accepts(grad_norm):
             return StepResult(grad_norm, is_applied=False)
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
         if factor != 1.0 and self._param_shards:
             torch._foreach_mul_([shard.gradient for shard in self._param_shards], factor)
-        for key, group in self._groups.items():
-            group.learning_rate = hyperparameters.learning_rate * key.learning_rate_factor
-            if hyperparameters.vocabulary_learning_rate is not None and key.is_vocabulary:
+        for (_, decays, is_vocabulary, learning_rate_factor), group in self._groups.items():
+            group.learning_rate = hyperparameters.learning_rate * learning_rate_factor
+            if hyperparameters.vocabulary_learning_rate is not None and is_vocabulary:
                 group.learning_rate = hyperparameters.vocabulary_learning_rate
-            if hyperparameters.weight_decay is not None and key.decays:
+            if hyperparameters.weight_decay is not None and decays:
                 group.weight_decay = hyperparameters.weight_decay
         self.num_steps += 1
         for update in self._updates:
             update(self.num_steps)
-        if self._average is not None:
-            self._average.update()
+        if self._ema_decay is not None and self.averages:
+            torch._foreach_lerp_(self.averages, self._masters, 1.0 - self._ema_decay)
         self.publish()
         return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
@@ -185,29 +187,33 @@ class Optimizer:
             if shard.weight is not master:
                 master.copy_(shard.weight)
 
-    @property
-    def averages(self) -> Sequence[Tensor]:
-        """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
-        return () if self._average is None else self._average.averages
-
     def reset_average(self) -> None:
         """Let the moving average, if there is one, begin with the current weights."""
-        if self._average is not None:
-            self._average.reset()
+        for average, master in zip(self.averages, self._masters):
+            average.copy_(master)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the moving average instead of the weights, for an evaluation; a collective.
+        """Put the moving average in the place of the weights, for an evaluation; a collective.
 
         After an error the optimizer has its weights again, but not the model: publishing them is a collective.
         """
-        assert self._average is not None
-        self._average.exchange()
+        assert self._ema_decay is not None
+
+        def exchange() -> None:
+            # A slice at a time, which bounds the memory.
+            for average, master in zip(self.averages, self._masters):
+                for one, other in zip(average.split(SLICE), master.split(SLICE)):
+                    kept = one.clone()
+                    one.copy_(other)
+                    other.copy_(kept)
+
+        exchange()
         try:
             self.publish()
             yield
         finally:
-            self._average.exchange()
+            exchange()
         self.publish()
 
     def global_norm(self, tensors: list[Tensor]) -> float:
@@ -218,7 +224,6 @@ class Optimizer:
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:
-        """L2 norm of all weights."""
         return self.global_norm(self._counted_weights)
 
     def count_zeros(self) -> int:
@@ -233,19 +238,16 @@ class Optimizer:
 
     def state(self) -> Iterator[OptimizerState]:
         """Every tensor of the state; loading writes to them."""
-        for updated, shard in zip(self._shards, self._param_shards):
-            if self.has_master_weights:
-                yield self._state_of(shard, "master", updated.weight)
-            for kind, tensor in updated.state.items():
-                yield self._state_of(shard, kind, tensor)
-        for shard, average in zip(self._param_shards, self.averages):
-            yield self._state_of(shard, AVERAGE, average)
-
-    def _state_of(self, shard: ParamShard, kind: str, tensor: Tensor) -> OptimizerState:
-        holders = self._data_parallel.sharing.holders(shard.info, of_shard=True)
-        return OptimizerState(
-            kind, shard.info, shard.start, tensor, holders, self._data_parallel.row_division(shard.info)
-        )
+        data_parallel = self._data_parallel
+        for number, (updated, shard) in enumerate(zip(self._shards, self._param_shards)):
+            tensors = {"master": updated.weight} if self.has_master_weights else {}
+            tensors |= updated.state
+            if self.averages:
+                tensors[AVERAGE] = self.averages[number]
+            holders = data_parallel.sharing.holders(shard.info, of_shard=True)
+            division = data_parallel.row_division(shard.info)
+            for kind, tensor in tensors.items():
+                yield OptimizerState(kind, shard.info, shard.start, tensor, holders, division)
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights, moments and moving average on this rank."""
@@ -261,3 +263,55 @@ def clip_coefficient(grad_norm: float, limit: float) -> float:
     if limit == 0.0 or grad_norm <= limit:
         return 1.0
     return limit / (grad_norm + 1e-6)
+
+
+Transform = Callable[[ParameterInfo, Tensor], Tensor]
+"""A function of a tensor-parallel rank's matrix that returns another of the same shape."""
+
+
+class WholeMatrices:
+    """Whole matrices from shards, for update rules that are not elementwise.
+
+    The shards of a shard group are ranges of elements, cut anywhere. For an update each matrix is sent to one rank,
+    transformed there, and its shards are sent back. A round transforms one matrix on every rank. Matrices are sorted by
+    size, so that the ranks of a round have about the same work. A rank needs memory for one matrix.
+
+    ``splits`` are the same on all ``ranks`` of the shard group. ``empty`` has no elements, and the dtype and device of
+    the shards.
+    """
+
+    def __init__(self, splits: Sequence[ParameterSplit], ranks: Communicator, empty: Tensor) -> None:
+        # The sort is stable, so that all ranks have the same order.
+        ordered = sorted(splits, key=lambda split: prod(split.info.local_shape), reverse=True)
+        self._rounds = [ordered[start : start + ranks.size] for start in range(0, len(ordered), ranks.size)]
+        self._ranks, self._empty = ranks, empty
+
+    def transform(self, shards: Mapping[str, Tensor], transform: Transform) -> Iterator[tuple[str, Tensor]]:
+        """Yield the name and this rank's shard of every transformed matrix of which this rank has a shard.
+
+        ``shards`` are 1-D, by parameter name. Collective: all ranks must exhaust the iterator.
+        """
+        for splits in self._rounds:
+            if self._ranks.size == 1:
+                info = splits[0].info
+                yield info.name, transform(info, shards[info.name].view(info.local_shape)).flatten()
+            else:
+                own = [shards.get(split.info.name, self._empty) for split in splits]
+                results = self._round(splits, own, transform)
+                yield from ((split.info.name, result) for split, result in zip(splits, results) if result.numel())
+
+    def _round(self, splits: Sequence[ParameterSplit], own: Sequence[Tensor], transform: Transform) -> list[Tensor]:
+        """Rank i transforms matrix i; returns this rank's shards of all of them."""
+        rank, size, empty = self._ranks.rank, self._ranks.size, self._empty
+        absent = [empty] * (size - len(splits))
+        results = [torch.empty_like(shard) for shard in own]
+        if rank >= len(splits):
+            self._ranks.exchange_parts([*own, *absent], [empty] * size)
+            self._ranks.exchange_parts([empty] * size, [*results, *absent])
+            return results
+        info, ranges = splits[rank].info, splits[rank].ranges
+        whole = empty.new_empty(prod(info.local_shape))
+        self._ranks.exchange_parts([*own, *absent], [whole[start:stop] for start, stop in ranges])
+        update = transform(info, whole.view(info.local_shape)).flatten()
+        self._ranks.exchange_parts([update[start:stop] for start, stop in ranges], [*results, *absent])
+        return results

@@ -1,13 +1,23 @@
-"""The pipeline executor: it runs any schedule.
+"""The pipeline executor, which runs any schedule, and the messages between stages."""
 
-The output of a chunk is freed as soon as it is sent: the backward pass starts at the output's gradient edge and does
-not need its values.
-"""
+# The life of a microbatch on two stages of one chunk each:
+#
+#     stage 0                                               stage 1, the last
+#     F  tokens -> chunk -> outputs, send  - - - - - - - ->    receive
+#        keep the graph and the gradient edge of outputs    F  a new graph begins at the received activations
+#        free the outputs once they are sent                   chunk -> loss * scale; keep the graph
+#                                                           B  backward from the loss: the weight gradients,
+#        receive  <- - - - - - - - - - - - - - - - - - - -     and the gradient of the received activations, send
+#     B  backward from the gradient edge; free the graph
+#     W  only if the schedule splits backward passes: the weight gradients that B deferred
+#
+# The backward pass starts at the gradient edge and does not need the values of the outputs.
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +25,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.communication import Communicator, Work
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.executor import Channels, P2PCommunicator, Recorder, open_channels
 from megatron.schedules.launch_queue import needs_receives_ahead
-from megatron.schedules.schedule import Action, Schedule, Step
-from megatron.schedules.simulator import verify
+from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, Step
+from megatron.schedules.simulator import Span, verify
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
@@ -28,17 +38,19 @@ Microbatch = Mapping[str, Tensor]
 ReadDocuments = Callable[[Tensor], Documents]
 """``document_starts`` to documents."""
 
+TokenLosses = Callable[[Tensor, Tensor], Tensor]
+"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``; under a z-loss to ``[2, b, s]``, the cross
+entropy and the squared log-sum-exp."""
+
+Channels = Callable[[Kind, int, int], Communicator]
+"""(kind, source stage, target stage) to the communicator that carries such messages."""
+
 
 class Chunk(Protocol):
     """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to what
     :data:`TokenLosses` returns."""
 
     def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
-
-
-TokenLosses = Callable[[Tensor, Tensor], Tensor]
-"""Logits and labels ``[b, s]`` to the loss of every token ``[b, s]``; under a z-loss to ``[2, b, s]``, the cross
-entropy and the squared log-sum-exp."""
 
 
 @dataclass(frozen=True)
@@ -51,42 +63,97 @@ class ActivationFormat:
     device: torch.device
 
     def empty(self) -> Tensor:
-        """A tensor to receive activations in."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
+class Recorder(Protocol):
+    """Observer of pipeline actions."""
+
+    def span(self, stage: int, action: Action) -> AbstractContextManager[None]: ...
+
+
+class NamedActions:
+    """Names the actions in traces of torch's profiler and of nsys: ``F`` or ``B`` or ``W``, microbatch, chunk."""
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        with torch.profiler.record_function(str(action)):
+            yield
+
+
+class ActionRecorder:
+    """Records start and end of actions, in seconds since its construction; on a GPU by events, without a host sync."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type != "cpu"
+        self._origin = self._mark()
+        self._marks: list[tuple[int, Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+
+    def _mark(self) -> "float | torch.cuda.Event":
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def span(self, stage: int, action: Action) -> Iterator[None]:
+        start = self._mark()
+        yield
+        self._marks.append((stage, action, start, self._mark()))
+
+    def spans(self) -> tuple[Span, ...]:
+        """Everything recorded; waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return tuple(
+            Span(stage, action, self._since_origin(start), self._since_origin(end))
+            for stage, action, start, end in self._marks
+        )
+
+    def _since_origin(self, mark: "float | torch.cuda.Event") -> float:
+        if isinstance(self._origin, float) and isinstance(mark, float):
+            return mark - self._origin
+        assert isinstance(self._origin, torch.cuda.Event) and isinstance(mark, torch.cuda.Event)
+        return float(self._origin.elapsed_time(mark)) / 1e3
+
+
+@dataclass(eq=False)
 class PipelineExecutor:
-    """Runs this rank's part of a schedule over the microbatches of a global batch.
+    """Runs this rank's part of a schedule over the microbatches of a global batch."""
 
-    ``chunks`` are this stage's; ``token_losses`` belongs to the stage that has the output layer. With ``chunks_loss``
-    the last chunk of the model computes the losses itself. With ``documents`` every stage reads microbatches, else only
-    those at the ends of the model. ``z_loss_multiplier`` times the squared log-sum-exp is added to the loss of every
-    token (PaLM, arXiv 2204.02311, section 5).
-    """
+    chunks: Sequence[Chunk]
+    """The chunks of this stage."""
+    token_losses: TokenLosses | None
+    """None on stages without the output layer."""
+    stage: int
+    build_schedule: InitVar[Callable[[int], Schedule]]
+    """The schedule of a number of microbatches."""
+    channels: Channels
+    activations: ActivationFormat
+    weight_gradients: WeightGradStore
+    overlap: bool = True
+    """Whether the input of the next action is received while an action runs."""
+    documents: ReadDocuments | None = None
+    """If set, every stage reads microbatches, else only the stages at the ends of the model."""
+    chunks_loss: bool = False
+    """Whether the last chunk of the model computes the losses itself."""
+    z_loss_multiplier: float | None = None
+    """Factor of the squared log-sum-exp that is added to the loss of every token (PaLM, arXiv 2204.02311, section
+    5)."""
+    recorder: Recorder | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        token_losses: TokenLosses | None,
-        stage: int,
-        schedule: Callable[[int], Schedule],
-        channels: Channels,
-        activations: ActivationFormat,
-        weight_gradients: WeightGradStore,
-        overlap: bool = True,
-        documents: ReadDocuments | None = None,
-        chunks_loss: bool = False,
-        z_loss_multiplier: float | None = None,
-    ) -> None:
-        self.documents, self.chunks_loss, self.z_loss_multiplier = documents, chunks_loss, z_loss_multiplier
-        self.chunks, self.token_losses, self.stage = chunks, token_losses, stage
-        self.channels, self.activations, self.overlap = channels, activations, overlap
-        self.weight_gradients = weight_gradients
-        self.recorder: Recorder | None = None
-        """Records each action, if set."""
-        self._schedule = lru_cache(maxsize=8)(partial(_verified, schedule))
+    def __post_init__(self, build_schedule: Callable[[int], Schedule]) -> None:
+        @lru_cache(maxsize=8)
+        def verified(num_microbatches: int, forward_only: bool) -> Schedule:
+            schedule = build_schedule(num_microbatches)
+            schedule = schedule.forward_only() if forward_only else schedule
+            verify(schedule)
+            return schedule
+
+        self._verified = verified
         self.placement = self.schedule(1).placement
-        open_channels(self.placement, stage, channels, activations.device)
+        open_channels(self.placement, self.stage, self.channels, self.activations.device)
 
     @property
     def readers(self) -> set[int]:
@@ -97,12 +164,11 @@ class PipelineExecutor:
 
     @property
     def num_sums(self) -> int:
-        """How many sums :meth:`train` returns."""
+        """Number of sums that :meth:`train` returns."""
         return 2 if self.z_loss_multiplier is None else 3
 
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
-        """The verified schedule of ``num_microbatches``."""
-        return self._schedule(num_microbatches, forward_only)
+        return self._verified(num_microbatches, forward_only)
 
     def train(self, microbatches: Iterator[Microbatch], num_microbatches: int, scale: float) -> Tensor:
         """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
@@ -119,7 +185,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterator[Microbatch], num_microbatches: int) -> Tensor:
-        """As :meth:`train`, without gradients.
+        """The sums of :meth:`train` from forward passes alone.
 
         A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
         """
@@ -127,7 +193,7 @@ class PipelineExecutor:
         sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.activations.device)
         for first in range(0, num_microbatches, at_once):
             schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
-            run = _Evaluation(self, schedule, microbatches)
+            run = _Pass(self, schedule, microbatches)
             for step in run.steps():
                 run.forward(step)
             sums += run.sums
@@ -142,22 +208,84 @@ class PipelineExecutor:
         return run.logits
 
 
-def _verified(build: Callable[[int], Schedule], num_microbatches: int, forward_only: bool) -> Schedule:
-    schedule = build(num_microbatches)
-    schedule = schedule.forward_only() if forward_only else schedule
-    verify(schedule)
-    return schedule
+def open_channels(placement: Placement, stage: int, channels: Channels, device: torch.device) -> None:
+    """Connect the stages; all of them call it.
+
+    The first message between two ranks makes their connection, for which NCCL blocks both until both are there. So
+    every channel carries one message, in one order on all ranks, before messages that overlap.
+    """
+    message = torch.zeros(1, device=device)
+    for virtual_stage in range(placement.num_virtual_stages - 1):
+        here, _ = placement.location(virtual_stage)
+        there, _ = placement.location(virtual_stage + 1)
+        directions: tuple[tuple[Kind, int, int], ...] = (("F", here, there), ("B", there, here))
+        for kind, source, target in directions if here != there else ():
+            communicator = channels(kind, source, target)
+            # Opened on all stages, also on those without this channel: torch counts process groups.
+            communicator.open()
+            if stage == source:
+                communicator.start_send(message, target).wait()
+            elif stage == target:
+                communicator.start_receive(message, source).wait()
 
 
-class _Feed:
-    """Microbatches in the order of the iterator; one is dropped once it has been asked for ``uses`` times."""
+class P2PCommunicator:
+    """Sends and receives of one stage during one pass over a schedule; a result for the stage itself is kept.
+
+    Sends are asynchronous, and each keeps its tensor until it is complete. Every message is received in a new tensor
+    from ``empty``.
+    """
+
+    def __init__(self, channels: Channels, empty: Callable[[], Tensor]) -> None:
+        self._channels, self._empty = channels, empty
+        self._local: dict[Result, Tensor] = {}
+        self._sends: list[Work[Tensor]] = []
+        self._receives: dict[Result, Work[Tensor]] = {}
+
+    def start_receive(self, step: Step) -> None:
+        """Start to receive the input of ``step``, if it is a message; call it in the order of the steps."""
+        if step.incoming is not None and step.incoming.result not in self._receives:
+            communicator = self._channels(*step.incoming.channel)
+            self._receives[step.incoming.result] = communicator.start_receive(self._empty(), step.incoming.source)
+
+    def free_sent(self) -> None:
+        """Free the tensors whose send is complete; raises the error of a send that failed."""
+        complete = [work for work in self._sends if work.is_complete]
+        self._sends = [work for work in self._sends if work not in complete]
+        for work in complete:
+            work.wait()
+
+    def receive(self, step: Step) -> Tensor | None:
+        """The input of ``step``, received or from this stage itself; None without input."""
+        if step.incoming is not None:
+            return self._receives.pop(step.incoming.result).wait()
+        return None if step.source is None else self._local.pop(step.source)
+
+    def send(self, step: Step, tensor: Tensor) -> None:
+        """Send the result of ``step`` to another stage or keep it for this one; it must not be modified afterwards."""
+        if step.outgoing is None:
+            self._local[step.result] = tensor
+        else:
+            communicator = self._channels(*step.outgoing.channel)
+            self._sends.append(communicator.start_send(tensor.contiguous(), step.outgoing.target))
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        assert not self._local and not self._receives
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+
+
+class MicrobatchQueue:
+    """Microbatches in the order of the iterator; one is dropped once it has been read ``uses`` times."""
 
     def __init__(self, microbatches: Iterator[Microbatch], uses: int, device: torch.device) -> None:
         self._microbatches, self._uses, self._device = microbatches, uses, device
         self._waiting: dict[int, list[Microbatch]] = {}
         self._next = 0
 
-    def __call__(self, number: int) -> Microbatch:
+    def read(self, number: int) -> Microbatch:
         while self._next <= number:
             microbatch = next(self._microbatches)
             # Where documents begin is needed on the host.
@@ -175,12 +303,9 @@ class _Feed:
 
 
 class _Pass:
-    """One pass over the forward actions of a stage, which keeps no autograd graph."""
+    """One pass over the forward actions of a stage, which keeps no autograd graph and sums the losses."""
 
-    @property
-    def chunk_returns_losses(self) -> bool:
-        """Whether the last chunk of the model returns losses instead of logits."""
-        return self.executor.chunks_loss
+    computes_losses = True
 
     def __init__(
         self,
@@ -191,10 +316,9 @@ class _Pass:
     ) -> None:
         self.executor, self.schedule, self.stage = executor, schedule, executor.stage
         activations = activations or executor.activations
-        placement = schedule.placement
-        self.last = placement.num_virtual_stages - 1
+        self.last = schedule.placement.num_virtual_stages - 1
         self.readers = executor.readers
-        self.feed = _Feed(microbatches, len(self.readers), activations.device)
+        self.microbatches = MicrobatchQueue(microbatches, len(self.readers), activations.device)
         self.p2p = P2PCommunicator(executor.channels, activations.empty)
         self.sums = torch.zeros(executor.num_sums, dtype=torch.float64, device=activations.device)
 
@@ -218,7 +342,7 @@ class _Pass:
     def forward(self, step: Step) -> None:
         """Run a chunk and send its output."""
         action, virtual_stage = step.action, step.result.virtual_stage
-        microbatch = self.feed(action.microbatch) if virtual_stage in self.readers else {}
+        microbatch = self.microbatches.read(action.microbatch) if virtual_stage in self.readers else {}
         received = self.p2p.receive(step)
         read = self.executor.documents
         is_last = virtual_stage == self.last
@@ -227,7 +351,8 @@ class _Pass:
             inputs = microbatch["tokens"] if received is None else self.enter(action, received)
             # [b, s/cp] or [s/(cp tp), b, h] -> [s/(cp tp), b, h], or at the end of the model logits [s/cp, b, v/tp] or
             # losses [b, s/cp].
-            labels = microbatch["labels"] if is_last and self.chunk_returns_losses else None
+            chunk_computes_losses = is_last and self.computes_losses and self.executor.chunks_loss
+            labels = microbatch["labels"] if chunk_computes_losses else None
             outputs = self.executor.chunks[action.chunk](inputs, documents, labels)
             if is_last:
                 self.finish(action, outputs, microbatch)
@@ -237,22 +362,21 @@ class _Pass:
             self.p2p.send(step, outputs)
 
     def enter(self, action: Action, received: Tensor) -> Tensor:
-        """The input of the chunk, from the activations received."""
         return received
 
     def leave(self, action: Action, outputs: Tensor) -> Tensor:
-        """The activations to send, from the output of the chunk."""
         return outputs
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        """Use the logits, for example for the loss; with ``chunk_returns_losses`` they are the losses of tokens."""
-        raise NotImplementedError
+        """Use the logits; with ``chunks_loss`` they are the losses of tokens."""
+        self.masked_loss(logits, microbatch)
 
     def masked_loss(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         """The summed loss of the unmasked tokens, which it adds to the sums together with their number."""
-        assert self.executor.token_losses is not None
-        losses = logits if self.chunk_returns_losses else self.executor.token_losses(logits, microbatch["labels"])
-        mask, multiplier = microbatch["loss_mask"].to(losses.dtype), self.executor.z_loss_multiplier
+        executor = self.executor
+        assert executor.token_losses is not None
+        losses = logits if executor.chunks_loss else executor.token_losses(logits, microbatch["labels"])
+        mask, multiplier = microbatch["loss_mask"].to(losses.dtype), executor.z_loss_multiplier
         if multiplier is None:
             total = (losses * mask).sum()
             self.sums += torch.stack((total.detach(), mask.sum())).double()
@@ -262,14 +386,9 @@ class _Pass:
         return cross_entropy + multiplier * squares
 
 
-class _Evaluation(_Pass):
-    def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        self.masked_loss(logits, microbatch)
-
-
 class _Logits(_Pass):
+    computes_losses = False
     logits: Tensor | None = None
-    chunk_returns_losses = False
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
         self.logits = logits
@@ -290,27 +409,15 @@ class _ReceivedActivation(Function):
         return None, None, None
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """The autograd graph of a chunk and microbatch."""
-
-    input_gradients: list[Tensor] | None
-    """Filled with the gradient of the activations received; None for tokens."""
-    root: Tensor | GradientEdge
-    """The loss, or the output's gradient edge."""
-
-
 class _Training(_Pass):
     def __init__(
-        self,
-        executor: PipelineExecutor,
-        schedule: Schedule,
-        microbatches: Iterator[Microbatch],
-        scale: float,
+        self, executor: PipelineExecutor, schedule: Schedule, microbatches: Iterator[Microbatch], scale: float
     ) -> None:
         super().__init__(executor, schedule, microbatches)
         self.scale = scale
-        self.graphs: dict[tuple[int, int], _Graph] = {}
+        # By microbatch and chunk: the root of the graph (the loss, or the output's gradient edge); the list that gets
+        # the gradient of the received activations, which tokens do not have; and what waits for the action W.
+        self.roots: dict[tuple[int, int], Tensor | GradientEdge] = {}
         self.input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self.deferred: dict[tuple[int, int], list[DeferredWeightGrad]] = {}
         self.anchor = torch.empty(0, requires_grad=True)
@@ -322,31 +429,25 @@ class _Training(_Pass):
         return entered
 
     def finish(self, action: Action, logits: Tensor, microbatch: Microbatch) -> None:
-        self.keep_graph(action, self.masked_loss(logits, microbatch) * self.scale)
+        self.roots[action.microbatch, action.chunk] = self.masked_loss(logits, microbatch) * self.scale
 
     def leave(self, action: Action, outputs: Tensor) -> Tensor:
-        self.keep_graph(action, get_gradient_edge(outputs))
+        self.roots[action.microbatch, action.chunk] = get_gradient_edge(outputs)
         return outputs.detach()
-
-    def keep_graph(self, action: Action, root: Tensor | GradientEdge) -> None:
-        """Keep the graph of a chunk until its backward pass, which begins at ``root``."""
-        key = action.microbatch, action.chunk
-        self.graphs[key] = _Graph(self.input_gradients.pop(key, None), root)
 
     def backward(self, step: Step) -> None:
         """Run the backward pass of a chunk, send its input's gradient and perhaps defer its weight gradients."""
-        action = step.action
-        graph = self.graphs.pop((action.microbatch, action.chunk))
+        action, key = step.action, (step.action.microbatch, step.action.chunk)
+        root, input_gradients = self.roots.pop(key), self.input_gradients.pop(key, None)
         gradient = self.p2p.receive(step)
         with self.recording(action):
             if self.schedule.splits_backward:
-                with self.executor.weight_gradients.deferring() as deferred:
-                    torch.autograd.backward(graph.root, gradient)
-                self.deferred[action.microbatch, action.chunk] = deferred
+                with self.executor.weight_gradients.deferring() as self.deferred[key]:
+                    torch.autograd.backward(root, gradient)
             else:
-                torch.autograd.backward(graph.root, gradient)
-        if graph.input_gradients is not None:
-            (input_gradient,) = graph.input_gradients
+                torch.autograd.backward(root, gradient)
+        if input_gradients is not None:
+            (input_gradient,) = input_gradients
             self.p2p.send(step, input_gradient)
 
     @torch.no_grad()

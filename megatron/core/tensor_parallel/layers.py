@@ -49,13 +49,8 @@ class LinearOp:
         """Whether a rank has only its rows of the input, which forward and backward all-gather."""
         return self.is_column and self.parallel.sequence_parallel
 
-    @property
-    def gathers_gradient(self) -> bool:
-        """Whether a rank has only its rows of the output gradient, which backward all-gathers."""
-        return not self.is_column and self.parallel.sequence_parallel
-
     def input_layout(self, skip_output: bool = False) -> Layout:
-        """In which layouts the GEMMs read the input."""
+        """The layouts in which the GEMMs read the input."""
         # Backward needs x for the weight gradient alone, hence transposed. Under sequence parallelism only this rank's
         # rows of x are saved; backward gathers them again, and transposes all rows.
         layout = Layout.ROWS if self.gathers_input or not skip_output else Layout(0)
@@ -96,28 +91,30 @@ class LinearFunction(Function):
         parallel, weight, wgrad = op.parallel, ctx.weight, op.gemm.weight_gradient
         # Detached: a deferred weight gradient must not keep the graph alive.
         x: QuantizedTensor = ctx.scaling.with_kept([tensor.detach() for tensor in ctx.saved_tensors])
-        dy = op.gemm.quantize_gradient(gradients[0], Layout.ROWS if op.gathers_gradient else Layout.BOTH)
+        # A rank that has only its rows of dy gathers the others, and transposes all rows then.
+        has_own_rows = parallel.sequence_parallel and not op.is_column
+        dy = op.gemm.quantize_gradient(gradients[0], Layout.ROWS if has_own_rows else Layout.BOTH)
         dgrad = partial(op.gemm.input_gradient, weight=weight)
         matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
-        if not weight.requires_grad:
-            if op.is_column:
-                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None, None
-            return parallel.overlap.gather_gemm(dy, dgrad, matrix)[0], None, None, None, None
-        if op.is_column:
-            if op.weight_gradients.is_deferring:
-                op.weight_gradients.put(weight, lambda: parallel.gather_input(x), partial(wgrad, dy.kept))
-                return parallel.overlap.gemm_reduce(dy, dgrad, matrix).wait(), None, None, None, None
+        is_deferred = weight.requires_grad and op.weight_gradients.is_deferring
+        computes = weight.requires_grad and not is_deferred
+        grad_weight = None
+        if not op.is_column:
+            dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
+            if is_deferred:
+                # Stores this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
+                op.weight_gradients.put(weight, partial(parallel.gather_input, dy.kept), lambda dy: wgrad(dy, x))
+            if computes:
+                grad_weight = accumulate_main_grad(weight, wgrad(whole_dy, x))
+            return dx, grad_weight, None, None, None
+        if is_deferred:
+            op.weight_gradients.put(weight, lambda: parallel.gather_input(x), partial(wgrad, dy.kept))
+        gathering = parallel.gather_input(x) if computes else None
+        dx_reduction = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
+        if gathering is not None:
             # dx is reduced while the weight gradient is multiplied.
-            gathering = parallel.gather_input(x)
-            dx_reduction = parallel.overlap.gemm_reduce(dy, dgrad, matrix)
             grad_weight = accumulate_main_grad(weight, wgrad(dy, gathering.wait()))
-            return dx_reduction.wait(), grad_weight, None, None, None
-        dx, whole_dy = parallel.overlap.gather_gemm(dy, dgrad, matrix)
-        if op.weight_gradients.is_deferring:
-            # Stores this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
-            op.weight_gradients.put(weight, partial(parallel.gather_input, dy.kept), lambda dy: wgrad(dy, x))
-            return dx, None, None, None, None
-        return dx, accumulate_main_grad(weight, wgrad(whole_dy, x)), None, None, None
+        return dx_reduction.wait(), grad_weight, None, None, None
 
 
 class _VocabParallelEmbedding(Function):
@@ -150,8 +147,8 @@ class _VocabParallelEmbedding(Function):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """What a parallel layer is built with: its tensor-parallel ranks, the dtype and device of its weights, and the
-    computation of its weight gradients."""
+    """The tensor-parallel ranks of a parallel layer, the dtype and device of its weights, and the computation of its
+    weight gradients."""
 
     parallel: TensorParallel
     dtype: torch.dtype
@@ -165,13 +162,7 @@ class LayerContext:
     """The FP8 state of the linear layers; None if they multiply in ``dtype``."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
-        """An uninitialised parameter."""
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
-
-    def linear_parameter(self, info: ParameterInfo) -> nn.Parameter:
-        """The uninitialised weight of a linear layer, in FP8 if it is gathered in FP8."""
-        gathers_fp8 = self.fp8 is not None and self.fp8.config.fp8_param_gather
-        return empty_parameter(info, E4M3 if gathers_fp8 else self.dtype, self.weights_device or self.device)
 
     def parameter(
         self,
@@ -274,16 +265,18 @@ class LayerContext:
 class _ParallelLinear(nn.Module):
     def __init__(self, name: str, info: ParameterInfo, context: LayerContext, is_column: bool) -> None:
         super().__init__()
-        self.weight = context.linear_parameter(info)
+        # The weight is in FP8 if it is gathered in FP8.
+        gathers_fp8 = context.fp8 is not None and context.fp8.config.fp8_param_gather
+        dtype = E4M3 if gathers_fp8 else context.dtype
+        self.weight = empty_parameter(info, dtype, context.weights_device or context.device)
         self.op, self.skip_output = context.linear_op(name, is_column), False
 
     @property
     def input_quantization(self) -> DelayedQuantization | None:
-        """For an operation that quantises the input of the layer; None if the layer quantises its input itself."""
+        """The quantisation that the preceding operation applies; None if the layer quantises its input itself."""
         return self.op.gemm.input_quantization(self.op.input_layout(self.skip_output))
 
     def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
-        """The output; with ``skip_output`` the graph is built and nothing is multiplied."""
         x: QuantizedTensor | Layout = self.op.input_layout(self.skip_output)
         if isinstance(inputs, QuantizedActivation):
             x = inputs.value

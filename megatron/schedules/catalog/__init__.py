@@ -1,1 +1,1 @@
-"""One module per schedule: its order of actions, and ``SCHEDULE``, which describes it."""
+"""The schedules: functions that yield the actions of a stage in order, each with its :class:`ScheduleSpec`."""

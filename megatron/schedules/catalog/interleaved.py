@@ -39,7 +39,7 @@ def _ahead(stage: int, shape: Shape) -> int:
     return 2 * (shape.stages - stage - 1) + (shape.chunks - 1) * longest
 
 
-SCHEDULE = ScheduleSpec(
+INTERLEAVED = ScheduleSpec(
     "interleaved",
     "default with several chunks per rank: less idle time, more messages",
     interleaved,

@@ -1,4 +1,5 @@
-"""What only ranks that share memory do: they notice each other's end, reuse places, and enlarge them."""
+"""Transports: ranks that share memory notice each other's end, reuse places, and enlarge them; the transports of tests
+give the results of every collective, and show a missing wait and a changed input."""
 
 import gc
 import multiprocessing as mp
@@ -15,12 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import transport as shared_memory
+from megatron.core import transport
 from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import SharedMemoryTransport, Transport, open_transport
+from tests.core.collectives import Results, assert_results, collectives_of, expected_results, part_of
 from tests.forked import fork_context
+from tests.late_transport import LateCommunicator
 from tests.rank_pool import RankPool
+from tests.staged_transport import StagedTopology
 
 CPU = torch.device("cpu")
 
@@ -31,9 +35,9 @@ def everyone(timeout: float | None = None) -> Communicator:
 
 
 def slots_of(ranks: Communicator) -> Any:
-    transport = ranks.transport
-    assert isinstance(transport, SharedMemoryTransport)
-    return transport._slots
+    shared = ranks.transport
+    assert isinstance(shared, SharedMemoryTransport)
+    return shared._slots
 
 
 def run_kinds_of_transport() -> list[str]:
@@ -45,7 +49,7 @@ def run_kinds_of_transport() -> list[str]:
     groups = [one, Communicator(ranks, rank, "gloo", shares_memory=False), topology.tensor_parallel]
     kinds = [type(group.transport).__name__ for group in groups]
     assert twin.transport is one.transport
-    many = open_transport(one.process_group, tuple(range(shared_memory.LARGEST_GROUP + 1)), rank, None, True)
+    many = open_transport(one.process_group, tuple(range(transport.LARGEST_GROUP + 1)), rank, None, True)
     return [*kinds, type(many).__name__]
 
 
@@ -61,7 +65,7 @@ def run_where_one_cannot(obstacle: str) -> tuple[str, float]:
         if rank == 2 and obstacle == "memfd":
             patch.setattr("os.memfd_create", _refuse)
         if rank == 2 and obstacle == "host":
-            patch.setattr(shared_memory, "_host_number", lambda: 7)
+            patch.setattr(transport, "_host_number", lambda: 7)
         group = Communicator(ranks, rank, "three")
         return type(group.transport).__name__, group.all_reduce(torch.ones(2))[0].item()
 
@@ -102,7 +106,7 @@ def test_messages_wait_for_their_receiver(four_ranks: RankPool) -> None:
 def run_full_ring() -> list[int]:
     """More unread messages than there are entries: the sender waits until the first ones are read."""
     ranks = everyone()
-    count = shared_memory._RING_SIZE + 10
+    count = transport._RING_SIZE + 10
     if ranks.rank == 0:
         for number in range(count):
             ranks.start_send(torch.tensor([number]), 1)
@@ -112,13 +116,13 @@ def run_full_ring() -> list[int]:
 
 
 def test_a_sender_waits_for_a_free_entry(four_ranks: RankPool) -> None:
-    assert four_ranks.run(run_full_ring, world_size=2)[1] == list(range(shared_memory._RING_SIZE + 10))
+    assert four_ranks.run(run_full_ring, world_size=2)[1] == list(range(transport._RING_SIZE + 10))
 
 
 def run_large() -> bool:
     """Tensors too large for shared memory, between small ones."""
-    ranks, kept = everyone(), shared_memory.LARGEST_BYTES
-    shared_memory.LARGEST_BYTES = 4096
+    ranks, kept = everyone(), transport.LARGEST_BYTES
+    transport.LARGEST_BYTES = 4096
     try:
         other = 1 - ranks.rank
         for sizes in [(10, 3000), (3000, 10), (3000, 3000)]:
@@ -130,7 +134,7 @@ def run_large() -> bool:
             assert ranks.all_reduce(torch.ones(mine + its)).eq(2).all()
             assert ranks.all_gather(torch.full((mine + its,), float(ranks.rank))).sum() == mine + its
     finally:
-        shared_memory.LARGEST_BYTES = kept
+        transport.LARGEST_BYTES = kept
     return slots_of(ranks)._end < 2**21
 
 
@@ -270,11 +274,11 @@ def run_nothing_left() -> tuple[bool, int, list[int]]:
             for _ in range(count):
                 ranks.all_reduce(torch.ones(5000))
             ends.append(slots_of(ranks)._end)
-        transport = weakref.ref(ranks.transport)
+        freed = weakref.ref(ranks.transport)
         assert descriptors() > before
         dist.barrier()
         del ranks
-        return transport() is None, descriptors() - before, ends
+        return freed() is None, descriptors() - before, ends
     finally:
         gc.enable()
 
@@ -294,3 +298,73 @@ def test_the_plain_transport_serves_other_machines(monkeypatch: pytest.MonkeyPat
         assert type(open_transport(dist.group.WORLD, (0,), 0, None, shares_memory=True)) is Transport
     finally:
         dist.destroy_process_group()
+
+
+def late_collectives() -> Results:
+    ranks = LateCommunicator(range(dist.get_world_size()), dist.get_rank(), "world")
+    return collectives_of(ranks, part_of(ranks.rank, torch.float32))
+
+
+def test_late_results_are_those_of_the_definition(four_ranks: RankPool) -> None:
+    for rank, results in enumerate(four_ranks.run(late_collectives, world_size=3)):
+        assert_results(results, expected_results(torch.float32, range(3), rank))
+
+
+def forget_to_wait() -> list[bool]:
+    """Whether each output is NaN before its wait."""
+    ranks = LateCommunicator(range(2), dist.get_rank(), "world")
+    reduced, gathered, scattered = torch.ones(2), torch.ones(4), torch.ones(1)
+    works = [
+        ranks.start_all_reduce(reduced),
+        ranks.start_all_gather(torch.ones(2), gathered),
+        ranks.start_reduce_scatter(torch.ones(2), scattered),
+    ]
+    unseen = [bool(tensor.isnan().all()) for tensor in (reduced, gathered, scattered)]
+    for work in works:
+        work.wait()
+    return [*unseen, *(bool(tensor.isnan().any()) for tensor in (reduced, gathered, scattered))]
+
+
+def test_without_a_wait_there_is_no_result(four_ranks: RankPool) -> None:
+    assert four_ranks.run(forget_to_wait, world_size=2) == [[True] * 3 + [False] * 3] * 2
+
+
+def change_before_the_wait(of_output: bool) -> str:
+    ranks = LateCommunicator(range(2), dist.get_rank(), "world")
+    tensor, output = torch.ones(2), torch.zeros(4)
+    work = ranks.start_all_gather(tensor, output)
+    (output if of_output else tensor).fill_(2.0)
+    with pytest.raises(AssertionError) as raised:
+        work.wait()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("of_output", "told"), [(False, "an input was changed"), (True, "an output was written")])
+def test_a_change_before_the_wait_is_seen(four_ranks: RankPool, of_output: bool, told: str) -> None:
+    for message in four_ranks.run(change_before_the_wait, of_output, world_size=2):
+        assert message.startswith(told)
+
+
+def staged_collectives(device: str) -> Results:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ranks = StagedTopology(RankGrid(dp=size), rank, torch.device(device)).data_parallel
+    return collectives_of(ranks, part_of(rank, torch.float32, device=device))
+
+
+def test_staged_results_are_those_of_the_definition(four_ranks: RankPool, device_name: str) -> None:
+    for rank, results in enumerate(four_ranks.run(staged_collectives, device_name, world_size=3)):
+        assert_results(results, expected_results(torch.float32, range(3), rank))
+
+
+def before_the_wait(device: str) -> list[float]:
+    """An output before and after its wait, and the input, which may change once the collective has started."""
+    ranks: Communicator = StagedTopology(RankGrid(dp=2), dist.get_rank(), torch.device(device)).data_parallel
+    own, output = torch.ones(1, device=device), torch.full((2,), -1.0, device=device)
+    work = ranks.start_all_gather(own, output)
+    before = output[0].item()
+    work.wait()
+    return [before, output[0].item()]
+
+
+def test_an_output_has_its_result_after_its_wait(four_ranks: RankPool, device_name: str) -> None:
+    assert four_ranks.run(before_the_wait, device_name, world_size=2) == [[-1.0, 1.0]] * 2

@@ -1,4 +1,4 @@
-"""The learning rate at every knot of every style, against formulas written out here."""
+"""Learning rate and weight decay at every knot of every style, against formulas written out here."""
 
 import math
 from dataclasses import replace
@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.optimizer import LearningRateConfig
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
+from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
+from megatron.core.optimizer.hyperparameters import (
+    LearningRateSchedule,
+    build_learning_rate_schedule,
+    build_weight_decay_schedule,
+)
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.checkpoints.comparison import resolve_lr_schedule
 
@@ -185,3 +189,18 @@ def test_a_run_whose_warm_up_ended_at_a_whole_sample_goes_on_with_it() -> None:
     assert resolve_lr_schedule(wanted, saved, config) == saved
     with pytest.raises(CheckpointError, match=r"warmup 99\.9"):
         resolve_lr_schedule(wanted, replace(wanted, warmup=98), config)
+
+
+@pytest.mark.parametrize(
+    ("style", "expected"),
+    [("linear", [0.02, 0.04, 0.06, 0.1, 0.1]), ("cosine", [0.02, 0.02 + 0.04 * (1 - math.sqrt(0.5)), 0.06, 0.1, 0.1])],
+)
+def test_weight_decay_goes_from_its_start_to_its_end_and_stays_there(style: str, expected: list[float]) -> None:
+    config = OptimizerConfig(start_weight_decay=0.02, end_weight_decay=0.1, weight_decay_incr_style=style)  # type: ignore[arg-type]
+    schedule = build_weight_decay_schedule(config, planned_samples=1000)
+    assert schedule is not None
+    assert [schedule(samples) for samples in (0, 250, 500, 1000, 1500)] == pytest.approx(expected)
+
+
+def test_a_constant_weight_decay_needs_no_schedule() -> None:
+    assert build_weight_decay_schedule(OptimizerConfig(), planned_samples=1000) is None
