@@ -15,18 +15,21 @@ both complete under hidden names: readers find the old one under its ``replaced`
 back.
 """
 
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron.checkpoint.files import explained, sync_directory, write_text_durably
 from megatron.checkpoint.lock import check_token
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
+from megatron.errors import CheckpointError
 
 PathT = TypeVar("PathT", bound=AnyPath)
 
@@ -189,3 +192,89 @@ def remove_checkpoint(directory: Path) -> None:
     except OSError:
         return
     shutil.rmtree(directory, ignore_errors=True)
+
+
+# --- new directories -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fresh_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory next to ``target``, renamed to ``target`` at the end, or removed after an error.
+
+    Raises :class:`CheckpointError` if ``target`` exists and is not an empty directory. Leftovers of a killed conversion
+    to ``target`` are removed.
+    """
+    check_free(target)
+    with explained("write", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        leftover = re.compile(re.escape(f".{target.name}.saving-") + "[0-9a-f]{8}")
+        for path in target.parent.iterdir():
+            if leftover.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        saving = hidden_path(target, "saving")
+        saving.mkdir()
+    try:
+        yield saving
+        with explained("write", target):
+            sync_directory(saving)
+            os.rename(saving, target)
+            sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+
+
+def check_free(target: Path) -> None:
+    """Raise :class:`CheckpointError` if ``target`` exists and is not an empty directory."""
+    with explained("write", target):
+        in_the_way = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    if in_the_way:
+        raise CheckpointError(f"{target} already exists and is not overwritten: choose another directory.")
+
+
+# --- retention ----------------------------------------------------------------------------------------------
+
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Retention:
+    """Keeps the newest ``last`` good checkpoints (default: one) and those at multiples of ``interval``.
+
+    ``verify`` compares a checkpoint with its digests and raises :class:`CheckpointError`; a good result is remembered.
+    """
+
+    last: int | None
+    interval: int | None
+    verify: Callable[[int], None]
+    _good: set[int] = field(default_factory=set)
+
+    def confirm(self, iteration: int) -> None:
+        """Record that the checkpoint of ``iteration`` has been verified."""
+        self._good.add(iteration)
+
+    def superfluous(self, iterations: Sequence[int]) -> list[int]:
+        """The ``iterations`` (ascending) that may be deleted."""
+        missing = self.last or 1
+        newest_first = iterations[::-1]
+        if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):
+            return []  # without verification, which reads everything
+        for place, iteration in enumerate(newest_first):
+            missing -= self._is_good(iteration)
+            if missing == 0:
+                return [older for older in newest_first[place + 1 :] if not self._is_milestone(older)]
+        return []
+
+    def _is_milestone(self, iteration: int) -> bool:
+        return self.interval is not None and iteration % self.interval == 0
+
+    def _is_good(self, iteration: int) -> bool:
+        if iteration not in self._good:
+            try:
+                self.verify(iteration)
+            except CheckpointError as error:
+                _logger.warning("The checkpoint of iteration %d is kept, but counts for nothing: %s", iteration, error)
+                return False
+            self._good.add(iteration)
+        return True

@@ -10,15 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint, ranges
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
-from megatron.checkpoint.division import Divisions
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.places import Numbers, boxes_are_disjoint, ranges
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
 from megatron.data.digests import is_sealed, seal
 from megatron.errors import CheckpointError
+
+MODEL = "model/"
+"""Weights in the precision of the model."""
+MASTER = "optimizer/master/"
+"""fp32 master weights, if the optimizer keeps any."""
+EMA = "optimizer/ema/"
+"""Moving average of the weights, if the optimizer keeps one."""
+FP8 = "fp8/"
+"""Scales and amax histories of FP8 linear layers, by layer name."""
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 

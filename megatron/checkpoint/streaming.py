@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from megatron.checkpoint.boxes import Place, overlap
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -25,10 +27,9 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_checkpoint,
 )
-from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.remote_path import AnyPath
-from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned, packed
-from megatron.checkpoint.verified_file import VerifiedSafetensors
+from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
+from megatron.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
 _OPEN_FILES = 16
@@ -131,3 +132,25 @@ class SavedTensors:
 
     def _open_file(self, name: str) -> VerifiedSafetensors:
         return VerifiedSafetensors(self._directory, self.manifest.files()[name])
+
+
+BLOCK_BYTES = 64 << 20
+"""Memory of a block; a single longer row is one block."""
+
+Advance = Callable[[int], object]
+"""Called with the number of additional bytes done."""
+
+
+def blocks(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of each block of a tensor of ``shape``."""
+    total = shape[0]
+    row_bytes = Entry(dtype, (1, *shape[1:])).nbytes
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(0, total, step):
+        yield first, min(step, total - first)
+
+
+def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
+    """Raise :class:`CheckpointError` if fp16 cannot represent the converted numbers."""
+    if converted.dtype == torch.float16 != source and not converted.isfinite().all():
+        raise CheckpointError(f"{name} has numbers beyond the range of fp16: choose --dtype bf16 or fp32.")

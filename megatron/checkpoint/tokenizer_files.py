@@ -1,26 +1,34 @@
-"""Copies of a tokenizer's files: beside the checkpoints of a run, so that they can be read from any place.
+"""Copies of a tokenizer's files, so that checkpoints can be read from any place; and in Hugging Face's format.
 
 SAVE/tokenizer/DIGEST/tokenizer.model        of a run; DIGEST is the one in the data record of its checkpoints
 SAVE/iter_0000000/tokenizer/tokenizer.json   of a checkpoint that a tool has written
 """
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from megatron.checkpoint.directory import locate_checkpoint
-from megatron.checkpoint.files import explained, sync_directory, sync_file
-from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_JSON, TOKENIZER_MODEL
-from megatron.checkpoint.hugging_face_files import fresh_directory
+from megatron.checkpoint.directory import fresh_directory, locate_checkpoint
+from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
+from megatron.checkpoint.hugging_face.config import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    read_json_object,
+)
+from megatron.checkpoint.hugging_face.write import write_json
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.checkpoint.schema import SavedState
 from megatron.config.data import TokenizerConfig
 from megatron.data.data_record import tokenizer_digest
-from megatron.data.tokenizers import tokenizer_files
+from megatron.data.tokenizers import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, tokenizer_files
 
 COPY = "tokenizer"
 """The directory of copies."""
@@ -127,3 +135,81 @@ def _fetched(place: RemotePath) -> Path:
     for name in {*TOKENIZER_FILES, *_GPT2_FILES} & place.files().keys():
         (directory / name).write_bytes((place / name).read_bytes())
     return directory
+
+
+# --- in Hugging Face's format -------------------------------------------------------------------------------
+
+
+def copy_tokenizer(source: Path, directory: Path) -> list[str]:
+    """Copy the tokenizer files in ``source``, a directory or one file; returns their names.
+
+    A single file is renamed to ``tokenizer.model``, except for a ``tokenizer.json``, which is copied with its
+    companions.
+    """
+    if source.is_dir() or source.name in TOKENIZER_FILES:
+        beside = source if source.is_dir() else source.parent
+        copied = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()}
+    else:
+        copied = {TOKENIZER_MODEL: source} if source.is_file() else {}
+    if copied:
+        with explained("write", directory):
+            directory.mkdir(exist_ok=True)
+            for name, path in copied.items():
+                with path.open("rb") as content, (directory / name).open("xb") as copy:
+                    shutil.copyfileobj(content, copy)
+                    sync_file(copy)
+            sync_directory(directory)
+    return list(copied)
+
+
+# The class that uses tokenizer.json as it is. Classes of a model, such as LlamaTokenizer, replace parts of it.
+_FAST_CLASS = "PreTrainedTokenizerFast"
+# The class that passes texts to SentencePiece unchanged, and the name of its file.
+_SENTENCEPIECE_CLASS, _SENTENCEPIECE_FILE = "BertGenerationTokenizer", "spiece.model"
+# Types of models for which AutoTokenizer of transformers 5 uses another class than the one in tokenizer_config.json.
+_CLASS_IS_IGNORED = {"qwen2": (_FAST_CLASS, _SENTENCEPIECE_CLASS), "mixtral": (_SENTENCEPIECE_CLASS,)}
+
+
+def write_tokenizer(directory: Path, flags: TokenizerConfig, tokenizer: Tokenizer, model_type: str) -> list[str]:
+    """Write the files of ``tokenizer``, which ``flags`` name, for a model whose ``config.json`` has ``model_type``.
+
+    Returns what the user must know.
+    """
+    # The original goes along for programs that read it, and what is beside a tokenizer.json.
+    files = {} if isinstance(tokenizer, GPT2BPETokenizer) else files_by_name(flags)
+    original = files.pop(TOKENIZER_CONFIG, None)
+    given = {} if original is None else read_json_object(original)
+    given.pop("auto_map", None)  # code, which is not copied
+    description, notes = tokenizer.tokenizer_json(), []
+    if description is not None:
+        files.pop(TOKENIZER_JSON, None)
+        with explained("write", directory):
+            write_text_durably(directory / TOKENIZER_JSON, description.decode())
+        common = {"clean_up_tokenization_spaces": False, **_special_tokens(description, tokenizer)}
+        settings = {**common, **given, "tokenizer_class": _FAST_CLASS}
+    else:
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        (files[_SENTENCEPIECE_FILE],) = files.values()
+        # The class would add tokens for the roles that have none.
+        settings = {**tokenizer.special_pieces(), "pad_token": None, "sep_token": None}
+        settings["tokenizer_class"] = _SENTENCEPIECE_CLASS
+        notes.append(
+            f"tokenizer: no tokenizer.json gives its ids, so transformers reads {_SENTENCEPIECE_FILE} with the package "
+            "sentencepiece; decode ids with this package, too"
+        )
+    copy_files(files, directory)
+    write_json(directory / TOKENIZER_CONFIG, settings)
+    is_of_model = str(given.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
+    if settings["tokenizer_class"] in _CLASS_IS_IGNORED.get(model_type, ()) and not is_of_model:
+        notes.append(
+            f"tokenizer: AutoTokenizer ignores tokenizer_config.json for models of type {model_type}, so load it with "
+            f"transformers.{settings['tokenizer_class']}.from_pretrained"
+        )
+    return notes
+
+
+def _special_tokens(description: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The names of the tokens that begin and end a text, by role."""
+    names = {one["id"]: one["content"] for one in json.loads(description).get("added_tokens") or ()}
+    roles = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+    return {role: names[token] for role, token in roles.items() if token in names}

@@ -108,8 +108,7 @@ class Session:
     def results(self, path: Path) -> Iterator[str]:
         """A line of JSON for every prompt of a file."""
         from megatron.core.run_on_ranks import run_on_rank0
-        from megatron.inference.generator import complete
-        from megatron.inference.prompts import read_prompts
+        from megatron.inference.generator import complete, read_prompts
 
         config = self.config
         prompts = run_on_rank0(self.open.topology.control, lambda: read_prompts(path))

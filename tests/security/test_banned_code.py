@@ -66,7 +66,7 @@ ALLOWED = {
     ("benchmarks/peer_megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
     ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/gpu_lines/__main__.py", COMPUTED_IMPORT): "imports what its own tables of lines name",
-    ("megatron/checkpoint/megatron_lm/pickle_opcodes.py", "import pickletools"): (
+    ("megatron/checkpoint/megatron_lm/safe_pickle.py", "import pickletools"): (
         "reads Megatron-LM's checkpoints: decodes opcodes, imports and calls nothing"
     ),
     ("benchmarks/scaling_checkpoint.py", "import pickle"): "measures lists that ranks send; it has just made them",

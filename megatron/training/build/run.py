@@ -28,11 +28,11 @@ from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.data_stages import with_train_epochs
-from megatron.training.checkpoints.random_state import seed_random
-from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
 from megatron.training.checkpoints.rollback import Return
-from megatron.training.checkpoints.state import RunState
-from megatron.training.checkpoints.tokenizer_copy import keep_tokenizer
+from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start
+from megatron.training.checkpoints.saver import keep_tokenizer
+from megatron.training.checkpoints.state import RunState, resume
+from megatron.training.checkpoints.tensors import seed_random
 from megatron.training.context import RunContext
 from megatron.training.loop.data import Data
 from megatron.training.loop.stop import StopConditions

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.directory import clear_leftovers, iteration_directory
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
-from megatron.checkpoint.storage import SyncSaveBackend
+from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.core.run_on_ranks import first_failure, run_on_rank0
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, UserError
 from megatron.operation.update_guard import DETECTION_DELAY
-from megatron.training.checkpoints.mirror import Mirror
-from megatron.training.checkpoints.pruning import Pruning
+from megatron.training.checkpoints.save_directories import Mirror, Pruning
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.urls import is_url
@@ -273,3 +274,13 @@ class BackgroundSaves:
             self.saving.finish()
             self.poll()
         self._process.close()
+
+
+def keep_tokenizer(context: RunContext) -> None:
+    """Copy the tokenizer's files to ``--save`` and its copies; a failure is a warning."""
+    config = context.config.checkpoint
+    for place in [config.save, *config.redundant_save] if config.save is not None else []:
+        try:
+            keep_copy(path_of(place), context.config.tokenizer)
+        except UserError as error:
+            context.warn_rank0(f"The tokenizer is not copied beside the checkpoints: {error}")

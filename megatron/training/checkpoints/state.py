@@ -7,33 +7,41 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.hugging_face_model import HuggingFaceModel
-from megatron.checkpoint.names import EMA, FP8, MASTER, MODEL
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save_checkpoint
+from megatron.checkpoint.finding import directory_below
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
+from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
+from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
-from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import SaveBackend
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.console import print_warning
 from megatron.core.control import ControlGroup
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.learning_rate import LearningRateSchedule
 from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.core.optimizer.weight_decay import WeightDecaySchedule
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.operation.update_guard import UpdateGuard
-from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
-from megatron.training.checkpoints.saved_run import Progress, SavedRun
+from megatron.training.checkpoints.saved_run import (
+    Progress,
+    SavedRun,
+    Start,
+    check_architecture,
+    resolve_lr_schedule,
+)
 from megatron.training.checkpoints.tensors import (
     bias_tensors,
     fp8_tensors,
     model_tensors,
     optimizer_tensors,
+    random_tensors,
     renamed,
+    restore_random,
 )
-from megatron.training.context import RunContext
+from megatron.training.context import LogRank0, RunContext
 from megatron.training.train_module import TrainModule
 
 
@@ -253,3 +261,27 @@ def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> di
     weights alone."""
     others = renamed(weights, MODEL, kind)
     return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}
+
+
+def resume(state: RunState, start: Start, context: RunContext) -> None:
+    """Load the checkpoint of ``start``, if any, else the model of ``--load-hf``."""
+    config, log_rank0 = context.config.checkpoint, context.log_rank0
+    if start.saved is not None:
+        weights_only = not start.is_resumed or context.config.validation.skip_train
+        state.load(start.saved, weights_only)
+        log_rank0(f"loaded checkpoint {start.saved.root}, continuing after iteration {state.progress.iteration}")
+        return
+    origin = "random weights" if config.load_hf is None else f"the weights of {config.load_hf}"
+    if config.load is not None:
+        run_on_rank0(context.control, lambda: report_nothing_to_load(config, origin, log_rank0))
+    if config.load_hf is not None:
+        left_out = state.load_hugging_face(Path(config.load_hf), config.load_hf_text_only, context.control)
+        log_rank0(f"loaded {origin}" + (left_out and f"; {left_out}"))
+
+
+def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:
+    """Log that there is no checkpoint where the run saves, with a warning if there are checkpoints one level below."""
+    assert config.load is not None
+    log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
+    if (below := directory_below(path_of(config.load))) is not None:
+        print_warning(f"{below} has checkpoints: to resume from them, stop this run and use --load {below}.")
