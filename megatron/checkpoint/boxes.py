@@ -43,7 +43,7 @@ def overlap(wanted: slice, start: int, size: int) -> tuple[slice, slice]:
 
 
 def strided(start: int, count: int, step: int) -> slice:
-    """Slice of ``count`` elements from ``start`` on."""
+    """Slice of ``count`` elements from ``start`` on, ``step`` apart."""
     return slice(start, start + (count - 1) * step + 1, step) if count else slice(0, 0, step)
 
 
@@ -77,9 +77,11 @@ def boxes_are_disjoint(starts: Numbers, stops: Numbers, groups: Numbers | None =
             together[:-1] |= same
             starts, stops, groups = starts[together], stops[together], groups[together]
     borders = np.flatnonzero(groups[1:] != groups[:-1]) + 1
-    return all(
-        _pairwise_disjoint(*group) for group in zip(np.split(starts, borders), np.split(stops, borders)) if len(groups)
-    )
+    for low, high in zip(np.split(starts, borders), np.split(stops, borders)):
+        for box in range(len(low) - 1):
+            if ((low[box] < high[box + 1 :]) & (low[box + 1 :] < high[box])).all(axis=1).any():
+                return False
+    return True
 
 
 def _divided(starts: Numbers, stops: Numbers, groups: Numbers) -> tuple[Numbers, Numbers, bool]:
@@ -105,14 +107,6 @@ def _divided(starts: Numbers, stops: Numbers, groups: Numbers) -> tuple[Numbers,
     return np.cumsum(is_first | is_border), order, bool((is_border & ~is_first).any())
 
 
-def _pairwise_disjoint(starts: Numbers, stops: Numbers) -> bool:
-    for box in range(len(starts) - 1):
-        others = slice(box + 1, None)
-        if ((starts[box] < stops[others]) & (starts[others] < stops[box])).all(axis=1).any():
-            return False
-    return True
-
-
 # --- boxes whose rows ranks divide --------------------------------------------------------------------------
 
 
@@ -129,7 +123,7 @@ class DividedBox:
     rows: int
     """Rows of every other part; the last one may have fewer."""
     stride: int
-    """From the rank of one part to the next one's, at least 1."""
+    """Distance between the ranks of two consecutive parts, at least 1."""
 
 
 def divided_boxes(info: ParameterInfo, division: RowDivision) -> list[DividedBox]:
@@ -153,7 +147,7 @@ class Divisions:
 
     @classmethod
     def none(cls, count: int) -> "Divisions":
-        """Of ``count`` boxes that are one part each."""
+        """The divisions of ``count`` boxes that are one part each."""
         return cls(*np.zeros((3, count), np.int64))
 
     @classmethod
@@ -163,7 +157,7 @@ class Divisions:
 
     @classmethod
     def joined(cls, divisions: Sequence["Divisions"]) -> "Divisions":
-        """Of the boxes of all ``divisions``."""
+        """The divisions of the boxes of all tables, one table after another."""
         return cls(*(np.concatenate(columns) for columns in zip(*(one.columns for one in divisions))))
 
     @property
@@ -177,7 +171,7 @@ class Divisions:
         return self.strides > 0
 
     def take(self, boxes: Numbers) -> "Divisions":
-        """Of some boxes."""
+        """The divisions of the ``boxes`` with these numbers."""
         return Divisions(*(column[boxes] for column in self.columns))
 
     def counts(self, sizes: Numbers) -> Numbers:

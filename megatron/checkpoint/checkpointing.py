@@ -7,24 +7,14 @@ A checkpoint is safetensors files and one JSON manifest:
                              (offset, shape, and place in the list of files); size and XXH3-128 digests of every file;
                              the state: everything but tensors
 
-``torch.distributed.checkpoint`` (DCP) runs the steps of a save; the coordinator is rank 0 of the group:
-
-    every rank    BoxedTensor ─> list of boxes ─┐                            (save_plan: create_local_plan)
-    coordinator                                 ├─> who writes which part ─> new directory .iter_….saving-…
-    every rank    ┌─────────────────────────────┘                            (SaveBackend.begin)
-                  └─> rank_00003.safetensors ─> size and digests ─┐          (SaveBackend.write)
-    coordinator                                                   └─> manifest.json ─> rename to iter_…
-                                                                             (SaveBackend.commit)
-
-The rename is the commit: before it there is no checkpoint, after it there is a complete one. With ``--async-save`` the
-last two steps take place in background processes (``background``). Nothing is pickled or unpickled, so a checkpoint
-cannot execute code.
+``torch.distributed.checkpoint`` (DCP) runs the steps of a save and a load, the planners assign boxes to ranks, and a
+:class:`SaveBackend` writes the files. Nothing is pickled or unpickled, so a checkpoint cannot execute code.
 """
 
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,11 +87,7 @@ class SyncSaveBackend:
     """
 
     def __init__(
-        self,
-        root: Path,
-        iteration: int,
-        lock_token: str | None = None,
-        on_commit: Callable[[], None] = lambda: None,
+        self, root: Path, iteration: int, lock_token: str | None = None, on_commit: Callable[[], None] = lambda: None
     ) -> None:
         self._root, self._iteration, self._lock_token, self._on_commit = root, iteration, lock_token, on_commit
         self._directory: Path | None = None
@@ -129,9 +115,7 @@ class SafetensorsWriter(StorageWriter):
     """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
 
     def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
-        self._state = state
-        self._saving = saving
-        self._planner = planner
+        self._state, self._saving, self._planner = state, saving, planner
         self._directory = Path()
 
     @classmethod
@@ -185,6 +169,7 @@ class SafetensorsWriter(StorageWriter):
             written = sum(result.size_in_bytes for result in of_rank)
             if written != nbytes:
                 raise ValueError(f"rank {rank} has written {written} bytes of tensors instead of {nbytes}")
+        # The plan numbers files by rank, the manifest lists only files that exist.
         places = np.cumsum([len(of_rank) for of_rank in results]) - 1
         tensors = {name: tensor.in_files(places) for name, tensor in self._planner.saved.items()}
         files = [result.storage_data for of_rank in results for result in of_rank]
@@ -257,28 +242,35 @@ class SafetensorsReader(StorageReader):
         """Copy every item of the plan into its target; raises :class:`CheckpointError` for a damaged file."""
         items_of: dict[WrittenFile, list[ReadItem]] = {}
         for item in plan.items:
-            items_of.setdefault(self._chunk(item).file, []).append(item)
+            items_of.setdefault(self._chunks[item.storage_index].file, []).append(item)
         for file, items in items_of.items():
-            self._read_file(file, items, planner)
+            with VerifiedSafetensors(self._directory, file) as entries:
+                # In the order of the file, so that a block of several small entries is read once.
+                items.sort(key=lambda item: entries.position(self._chunks[item.storage_index].key))
+                for item in items:
+                    chunk = self._chunks[item.storage_index]
+                    place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
+                    target = planner.resolve_tensor(item).detach()
+                    entries.copy_into(target, chunk.key, place, self.manifest.entry(item.storage_index.fqn, chunk))
+                    planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _read_file(self, file: WrittenFile, items: Sequence[ReadItem], planner: StateLoadPlanner) -> None:
-        with VerifiedSafetensors(self._directory, file) as entries:
-            # In the order of the file, so that a block of several small entries is read once.
-            for item in sorted(items, key=lambda item: entries.position(self._chunk(item).key)):
-                chunk = self._chunk(item)
-                place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
-                target = planner.resolve_tensor(item).detach()
-                entries.copy_into(target, chunk.key, place, self.manifest.entry(item.storage_index.fqn, chunk))
-                planner.commit_tensor(item, target)
-
-    def _chunk(self, item: ReadItem) -> Chunk:
-        return self._chunks[item.storage_index]
-
 
 # --- save and load ------------------------------------------------------------------------------------------
+
+# A save, from tensor to manifest. The coordinator is the first rank of the group; arrows between lines are messages.
+#
+#   every rank     list its boxes ─┐                          SavePlanner.create_local_plan
+#   coordinator                    └─> assign parts ─┐        SavePlanner.create_global_plan, SaveBackend.begin
+#   every rank       ┌───────────────────────────────┘
+#                    └─> write rank_00003.safetensors ─┐      SaveBackend.write
+#   coordinator                                        └─> compare sizes, write manifest.json, rename
+#                                                             SafetensorsWriter.finish, SaveBackend.commit
+#
+# The rename from ``.iter_0000100.saving-1f6c0a9e`` to ``iter_0000100`` is the commit. With ``--async-save`` the ranks
+# only copy their boxes, and background processes write and commit while training continues.
 
 
 def save_checkpoint(
@@ -306,13 +298,8 @@ def save_checkpoint(
     planner = SavePlanner(0 if control is None else control.ranks[control.rank])
     try:
         with _same_error_on_all_ranks(group):
-            save_state_dict(
-                dict(tensors),
-                SafetensorsWriter(state, saving, planner),
-                process_group=group,
-                no_dist=group is None,
-                planner=planner,
-            )
+            writer = SafetensorsWriter(state, saving, planner)
+            save_state_dict(dict(tensors), writer, process_group=group, no_dist=group is None, planner=planner)
     except BaseException:
         saving.abandon()
         raise
@@ -320,10 +307,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    root: AnyPath,
-    iteration: int,
-    tensors: Mapping[str, Tensor],
-    control: ControlGroup | None = None,
+    root: AnyPath, iteration: int, tensors: Mapping[str, Tensor], control: ControlGroup | None = None
 ) -> dict[str, Any]:
     """Fill ``tensors`` in place from the checkpoint of ``iteration`` and return its state; a collective call.
 
@@ -334,13 +318,7 @@ def load_checkpoint(
     reader = SafetensorsReader(root, iteration, boxed(tensors))
     group = _process_group(control)
     with _same_error_on_all_ranks(group):
-        load_state_dict(
-            dict(tensors),
-            reader,
-            process_group=group,
-            no_dist=group is None,
-            planner=LoadPlanner(),
-        )
+        load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None, planner=LoadPlanner())
     return dict(reader.manifest.state)
 
 
@@ -361,23 +339,19 @@ def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except CheckpointException as exception:
-        raise _one_error(exception, 1 if group is None else dist.get_world_size(group)) from exception
-
-
-def _one_error(exception: CheckpointException, world_size: int) -> BaseException:
-    failures = {rank: failure[0] for rank, failure in sorted(exception.failures.items())}
-    for error in failures.values():
-        if not isinstance(error, Exception):
-            return error  # an interrupt
-    for error in failures.values():
-        if not isinstance(error, CheckpointError):
-            return RuntimeError(str(exception))  # our own mistake: all tracebacks
-    rank, first = next(iter(failures.items()))
-    # An error of all ranks is reported without a rank.
-    where = "" if len(failures) == world_size else f"Rank {rank}: "
-    others = {str(error) for error in failures.values()} - {str(first)}
-    more = f" ({len(failures) - 1} other ranks failed as well.)" if others else ""
-    return CheckpointError(f"{where}{first}{more}")
+        failures = {rank: failure[0] for rank, failure in sorted(exception.failures.items())}
+        for error in failures.values():
+            if not isinstance(error, Exception):
+                raise error from exception  # an interrupt
+        if not all(isinstance(error, CheckpointError) for error in failures.values()):
+            raise RuntimeError(str(exception)) from exception  # our own mistake: all tracebacks
+        rank, first = next(iter(failures.items()))
+        # An error of all ranks is reported without a rank.
+        world_size = 1 if group is None else dist.get_world_size(group)
+        where = "" if len(failures) == world_size else f"Rank {rank}: "
+        others = {str(error) for error in failures.values()} - {str(first)}
+        more = f" ({len(failures) - 1} other ranks failed as well.)" if others else ""
+        raise CheckpointError(f"{where}{first}{more}") from exception
 
 
 # --- planning a load ---------------------------------------------------------------------------------------
@@ -391,10 +365,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._plan = LoadPlan([])
 
     def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(boxed(state_dict), metadata, is_coordinator)
 
@@ -414,8 +385,9 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
     saved: Mapping[str, Any] = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in saved]
     if missing:
+        others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
         raise CheckpointError(
-            f"The checkpoint has no {_some(missing)}: it is from another model, or was saved without this part."
+            f"The checkpoint has no {missing[0]}{others}: it is from another model, or was saved without this part."
         )
     # (name, in the checkpoint, in this model); shapes first, since they explain more than dtypes.
     wrong: list[tuple[str, object, object]] = [
@@ -434,7 +406,3 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
             f"{name} is {theirs} in the checkpoint but {ours} in this model{more}: "
             "use the flags of the run that saved the checkpoint."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return names[0] + (f" (nor {len(names) - 1} others)" if len(names) > 1 else "")

@@ -19,14 +19,7 @@ from megatron.checkpoint.directory import (
     remove_checkpoint,
 )
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.manifest import (
-    JSON,
-    Manifest,
-    SavedTensor,
-    chunk_key,
-    encode_manifest,
-    read_checkpoint,
-)
+from megatron.checkpoint.manifest import JSON, Manifest, SavedTensor, chunk_key, encode_manifest, read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
 from megatron.errors import CheckpointError

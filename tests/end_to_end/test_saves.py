@@ -14,7 +14,7 @@ import pytest
 from megatron.checkpoint import checkpointing
 from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.directory import new_saving_directory
-from megatron.checkpoint.lock import LEASE, LOCK, acquire
+from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
@@ -23,6 +23,7 @@ from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
 from tests.checkpoint.file_faults import raise_error
+from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

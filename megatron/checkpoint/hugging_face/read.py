@@ -29,13 +29,7 @@ from megatron.checkpoint.hugging_face.config import (
     no_directory,
     read_json_object,
 )
-from megatron.checkpoint.hugging_face.mapping import (
-    EMBEDDING,
-    HEAD,
-    Copy,
-    GlobalTensor,
-    HuggingFaceMapping,
-)
+from megatron.checkpoint.hugging_face.mapping import EMBEDDING, HEAD, Copy, GlobalTensor, HuggingFaceMapping
 from megatron.checkpoint.manifest import MODEL
 from megatron.checkpoint.safetensors_file import DTYPES, Entry
 from megatron.checkpoint.streaming import Advance, blocks, check_range

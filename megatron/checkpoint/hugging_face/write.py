@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import explained, write_text_durably
-from megatron.checkpoint.hugging_face.config import (
-    INDEX,
-    SINGLE,
-)
+from megatron.checkpoint.hugging_face.config import INDEX, SINGLE
 from megatron.checkpoint.hugging_face.mapping import (
     EMBEDDING,
     HuggingFaceMapping,
@@ -29,10 +26,7 @@ from megatron.errors import CheckpointError
 
 
 def write_weights(
-    directory: Path,
-    entries: Mapping[str, Entry],
-    parts_of: Callable[[str], Iterable[Tensor]],
-    max_shard_bytes: int,
+    directory: Path, entries: Mapping[str, Entry], parts_of: Callable[[str], Iterable[Tensor]], max_shard_bytes: int
 ) -> None:
     """Write ``entries`` in shards of at most ``max_shard_bytes`` (or one tensor), with an index if there are several.
     ``parts_of`` returns the parts of a tensor one after the other."""

@@ -51,13 +51,7 @@ _OPTIONAL_SIZES = (
     "moe_router_group_topk",
     "moe_shared_expert_intermediate_size",
 )
-_NUMBERS = (
-    "rotary_base",
-    "rope_scaling_factor",
-    "norm_epsilon",
-    "init_method_std",
-    "moe_router_topk_scaling_factor",
-)
+_NUMBERS = ("rotary_base", "rope_scaling_factor", "norm_epsilon", "init_method_std", "moe_router_topk_scaling_factor")
 _SWITCHES = (
     "use_rope_scaling",
     "qk_layernorm",

@@ -7,58 +7,38 @@ beyond :data:`ALLOWED` and all other opcodes are refused.
 
 import pickletools
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from megatron.errors import CheckpointError
 
 # --- globals ------------------------------------------------------------------------------------------------
 
+PLAIN = frozenset(
+    ["collections.OrderedDict", "collections.defaultdict", "torch.Size", "_codecs.encode", "__builtin__.bytes"]
+)
+"""Globals whose calls make plain data."""
 
-def _no_elements(*arguments: object) -> dict[object, object]:
-    """``defaultdict(factory)``; its items follow."""
-    return {}
 
-
-def _ordered(*arguments: object) -> dict[object, object]:
-    """``OrderedDict()``; its items follow."""
+def _plain_data(name: str, arguments: tuple[object, ...]) -> object:
+    """The result of a call of one of the :data:`PLAIN` globals, made here. Raises ``ValueError``."""
+    if name == "collections.defaultdict":  # defaultdict(factory); its items follow
+        return {}
+    if name == "torch.Size":  # Size((1, 2))
+        (sizes,) = arguments or ((),)
+        if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
+            raise ValueError("has a torch.Size that is not made of integers")
+        return sizes
+    if name == "_codecs.encode":  # encode(text, "latin1"): protocol 2 stores bytes so
+        text, encoding = arguments
+        if not isinstance(text, str) or encoding != "latin1":
+            raise ValueError("has bytes in an unknown encoding")
+        return text.encode("latin1")
+    is_dict = name == "collections.OrderedDict"  # OrderedDict(), whose items follow; else bytes(), which is empty
     if arguments:
-        raise ValueError("has an OrderedDict with arguments")
-    return {}
+        raise ValueError("has an OrderedDict with arguments" if is_dict else "has bytes made of arguments")
+    return {} if is_dict else b""
 
-
-def _size(*arguments: object) -> tuple[int, ...]:
-    """``torch.Size((1, 2))``"""
-    (sizes,) = arguments or ((),)
-    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
-        raise ValueError("has a torch.Size that is not made of integers")
-    return sizes
-
-
-def _encoded(*arguments: object) -> bytes:
-    """``_codecs.encode(text, "latin1")``: how protocol 2 stores bytes."""
-    text, encoding = arguments
-    if not isinstance(text, str) or encoding != "latin1":
-        raise ValueError("has bytes in an unknown encoding")
-    return text.encode("latin1")
-
-
-def _no_bytes(*arguments: object) -> bytes:
-    """``bytes()``: how protocol 2 stores an empty one."""
-    if arguments:
-        raise ValueError("has bytes made of arguments")
-    return b""
-
-
-BUILDERS: Mapping[str, Callable[..., object]] = {
-    "collections.OrderedDict": _ordered,
-    "collections.defaultdict": _no_elements,
-    "torch.Size": _size,
-    "_codecs.encode": _encoded,
-    "__builtin__.bytes": _no_bytes,
-}
-"""Globals that stand for plain data, and the function of this file that makes it."""
 
 _STORAGES = (
     "BFloat16Storage BoolStorage ByteStorage CharStorage DoubleStorage FloatStorage HalfStorage IntStorage LongStorage "
@@ -104,12 +84,11 @@ _OF_MODULE = {
     "types": "SimpleNamespace",
 }
 
-ALLOWED = frozenset(BUILDERS) | {f"{module}.{name}" for module, names in _OF_MODULE.items() for name in names.split()}
-"""All of them; those without a builder are kept as records of their name and arguments."""
+ALLOWED = PLAIN | {f"{module}.{name}" for module, names in _OF_MODULE.items() for name in names.split()}
+"""All names that are allowed; calls of those that are not :data:`PLAIN` are kept as records of name and arguments."""
 
 
 # --- opcodes ------------------------------------------------------------------------------------------------
-
 
 MAX_BYTES = 1 << 30
 """Longest pickle that is read; memory is a multiple of its length."""
@@ -180,12 +159,19 @@ class _Mark:
     """The beginning of a group of values on the stack."""
 
 
-def _is_key(value: object) -> bool:
-    """Whether ``value`` may be a key or an element of a set. Nested tuples may not, since their hash recurses."""
-    scalars = (str, int, float, bytes, Record, Global)
-    if isinstance(value, tuple):
-        return all(element is None or isinstance(element, scalars) for element in value)
-    return value is None or isinstance(value, scalars)
+_NUMBERS = frozenset(["BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"])
+_TEXTS = frozenset(["BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"])
+_LITERALS = _NUMBERS | _TEXTS
+_PUTS, _GETS = frozenset(["MEMOIZE", "BINPUT", "LONG_BINPUT"]), frozenset(["BINGET", "LONG_BINGET"])
+_CONSTANTS: dict[str, Callable[[], object]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
 
 
 class _Machine:
@@ -196,26 +182,88 @@ class _Machine:
         self._memo: dict[int, object] = {}
 
     def run(self, content: bytes) -> object:
+        stack, memo = self._stack, self._memo
         for opcode, argument, _ in pickletools.genops(content):
-            if opcode.name in _LITERALS:
-                self._push(_literal(argument))
-            elif opcode.name in _CONSTANTS:
-                self._push(_CONSTANTS[opcode.name]())
-            elif opcode.name in _MEMO_OPCODES:
-                self._remember(opcode.name, argument)
-            elif opcode.name in _ACTIONS:
-                _ACTIONS[opcode.name](self)
-            elif opcode.name == "GLOBAL":
-                self._push(_allowed(str(argument).replace(" ", ".")))
-            elif opcode.name not in _IGNORED:
-                raise ValueError(f"it has the opcode {opcode.name}, which is not in Megatron-LM's checkpoints")
+            name = opcode.name
+            # The frequent opcodes come first.
+            if name in _LITERALS:
+                if isinstance(argument, int) and argument.bit_length() > _MAX_INTEGER_BITS:
+                    raise ValueError(f"it has an integer of {argument.bit_length()} bits")
+                stack.append(argument)
+            elif name in _PUTS:
+                memo[len(memo) if argument is None else int(str(argument))] = stack[-1]
+            elif name in _GETS:
+                assert isinstance(argument, int)
+                stack.append(memo[argument])
+            elif name == "MARK":
+                stack.append(_Mark())
+            elif name in _CONSTANTS:
+                stack.append(_CONSTANTS[name]())
+            else:
+                self._step(name, argument)
         result = self._pop()
         if self._stack:
             raise ValueError("values remain on its stack")
         return result
 
-    def _push(self, value: object) -> None:
-        self._stack.append(value)
+    # An example: ``{"a": (1, 2)}`` is EMPTY_DICT, BINUNICODE "a", BININT1 1, BININT1 2, TUPLE2, SETITEM.
+    #
+    #   {} │ {} "a" │ {} "a" 1 │ {} "a" 1 2 │ {} "a" (1, 2) │ {"a": (1, 2)}      the stack, its top on the right
+    #
+    # MARK begins a group of any size, which the next TUPLE, APPENDS or SETITEMS takes from the stack.
+
+    def _step(self, name: str, argument: object) -> None:
+        """Interpret an opcode that takes values from the stack. Raises ``ValueError``."""
+        stack = self._stack
+        match name:
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                values = [self._pop() for _ in range(int(name[-1]))]
+                stack.append(tuple(reversed(values)))
+            case "TUPLE":
+                stack.append(tuple(self._pop_group()))
+            case "SETITEM" | "SETITEMS":
+                items = [self._pop(), self._pop()][::-1] if name == "SETITEM" else self._pop_group()
+                target = stack[-1]
+                if not isinstance(target, dict) or len(items) % 2:
+                    raise ValueError("it sets items of a value that is not a dict")
+                target.update(zip(_keys(items[::2]), items[1::2], strict=True))
+            case "APPEND" | "APPENDS":
+                values, target = [self._pop()] if name == "APPEND" else self._pop_group(), stack[-1]
+                if not isinstance(target, list):
+                    raise ValueError("it appends to a value that is not a list")
+                target.extend(values)
+            case "ADDITEMS":
+                values, target = self._pop_group(), stack[-1]
+                if not isinstance(target, set):
+                    raise ValueError("it adds to a value that is not a set")
+                target.update(_keys(values))
+            case "GLOBAL":
+                stack.append(_allowed(str(argument).replace(" ", ".")))
+            case "STACK_GLOBAL":
+                last, module = self._pop(), self._pop()
+                if not isinstance(last, str) or not isinstance(module, str):
+                    raise ValueError("it has a global without a name")
+                stack.append(_allowed(f"{module}.{last}"))
+            case "REDUCE" | "NEWOBJ":
+                arguments, function = self._pop(), self._pop()
+                if not isinstance(function, Global) or not isinstance(arguments, tuple):
+                    raise ValueError("it calls a value that is not a named function")
+                is_plain = function.name in PLAIN
+                stack.append((_plain_data if is_plain else Record)(function.name, arguments))
+            case "BUILD":
+                state, target = self._pop(), stack[-1]
+                if isinstance(target, Record):
+                    target.state = state
+                elif not isinstance(target, dict):  # attributes of an OrderedDict have no use
+                    raise ValueError("it sets the state of plain data")
+            case "BINPERSID":
+                stack.append(PersistentId(self._pop()))
+            case "FROZENSET":
+                stack.append(frozenset(_keys(self._pop_group())))
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case _:
+                raise ValueError(f"it has the opcode {name}, which is not in Megatron-LM's checkpoints")
 
     def _pop(self) -> object:
         value = self._stack.pop()
@@ -231,75 +279,6 @@ class _Machine:
         group.reverse()
         return group
 
-    def _remember(self, name: str, index: object) -> None:
-        """Put the top of the stack into the memo, or get a value from it."""
-        if "GET" in name:
-            assert isinstance(index, int)
-            self._push(self._memo[index])
-        else:
-            self._memo[len(self._memo) if index is None else int(str(index))] = self._stack[-1]
-
-    def tuple_of(self, count: int) -> None:
-        values = [self._pop() for _ in range(count)]
-        self._push(tuple(reversed(values)))
-
-    def group_as(self, kind: Callable[[list[object]], object]) -> None:
-        group = self._pop_group()
-        if kind is frozenset:
-            _check_keys(group)
-        self._push(kind(group))
-
-    def append(self, values: list[object]) -> None:
-        target = self._stack[-1]
-        if not isinstance(target, list):
-            _refuse("appends to a value that is not a list")
-        target.extend(values)
-
-    def add(self) -> None:
-        values, target = self._pop_group(), self._stack[-1]
-        if not isinstance(target, set):
-            _refuse("adds to a value that is not a set")
-        _check_keys(values)
-        target.update(values)
-
-    def set_items(self, values: list[object]) -> None:
-        target = self._stack[-1]
-        if not isinstance(target, dict) or len(values) % 2:
-            _refuse("sets items of a value that is not a dict")
-        _check_keys(values[::2])
-        target.update(zip(values[::2], values[1::2], strict=True))
-
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self.set_items([key, value])
-
-    def stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
-        if not isinstance(name, str) or not isinstance(module, str):
-            _refuse("has a global without a name")
-        self._push(_allowed(f"{module}.{name}"))
-
-    def reduce(self) -> None:
-        """A call: plain data of a few globals, otherwise a record of the call."""
-        arguments, function = self._pop(), self._pop()
-        if not isinstance(function, Global) or not isinstance(arguments, tuple):
-            _refuse("calls a value that is not a named function")
-        builder = BUILDERS.get(function.name)
-        self._push(builder(*arguments) if builder else Record(function.name, arguments))
-
-    def build(self) -> None:
-        state, target = self._pop(), self._stack[-1]
-        if isinstance(target, Record):
-            target.state = state
-        elif not isinstance(target, dict):  # attributes of an OrderedDict have no use
-            _refuse("sets the state of plain data")
-
-    def persistent_id(self) -> None:
-        self._push(PersistentId(self._pop()))
-
-    def mark(self) -> None:
-        self._push(_Mark())
-
 
 def _allowed(name: str) -> Global:
     if name not in ALLOWED:
@@ -307,63 +286,14 @@ def _allowed(name: str) -> Global:
     return Global(name)
 
 
-def _literal(value: object) -> object:
-    if isinstance(value, int) and value.bit_length() > _MAX_INTEGER_BITS:
-        raise ValueError(f"it has an integer of {value.bit_length()} bits")
-    return value
+def _keys(values: list[object]) -> list[object]:
+    """``values``, which are keys or elements of a set; raises ``ValueError`` for others.
 
-
-def _check_keys(values: list[object]) -> None:
-    if not all(map(_is_key, values)):
-        raise ValueError("it has a key that is not a name or a number")
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise ValueError(f"it {reason}")
-
-
-_IGNORED = frozenset({"PROTO", "FRAME", "STOP"})
-_LITERALS = frozenset(
-    [
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "LONG4",
-        "BINFLOAT",
-        "BINUNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE8",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-    ]
-)
-_MEMO_OPCODES = frozenset(["MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"])
-_CONSTANTS: dict[str, Callable[[], object]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": set,
-}
-_ACTIONS: dict[str, Callable[[_Machine], None]] = {
-    "MARK": _Machine.mark,
-    "TUPLE1": lambda machine: machine.tuple_of(1),
-    "TUPLE2": lambda machine: machine.tuple_of(2),
-    "TUPLE3": lambda machine: machine.tuple_of(3),
-    "TUPLE": lambda machine: machine.group_as(tuple),
-    "FROZENSET": lambda machine: machine.group_as(frozenset),
-    "APPEND": lambda machine: machine.append([machine._pop()]),
-    "APPENDS": lambda machine: machine.append(machine._pop_group()),
-    "ADDITEMS": _Machine.add,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": lambda machine: machine.set_items(machine._pop_group()),
-    "STACK_GLOBAL": _Machine.stack_global,
-    "REDUCE": _Machine.reduce,
-    "NEWOBJ": _Machine.reduce,
-    "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persistent_id,
-}
+    Tuples in tuples are refused, since their hash recurses.
+    """
+    scalars = (str, int, float, bytes, type(None))
+    for value in values:
+        parts = value if isinstance(value, tuple) else (value,)
+        if not all(isinstance(part, (*scalars, Record, Global)) for part in parts):
+            raise ValueError("it has a key that is not a name or a number")
+    return values

@@ -25,13 +25,7 @@ from megatron.checkpoint.boxes import boxes_are_disjoint, overlap
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.megatron_lm.safe_pickle import MAX_BYTES, Record, printable, read_pickle
-from megatron.checkpoint.megatron_lm.torch_archive import (
-    Range,
-    StoredTensor,
-    TorchArchive,
-    dtype_of,
-    read_rows,
-)
+from megatron.checkpoint.megatron_lm.torch_archive import Range, StoredTensor, TorchArchive, dtype_of, read_rows
 from megatron.errors import CheckpointError
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"

@@ -25,13 +25,7 @@ from megatron.core.optimizer.weight_decay import WeightDecaySchedule
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.operation.update_guard import UpdateGuard
-from megatron.training.checkpoints.saved_run import (
-    Progress,
-    SavedRun,
-    Start,
-    check_architecture,
-    resolve_lr_schedule,
-)
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.tensors import (
     bias_tensors,
     fp8_tensors,
