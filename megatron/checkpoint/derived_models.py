@@ -11,17 +11,19 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.manifest import MASTER, MODEL
-from megatron.checkpoint.streaming import Advance, SavedTensors, blocks
+from megatron.checkpoint.streaming import Advance, ChunkedModel, SavedTensors, row_chunks
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
 
+_MLP_WEIGHT = re.compile(rf"{MODEL}layers\.(\d+)\.mlp\.(linear_fc[12])\.weight")
 
-class AveragedModel:
+
+class AveragedModel(ChunkedModel):
     """The tensors of the average of ``saved``, of which each counts by its share of the ``weights``.
 
     Read from the fp32 master weights where a checkpoint has them, else from the model's weights; summed in fp64. The
@@ -29,33 +31,23 @@ class AveragedModel:
     """
 
     def __init__(self, saved: Sequence[SavedTensors], weights: Sequence[float], advance: Advance) -> None:
-        self._saved, self._advance = saved, advance
+        super().__init__(advance)
+        self._saved = saved
         self._shares = [weight / sum(weights) for weight in weights]
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        """The chunks of each global tensor."""
-        first = saved[0]
-        names = [_model_names(one) for one in saved]
-        for one, sizes in zip(saved, names):
-            different = names[0].items() ^ sizes.items()
+        models = [
+            {name: tensor.shape for name, tensor in one.manifest.tensors.items() if name.startswith(MODEL)}
+            for one in saved
+        ]
+        for one, shapes in zip(saved, models):
+            different = models[0].items() ^ shapes.items()
             if different:
                 raise CheckpointError(
-                    f"The checkpoints of iterations {first.iteration} and {one.iteration} are of different models: "
+                    f"The checkpoints of iterations {saved[0].iteration} and {one.iteration} are of different models: "
                     f"{min(different)[0]} is in one of them, or has another shape: average checkpoints of one run."
                 )
-        for name, size in names[0].items():
+        for name, shape in models[0].items():
             dtypes = [one.manifest.tensors[_source(one, name)].dtype for one in saved]
-            rows, *other = size
-            chunks = [
-                ChunkStorageMetadata(torch.Size((begin, *(0 for _ in other))), torch.Size((count, *other)))
-                for begin, count in blocks((rows, *other), torch.float64)
-            ]
-            self.tensors[name] = TensorStorageMetadata(
-                TensorProperties(dtype=reduce(torch.promote_types, dtypes)), size, chunks
-            )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
+            self._add(name, shape, reduce(torch.promote_types, dtypes), row_chunks(shape, torch.float64))
 
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A chunk of the average of the tensor ``name``."""
@@ -70,40 +62,34 @@ class AveragedModel:
         return content
 
 
-def _model_names(saved: SavedTensors) -> dict[str, torch.Size]:
-    return {name: torch.Size(tensor.shape) for name, tensor in saved.manifest.tensors.items() if name.startswith(MODEL)}
-
-
 def _source(saved: SavedTensors, name: str) -> str:
-    """The tensor of ``saved`` to read for the model's tensor ``name``."""
+    """The tensor to read for the model's tensor ``name``: its master weights, which frozen parameters do not have."""
     master = MASTER + name.removeprefix(MODEL)
     return master if master in saved.manifest.tensors else name
 
 
-_MLP_WEIGHT = re.compile(r"layers\.(\d+)\.mlp\.(linear_fc[12])\.weight")
-
-
-class UpcycledModel:
-    """The tensors of a model with experts, read chunk by chunk from the checkpoint of a dense model.
+class UpcycledModel(ChunkedModel):
+    """The tensors of a model with experts, read from the checkpoint of a dense model.
 
     ``architecture`` is the one of the dense model, with experts as wide as its MLP. The weights are the fp32 master
     weights if the checkpoint has them.
     """
 
     def __init__(self, saved: SavedTensors, architecture: TransformerConfig, seed: int, advance: Advance) -> None:
-        self._saved, self._architecture, self._seed, self._advance = saved, architecture, seed, advance
-        self._is_moe = self._architecture.moe_layers()
+        super().__init__(advance)
+        self._saved, self._architecture, self._seed = saved, architecture, seed
         self._readers: dict[str, Callable[[ChunkStorageMetadata], Tensor]] = {}
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        """The chunks of each global tensor."""
-        stored = saved.manifest.tensors
-        for name in (name.removeprefix(MODEL) for name in stored if name.startswith(MODEL)):
-            # Frozen parameters have no master weights.
-            self._add(name, MASTER + name if MASTER + name in stored else MODEL + name)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
+        is_moe = architecture.moe_layers()
+        for name in (name for name in saved.manifest.tensors if name.startswith(MODEL)):
+            source, mlp = _source(saved, name), _MLP_WEIGHT.fullmatch(name)
+            if mlp is None or not is_moe[int(mlp[1])]:
+                self._add_copies(name, source, copies=1)
+                continue
+            layer, linear = f"layers.{mlp[1]}.mlp", mlp[2]
+            if linear == "linear_fc1":
+                self._add_router(f"{layer}.router.weight", saved.manifest.tensors[source].dtype)
+            assert architecture.num_experts is not None
+            self._add_copies(f"{MODEL}{layer}.experts.{linear}.weight", source, architecture.num_experts)
 
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A chunk of the global tensor ``name``."""
@@ -111,38 +97,21 @@ class UpcycledModel:
         self._advance(content.nbytes)
         return content
 
-    def _add(self, name: str, source: str) -> None:
-        """Add the tensor ``name`` of the dense model, or what replaces it."""
-        mlp = _MLP_WEIGHT.fullmatch(name)
-        if mlp is None or not self._is_moe[int(mlp[1])]:
-            self._add_copies(name, source, copies=1)
-            return
-        layer, linear = f"layers.{mlp[1]}.mlp", mlp[2]
-        if linear == "linear_fc1":
-            self._add_router(f"{layer}.router.weight", self._saved.manifest.tensors[source].dtype)
-        assert self._architecture.num_experts is not None
-        self._add_copies(f"{layer}.experts.{linear}.weight", source, self._architecture.num_experts)
-
     def _add_copies(self, name: str, source: str, copies: int) -> None:
         """Add the stack of ``copies`` of the tensor ``source`` along dim 0."""
         stored = self._saved.manifest.tensors[source]
-        dtype, (rows, *other) = stored.dtype, stored.shape
-        chunks = [
-            ChunkStorageMetadata(torch.Size((copy * rows + first, *(0 for _ in other))), torch.Size((count, *other)))
-            for copy in range(copies)
-            for first, count in blocks((rows, *other), dtype)
-        ]
+        rows, *other = stored.shape
+        chunks = [chunk for copy in range(copies) for chunk in row_chunks(stored.shape, stored.dtype, copy * rows)]
 
         def read(chunk: ChunkStorageMetadata) -> Tensor:
-            block = torch.empty(chunk.sizes, dtype=dtype)
-            first = chunk.offsets[0] % rows
+            block = torch.empty(chunk.sizes, dtype=stored.dtype)
+            first = chunk.offsets[0] % rows  # no chunk has rows of two copies
             place = (slice(first, first + chunk.sizes[0]), *(slice(0, size) for size in other))
             self._saved.read_into(block, source, place)
             return block
 
-        size = torch.Size((copies * rows, *other))
-        self.tensors[MODEL + name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
-        self._readers[MODEL + name] = read
+        self._add(name, (copies * rows, *other), stored.dtype, chunks)
+        self._readers[name] = read
 
     def _add_router(self, name: str, dtype: torch.dtype) -> None:
         """Add a router with the weights that a new run with the seed has: a function of seed, name and index."""
@@ -157,7 +126,5 @@ class UpcycledModel:
             initialize_range(weights.view(-1), info, 0, self._seed)
             return weights
 
-        size = torch.Size(shape)
-        chunk = ChunkStorageMetadata(torch.Size((0, 0)), size)
-        self.tensors[MODEL + name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
+        self._add(MODEL + name, shape, dtype, [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(shape))])
         self._readers[MODEL + name] = read

@@ -1,18 +1,7 @@
 """The directory with a run's checkpoints: a checkpoint appears and disappears atomically.
 
-    DIR/iter_0000100/                            a complete checkpoint
-    DIR/latest_checkpointed_iteration.txt        the tracker: "100"
-    DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
-    DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
-    DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
-    DIR/iter_0000300.rolled_back/                abandoned when the run returned to an earlier checkpoint
-
 A checkpoint is written under a hidden name and renamed when it is complete, so a directory named ``iter_...`` is
 complete. The directories decide; the tracker is for people and scripts, and is never required.
-
-Saving an iteration again takes two renames: the old checkpoint away, then the new one in. A crash between them leaves
-both complete under hidden names: readers find the old one under its ``replaced`` name, and the next save renames it
-back.
 """
 
 import logging
@@ -38,6 +27,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SOURCE_SAVED_AT = "source_saved_at_ns"
 """Key in the manifest of an uploaded copy: save time of the original, by its file system's clock."""
 
+#   DIR/iter_0000100/                            a complete checkpoint
+#   DIR/latest_checkpointed_iteration.txt        the tracker: "100"
+#   DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
+#   DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
+#   DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
+#   DIR/iter_0000300.rolled_back/                abandoned when the run returned to an earlier checkpoint
+#
+# Saving an iteration again takes two renames: the old checkpoint away, then the new one in. A crash between them leaves
+# both complete under hidden names: readers find the old one under its ``replaced`` name, and the next save renames it
+# back.
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _SAVING = re.compile(r"\.iter_(\d{7,})\.saving-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced-[0-9a-f]{8}")

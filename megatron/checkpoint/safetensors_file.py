@@ -160,7 +160,6 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) ->
 
 # --- reading ------------------------------------------------------------------------------------------------
 
-
 _STAGING_BYTES = 16 << 20  # numbers are converted, or sent to a GPU, in parts of this size
 _BAND_BYTES = 16 << 20  # rows of which only a part is wanted are read in bands of about this size
 

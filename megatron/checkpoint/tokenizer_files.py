@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.directory import fresh_directory, locate_checkpoint
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
@@ -65,8 +64,7 @@ def copy_tokenizer_of(flags: TokenizerConfig, directory: Path) -> None:
 
 
 def flags_of_copy(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
-    """``flags`` for the files that :func:`copy_tokenizer_of` writes, which will be in ``directory``; without any,
-    ``flags`` as they are."""
+    """``flags`` for the files that :func:`copy_tokenizer_of` writes to ``directory``; unchanged if there are none."""
     return _flags_in(flags, directory) if _has_files(flags) else flags
 
 
@@ -75,7 +73,7 @@ def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
     digest = tokenizer_digest(flags) if _has_files(flags) else None
     if digest is None:
         return
-    place, files = _place_of(root, digest), files_by_name(flags)
+    place, files = root / COPY / digest.replace("+", "-"), files_by_name(flags)
     if isinstance(place, RemotePath):
         there = place.files()
         for name, path in files.items():  # those that determine the ids are the last: then the copy is complete
@@ -90,21 +88,17 @@ def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
 
 
 def tokenizer_of(state: SavedState, root: AnyPath, iteration: int) -> TokenizerConfig:
-    """The flags for the tokenizer of a checkpoint: the path in the checkpoint if the tokenizer of training is there,
-    else a copy. A relative path may be of another file here."""
+    """The flags for the tokenizer of a checkpoint: its own path if the tokenizer of training is there, else a copy."""
+    # A relative path may be of another file here.
     flags = state.flag_group("tokenizer", TokenizerConfig)
     digest = state.data_stages[-1].data.get("tokenizer_digest") if state.data_stages else None
     if all(map(os.path.exists, tokenizer_files(flags))) and digest in (None, tokenizer_digest(flags)):
         return flags
     if digest is not None:
-        copy = _existing_copy(flags, _place_of(root, str(digest)))
+        copy = _existing_copy(flags, root / COPY / str(digest).replace("+", "-"))
         if copy is not None and tokenizer_digest(copy) == digest:
             return copy
     return _existing_copy(flags, locate_checkpoint(root, iteration) / COPY) or flags
-
-
-def _place_of(root: AnyPath, digest: str) -> AnyPath:
-    return root / COPY / digest.replace("+", "-")
 
 
 def _has_files(flags: TokenizerConfig) -> bool:
@@ -115,7 +109,12 @@ def _has_files(flags: TokenizerConfig) -> bool:
 
 def _existing_copy(flags: TokenizerConfig, place: AnyPath) -> TokenizerConfig | None:
     """``flags`` with the files in ``place``, which are copied to this machine from a URL; None if they are missing."""
-    copy = _flags_in(flags, _fetched(place) if isinstance(place, RemotePath) else place)
+    if isinstance(place, RemotePath):
+        remote, place = place, Path(tempfile.mkdtemp(prefix="tokenizer-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        for name in {*TOKENIZER_FILES, *_GPT2_FILES} & remote.files().keys():
+            (place / name).write_bytes((remote / name).read_bytes())
+    copy = _flags_in(flags, place)
     return copy if all(map(os.path.isfile, tokenizer_files(copy))) else None
 
 
@@ -126,15 +125,6 @@ def _flags_in(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
         return replace(flags, vocab_file=vocabulary, merge_file=merges)
     name = TOKENIZER_JSON if flags.tokenizer_type == "HuggingFaceTokenizer" else TOKENIZER_MODEL
     return replace(flags, tokenizer_model=str(directory / name))
-
-
-def _fetched(place: RemotePath) -> Path:
-    """A local directory with the tokenizer's files at a URL."""
-    directory = Path(tempfile.mkdtemp(prefix="tokenizer-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    for name in {*TOKENIZER_FILES, *_GPT2_FILES} & place.files().keys():
-        (directory / name).write_bytes((place / name).read_bytes())
-    return directory
 
 
 # --- in Hugging Face's format -------------------------------------------------------------------------------
@@ -152,13 +142,7 @@ def copy_tokenizer(source: Path, directory: Path) -> list[str]:
     else:
         copied = {TOKENIZER_MODEL: source} if source.is_file() else {}
     if copied:
-        with explained("write", directory):
-            directory.mkdir(exist_ok=True)
-            for name, path in copied.items():
-                with path.open("rb") as content, (directory / name).open("xb") as copy:
-                    shutil.copyfileobj(content, copy)
-                    sync_file(copy)
-            sync_directory(directory)
+        copy_files(copied, directory)
     return list(copied)
 
 
@@ -185,8 +169,11 @@ def write_tokenizer(directory: Path, flags: TokenizerConfig, tokenizer: Tokenize
         files.pop(TOKENIZER_JSON, None)
         with explained("write", directory):
             write_text_durably(directory / TOKENIZER_JSON, description.decode())
-        common = {"clean_up_tokenization_spaces": False, **_special_tokens(description, tokenizer)}
-        settings = {**common, **given, "tokenizer_class": _FAST_CLASS}
+        # The names of the tokens that begin and end a text.
+        names = {one["id"]: one["content"] for one in json.loads(description).get("added_tokens") or ()}
+        roles = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+        special = {role: names[token] for role, token in roles.items() if token in names}
+        settings = {"clean_up_tokenization_spaces": False, **special, **given, "tokenizer_class": _FAST_CLASS}
     else:
         assert isinstance(tokenizer, SentencePieceTokenizer)
         (files[_SENTENCEPIECE_FILE],) = files.values()
@@ -206,10 +193,3 @@ def write_tokenizer(directory: Path, flags: TokenizerConfig, tokenizer: Tokenize
             f"transformers.{settings['tokenizer_class']}.from_pretrained"
         )
     return notes
-
-
-def _special_tokens(description: bytes, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The names of the tokens that begin and end a text, by role."""
-    names = {one["id"]: one["content"] for one in json.loads(description).get("added_tokens") or ()}
-    roles = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
-    return {role: names[token] for role, token in roles.items() if token in names}

@@ -59,7 +59,7 @@ class HuggingFaceDescription:
 def describe_directory(
     source: Path, text_only: bool = False, text_only_flag: str = "--text-only"
 ) -> HuggingFaceDescription:
-    """The description of the model in ``source``.
+    """Describe the model in ``source``.
 
     A multimodal model is refused without ``text_only``, the value of the flag ``text_only_flag``. Raises
     :class:`CheckpointError`.
@@ -201,17 +201,14 @@ def known_architecture(config: TransformerConfig) -> ArchitectureSpec:
     """The architecture of transformers that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
     architecture = architecture_of(config)
     if architecture is None:
+        # What distinguishes its family.
+        kinds = {True: "MoE layers", False: "dense layers"}
+        layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
+        unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
+        features = layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"No architecture of transformers has {_features(config)}: choose a model of {known}.")
+        raise CheckpointError(f"No architecture of transformers has {features}: choose a model of {known}.")
     return architecture
-
-
-def _features(config: TransformerConfig) -> str:
-    """What distinguishes the family of ``config``."""
-    kinds = {True: "MoE layers", False: "dense layers"}
-    layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
-    unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
-    return layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
 
 
 def multimodal_model(fields: Fields) -> MultimodalModel | None:
@@ -221,8 +218,10 @@ def multimodal_model(fields: Fields) -> MultimodalModel | None:
 
 
 def text_model_fields(fields: Fields, where: str) -> Fields:
-    """The fields of the text model in those of a multimodal model; ``where`` names the file in a
-    :class:`CheckpointError`."""
+    """The fields of the text model in the ``fields`` of a multimodal model, which are of the file ``where``.
+
+    Raises :class:`CheckpointError`.
+    """
     architecture = next(one for one in ARCHITECTURES.values() if one.multimodal == multimodal_model(fields))
     multimodal = architecture.multimodal
     assert multimodal is not None
@@ -275,7 +274,11 @@ def _rotary(fields: Fields) -> dict[str, Any]:
         raise ValueError(
             f"rope_type is {kind!r}, but only 'default', 'llama3' and 'yarn' are implemented; convert another model"
         )
-    factor, low, high = (_positive(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    scaling = {name: number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    for name, value in scaling.items():
+        if value == 0:
+            raise ValueError(f"{name} is 0, not a positive number: correct the file")
+    factor, low, high = scaling.values()
     if high < low:
         raise ValueError(f"high_freq_factor {high} is below low_freq_factor {low}: correct the file")
     return {
@@ -288,16 +291,12 @@ def _rotary(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _positive(fields: Fields, name: str) -> float:
-    value = number(fields, name)
-    if value == 0:
-        raise ValueError(f"{name} is 0, not a positive number: correct the file")
-    return value
-
-
 def _yarn(rope: Fields, fields: Fields) -> dict[str, Any]:
-    """The fields of YaRN, with the defaults of transformers, which takes 0 for an absent number, ``mscale`` only
-    together with ``mscale_all_dim``, and ``attention_factor`` before both."""
+    """The fields of YaRN, with the defaults of transformers.
+
+    It takes 0 for an absent number, ``mscale`` only together with ``mscale_all_dim``, and ``attention_factor`` before
+    both.
+    """
     unknown = sorted(rope.keys() - _YARN_NAMES)
     if unknown:
         raise ValueError(f"rope_type 'yarn' with {unknown[0]!r} is not implemented; convert another model")

@@ -6,16 +6,16 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.architectures.spec import MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
@@ -32,7 +32,7 @@ from megatron.checkpoint.hugging_face.config import (
 from megatron.checkpoint.hugging_face.mapping import EMBEDDING, HEAD, Copy, GlobalTensor, HuggingFaceMapping
 from megatron.checkpoint.manifest import MODEL
 from megatron.checkpoint.safetensors_file import DTYPES, Entry
-from megatron.checkpoint.streaming import Advance, blocks, check_range
+from megatron.checkpoint.streaming import Advance, ChunkedModel, check_range, row_chunks
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.errors import CheckpointError
 
@@ -171,7 +171,7 @@ class NamedWeights(Protocol):
         """A part of a tensor."""
 
 
-class WeightsImport:
+class WeightsImport(ChunkedModel):
     """The weights of a model as global tensors of this code, read chunk by chunk.
 
     ``weights`` has all tensors of ``mapping``. ``dtype`` None keeps the dtype of each tensor.
@@ -180,45 +180,32 @@ class WeightsImport:
     def __init__(
         self, weights: NamedWeights, mapping: HuggingFaceMapping, dtype: torch.dtype | None, advance: Advance
     ) -> None:
+        super().__init__(advance)
         self._source = weights
-        self._advance = advance
         self._tensors = {MODEL + name: tensor for name, tensor in mapping.ours.items()}
         self._formats = {name: weights.entry(name).dtype for name in mapping.theirs}
-        self.tensors = {name: self._cut(tensor, dtype) for name, tensor in self._tensors.items()}
-        """The chunks of each global tensor."""
+        for name, tensor in self._tensors.items():
+            # One dtype for all sections of a tensor.
+            kept = reduce(torch.promote_types, (self._formats[section.name] for section in tensor.sections))
+            stored = dtype or kept
+            if tensor.is_gain_minus_one:
+                stored = torch.promote_types(stored, torch.float32)
+            self._add(name, tensor.shape, stored, row_chunks(tensor.shape, stored))
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding (all weights share it)."""
         return next(iter(self.tensors.values())).properties.dtype
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
-
     def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """A chunk of the global tensor ``name``."""
         dtype, tensor = self.tensors[name].properties.dtype, self._tensors[name]
         block = torch.empty(chunk.sizes, dtype=dtype)
         for copy in tensor.copies(tuple(chunk.offsets), tuple(chunk.sizes)):
-            block[copy.place].copy_(_weights_of(_part(self._source, copy), tensor))
+            block[copy.place].copy_(_read_part(self._source, copy, tensor))
             check_range(block[copy.place], self._formats[copy.source], copy.source)
         self._advance(block.nbytes)
         return block
-
-    def _cut(self, tensor: GlobalTensor, dtype: torch.dtype | None) -> TensorStorageMetadata:
-        """Chunks of whole rows; one dtype for all."""
-        if dtype is None:
-            dtype = self._formats[tensor.sections[0].name]
-            for section in tensor.sections[1:]:
-                dtype = torch.promote_types(dtype, self._formats[section.name])
-        if tensor.is_gain_minus_one:
-            dtype = torch.promote_types(dtype, torch.float32)
-        chunks = []
-        for first, rows in blocks(tensor.shape, dtype):
-            offset = torch.Size((first, *(0 for _ in tensor.shape[1:])))
-            chunks.append(ChunkStorageMetadata(offset, torch.Size((rows, *tensor.shape[1:]))))
-        return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(tensor.shape), chunks)
 
 
 class HuggingFaceImport(WeightsImport):
@@ -250,18 +237,17 @@ class HuggingFaceImport(WeightsImport):
         """A tied output layer may be stored, but must equal the embedding."""
         if self.architecture.untie_embeddings_and_output_weights or HEAD not in self._weights.shapes:
             return
-        rows = self.architecture.vocab_size
-        is_same = self._weights.entry(EMBEDDING) == self._weights.entry(HEAD) and all(
-            torch.equal(self._rows(EMBEDDING, first), self._rows(HEAD, first)) for first in range(0, rows, _ROWS)
-        )
-        if not is_same:
+
+        def rows(table: str) -> Iterator[Tensor]:
+            for first in range(0, self.architecture.vocab_size, _ROWS):
+                yield self._weights.read(table, (slice(first, first + _ROWS), slice(None)))
+
+        is_same = self._weights.entry(EMBEDDING) == self._weights.entry(HEAD)
+        if not (is_same and all(map(torch.equal, rows(EMBEDDING), rows(HEAD)))):
             raise CheckpointError(
                 f"{self._directory / CONFIG} ties the output layer to the embedding (tie_word_embeddings), but {HEAD} "
                 "exists and differs: set it to false."
             )
-
-    def _rows(self, table: str, first: int) -> Tensor:
-        return self._weights.read(table, (slice(first, first + _ROWS), slice(None)))
 
 
 @torch.no_grad()
@@ -271,8 +257,10 @@ def fill_from_hugging_face(
     architecture: TransformerConfig,
     targets: Iterable[tuple[ParameterInfo, int, Tensor]],
 ) -> None:
-    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, of a model of ``architecture`` from the
-    ``weights`` in ``source``. Only the required parts are read; numbers are converted to the target dtypes."""
+    """Fill parts of flattened local parameters, ``(info, start, 1-D tensor)``, from the ``weights`` in ``source``.
+
+    Only the required parts are read; numbers are converted to the target dtypes.
+    """
     mapping = HuggingFaceMapping.of(architecture)
     mapping.check(weights.shapes, str(source))
     for info, start, flat in targets:
@@ -280,14 +268,11 @@ def fill_from_hugging_face(
             block = flat[begin - start : end - start].view(box.shape)
             tensor = mapping.ours[info.name]
             for copy in tensor.copies(box.global_offset, box.shape):
-                block[copy.place].copy_(_weights_of(_part(weights, copy), tensor))
+                block[copy.place].copy_(_read_part(weights, copy, tensor))
 
 
-def _part(weights: NamedWeights, copy: Copy) -> Tensor:
-    """The source of ``copy``, with the dims of this code's tensor."""
-    return copy.across(weights.read(copy.source, copy.source_place))
-
-
-def _weights_of(numbers: Tensor, tensor: GlobalTensor) -> Tensor:
-    """The weights of ``tensor`` from Hugging Face's ``numbers``, for norms with ``is_gain_minus_one`` in fp64."""
-    return numbers.double() - 1.0 if tensor.is_gain_minus_one else numbers
+def _read_part(weights: NamedWeights, copy: Copy, tensor: GlobalTensor) -> Tensor:
+    """The weights of ``tensor`` from the source of ``copy``, with the dims of this code's tensor."""
+    part = copy.across(weights.read(copy.source, copy.source_place))
+    # Hugging Face stores a gain. In fp64, so that the difference is rounded once.
+    return part.double() - 1.0 if tensor.is_gain_minus_one else part

@@ -21,7 +21,7 @@ from megatron.checkpoint.hugging_face.mapping import (
 from megatron.checkpoint.manifest import EMA, MASTER, MODEL
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned, packed
 from megatron.checkpoint.schema import upgrade
-from megatron.checkpoint.streaming import Advance, SavedTensors, blocks, check_range
+from megatron.checkpoint.streaming import Advance, SavedTensors, check_range, row_chunks
 from megatron.errors import CheckpointError
 
 
@@ -29,7 +29,9 @@ def write_weights(
     directory: Path, entries: Mapping[str, Entry], parts_of: Callable[[str], Iterable[Tensor]], max_shard_bytes: int
 ) -> None:
     """Write ``entries`` in shards of at most ``max_shard_bytes`` (or one tensor), with an index if there are several.
-    ``parts_of`` returns the parts of a tensor one after the other."""
+
+    ``parts_of`` returns the parts of a tensor one after the other.
+    """
     shards = [dict(shard) for shard in packed(entries.items(), lambda item: item[1].nbytes, max_shard_bytes)]
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -68,18 +70,24 @@ class HuggingFaceExport:
     """
 
     def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance, average: bool = False) -> None:
-        self._saved = saved
-        self._advance = advance
+        self._saved, self._advance = saved, advance
         self.architecture = upgrade(saved.manifest.state, saved.manifest.format_version).architecture
-        self._sections = HuggingFaceMapping.of(self.architecture).theirs
-        self._check_complete()
-        self.source = self._average() if average else self._choose_source(dtype)
-        """Prefix of the weights to read: ``model/``, ``optimizer/master/`` or ``optimizer/ema/``."""
-        self.entries = {
-            name: Entry(dtype or self._stored(MODEL, self._kept_like(section)), section.shape)
-            for name, section in self._sections.items()
-        }
+        mapping = HuggingFaceMapping.of(self.architecture)
+        self._sections = mapping.theirs
+        for name, tensor in mapping.ours.items():
+            found = saved.manifest.tensors.get(MODEL + name)
+            if found is None or found.shape != tensor.shape:
+                raise CheckpointError(
+                    f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture "
+                    "requires: convert another checkpoint."
+                )
+        self.source = self._choose_source(dtype, average)
+        self.entries: dict[str, Entry] = {}
         """Hugging Face's tensors in order."""
+        for name, section in self._sections.items():
+            # The weight of a norm may be stored in a wider dtype than the others.
+            like = self._sections[EMBEDDING] if section.is_gain_minus_one else section
+            self.entries[name] = Entry(dtype or self._stored(MODEL, like), section.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,9 +97,9 @@ class HuggingFaceExport:
     def parts_of(self, name: str) -> Iterator[Tensor]:
         """The blocks of rows of Hugging Face's tensor ``name``."""
         section, dtype = self._sections[name], self.entries[name].dtype
-        for first, rows in blocks(section.shape, dtype):
-            # Nothing here holds on to a block: it is gone when the next one is made.
-            yield self._block(section, (first, *(0 for _ in section.shape[1:])), (rows, *section.shape[1:]), dtype)
+        for chunk in row_chunks(section.shape, dtype):
+            # No name here refers to a block: it is freed before the next one is made.
+            yield self._block(section, tuple(chunk.offsets), tuple(chunk.sizes), dtype)
 
     def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         factor = folded_multiplier(self.architecture, section)
@@ -107,11 +115,6 @@ class HuggingFaceExport:
         self._advance(block.nbytes)
         return block
 
-    def _kept_like(self, section: Section) -> Section:
-        """The section whose stored dtype is the dtype of ``section`` in the output. The weight of a norm may be
-        stored in a wider dtype."""
-        return self._sections[EMBEDDING] if section.is_gain_minus_one else section
-
     def _name(self, source: str, name: str) -> str:
         """Under which name the checkpoint has the weights ``name``: of frozen parameters it has the weights alone."""
         return source + name if source + name in self._saved.manifest.tensors else MODEL + name
@@ -119,26 +122,16 @@ class HuggingFaceExport:
     def _stored(self, source: str, section: Section) -> torch.dtype:
         return self._saved.manifest.tensors[self._name(source, section.ours)].dtype
 
-    def _choose_source(self, dtype: torch.dtype | None) -> str:
-        sections = self._sections.values()
-        if dtype is None or all(self._stored(MODEL, section) == dtype for section in sections):
-            return MODEL
-        has_masters = any(MASTER + section.ours in self._saved.manifest.tensors for section in sections)
-        return MASTER if has_masters else MODEL
-
-    def _average(self) -> str:
-        if not any(EMA + section.ours in self._saved.manifest.tensors for section in self._sections.values()):
+    def _choose_source(self, dtype: torch.dtype | None, average: bool) -> str:
+        """Prefix of the weights to read: ``model/``, ``optimizer/master/`` or ``optimizer/ema/``."""
+        saved, sections = self._saved.manifest.tensors, self._sections.values()
+        if average and not any(EMA + section.ours in saved for section in sections):
             raise CheckpointError(
                 "The checkpoint has no moving average of the weights: remove --ema, or convert a checkpoint of a run "
                 "with --ema-decay."
             )
-        return EMA
-
-    def _check_complete(self) -> None:
-        saved = self._saved.manifest.tensors
-        for name, tensor in HuggingFaceMapping.of(self.architecture).ours.items():
-            if MODEL + name not in saved or saved[MODEL + name].shape != tensor.shape:
-                raise CheckpointError(
-                    f"The checkpoint has no {MODEL + name} of shape {list(tensor.shape)}, which its architecture "
-                    "requires: convert another checkpoint."
-                )
+        if average:
+            return EMA
+        if dtype is None or all(self._stored(MODEL, section) == dtype for section in sections):
+            return MODEL
+        return MASTER if any(MASTER + section.ours in saved for section in sections) else MODEL

@@ -35,7 +35,6 @@ from megatron.errors import CheckpointError, ConfigError
 
 # --- arguments ----------------------------------------------------------------------------------------------
 
-
 Arguments = Mapping[str, object]
 
 _LARGEST = {"num_layers": 10_000, "num_attention_heads": 100_000, "num_experts": 10_000}
@@ -109,7 +108,6 @@ _REQUIRED: Mapping[str, tuple[object, ...]] = {
 def architecture_of(arguments: Arguments, vocab_size: int, where: str) -> TransformerConfig:
     """The model of ``arguments`` with ``vocab_size`` ids; raises :class:`CheckpointError` for another architecture."""
     try:
-        _check_required(arguments)
         flags = ModelConfig(**_flags(arguments))
         flags.check()
         return flags.resolve(vocab_size, tensor_parallel_size=1, seq_length=1)
@@ -119,7 +117,8 @@ def architecture_of(arguments: Arguments, vocab_size: int, where: str) -> Transf
         raise CheckpointError(f"{where} {error}: choose another model.") from None
 
 
-def _check_required(arguments: Arguments) -> None:
+def _flags(arguments: Arguments) -> dict[str, Any]:
+    """The fields of :class:`ModelConfig`. Raises ``ValueError``."""
     for name, allowed in _REQUIRED.items():
         value = arguments.get(name)
         # True is not 1, but 0 is 0.0.
@@ -128,10 +127,6 @@ def _check_required(arguments: Arguments) -> None:
     balancing = arguments.get("moe_router_load_balancing_type")
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
         raise ValueError("has moe_router_load_balancing_type sinkhorn, which is not supported")
-
-
-def _flags(arguments: Arguments) -> dict[str, Any]:
-    """The fields of :class:`ModelConfig`. Raises ``ValueError``."""
     given = {_RENAMED.get(name, name): value for name, value in arguments.items() if value is not None}
     given = {**_DEFAULTS, **given}
     flags: dict[str, Any] = {name: _size(given, name) for name in _SIZES}
@@ -143,9 +138,12 @@ def _flags(arguments: Arguments) -> dict[str, Any]:
         flags["num_query_groups"] = _size(given, "num_query_groups")
     if flags.get("num_experts"):
         flags["moe_layer_freq"] = _pattern(given.get("moe_layer_freq", 1), "moe_layer_freq")
-        flags["moe_router_score_function"] = _choice(
-            given.get("moe_router_score_function", "softmax"), "moe_router_score_function", ("softmax", "sigmoid")
-        )
+        score = given.get("moe_router_score_function", "softmax")
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"has moe_router_score_function {shown(score)}, and only softmax and sigmoid are supported"
+            )
+        flags["moe_router_score_function"] = score
     if "no_rope_freq" in given:
         flags["no_rope_freq"] = _pattern(given["no_rope_freq"], "no_rope_freq")
     for name, largest in _LARGEST.items():
@@ -172,19 +170,7 @@ def tokenizer_of(arguments: Arguments) -> TokenizerConfig:
     return TokenizerConfig(**flags)
 
 
-def arguments_in(common: Mapping[object, object], where: str) -> Arguments:
-    """The saved arguments; raises :class:`CheckpointError` if there are none."""
-    found = common.get("args")
-    if not isinstance(found, Record) or found.name not in ("argparse.Namespace", "types.SimpleNamespace"):
-        raise CheckpointError(
-            f"{where} has no arguments, from which the architecture is taken: write the checkpoint with Megatron-LM's "
-            "pretrain_gpt.py, and convert this one."
-        )
-    return {name: value for name, value in found.attributes.items() if isinstance(name, str)}
-
-
 def _size(arguments: Arguments, name: str) -> int:
-    """An argument that is a size. Raises ``ValueError``."""
     value = arguments.get(name)
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise ValueError(f"has {name} {shown(value)}, which is not a size")
@@ -200,12 +186,6 @@ def _number(value: object, name: str) -> float:
 def _switch(value: object, name: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"has {name} {shown(value)}, which is neither True nor False")
-    return value
-
-
-def _choice(value: object, name: str, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"has {name} {shown(value)}, and only {' and '.join(choices)} are supported")
     return value
 
 
@@ -228,7 +208,6 @@ def shown(value: object) -> str:
 
 
 # --- weights ------------------------------------------------------------------------------------------------
-
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _LAYER = re.compile(r"decoder\.layers\.(?:(\d{1,9})\.)?([a-z].*)", re.ASCII)
@@ -259,8 +238,10 @@ class Placement(NamedTuple):
 
 
 class MegatronWeights:
-    """The weights of ``checkpoint``, a model of ``architecture``, readable in any rows. Raises
-    :class:`CheckpointError` if the checkpoint does not hold exactly the weights of this architecture."""
+    """The weights of ``checkpoint``, a model of ``architecture``, readable in any rows.
+
+    Raises :class:`CheckpointError` if the checkpoint does not hold exactly the weights of this architecture.
+    """
 
     def __init__(self, checkpoint: TorchDistCheckpoint, architecture: TransformerConfig) -> None:
         self._checkpoint = checkpoint
@@ -275,7 +256,14 @@ class MegatronWeights:
                 placement = place_of(tensor, number, architecture, found)
                 self._runs[section.name] = placement.runs
                 self._rows[section.name] = self._matrix(placement, section.shape[1:], found)
-        self._check_surplus()
+        used = {rows.name for rows in self._rows.values()}
+        surplus = [name for name in checkpoint.tensors if name not in used]  # weights that would be lost
+        if surplus:
+            others = f" and {len(surplus) - 1} others" if len(surplus) > 1 else ""
+            raise CheckpointError(
+                f"{self._where} has {surplus[0]}{others}, which the model of its arguments does not have here: "
+                "choose a model without such weights."
+            )
 
     def entry(self, name: str) -> Entry:
         """Dtype and shape of a tensor."""
@@ -316,26 +304,18 @@ class MegatronWeights:
             )
         return rows
 
-    def _check_surplus(self) -> None:
-        """Raise :class:`CheckpointError` if a weight would be lost."""
-        used = {rows.name for rows in self._rows.values()}
-        surplus = [name for name in self._checkpoint.tensors if name not in used]
-        if surplus:
-            others = f" and {len(surplus) - 1} others" if len(surplus) > 1 else ""
-            raise CheckpointError(
-                f"{self._where} has {surplus[0]}{others}, which the model of its arguments does not have here: "
-                "choose a model without such weights."
-            )
-
 
 def matrices(tensors: Mapping[str, SavedTensor], config: TransformerConfig, where: str) -> Iterator[tuple[str, Rows]]:
-    """Every matrix and vector of the model by a name of its own: stacked layers and experts are separated. Raises
-    :class:`CheckpointError` for a stack of another number of layers or experts than the model's."""
+    """Every matrix and vector of the model by a name of its own: stacked layers and experts are separated.
+
+    Raises :class:`CheckpointError` for a stack of another number of layers or experts than the model's.
+    """
     for name, tensor in tensors.items():
         layer = _LAYER.fullmatch(name)
         if layer is None:
             yield name.removeprefix("decoder."), tensor.rows(0)[()]
             continue
+        # Either the name has the number of the layer (of the expert), or they are stacked along the first dims.
         number, rest = layer.groups()
         expert, last = matched.groups() if (matched := _EXPERT.fullmatch(rest)) else (None, None)
         counts = [config.num_layers] if number is None else []
@@ -357,6 +337,7 @@ def matrices(tensors: Mapping[str, SavedTensor], config: TransformerConfig, wher
 def place_of(tensor: GlobalTensor, number: int, config: TransformerConfig, found: Container[str]) -> Placement:
     """Where section ``number`` of ``tensor`` is; ``found`` has the names of a checkpoint that differ by its writer."""
     name, count = tensor.name, tensor.sections[number].shape[0]
+    # ``number`` is the place among queries, keys and values, among gate and up, or among gate and up of all experts.
     whole = (Run(0, 0, count),)
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
         return Placement(name, config.qkv_size, grouped_rows(number, config))
@@ -376,8 +357,11 @@ def place_of(tensor: GlobalTensor, number: int, config: TransformerConfig, found
 
 
 def grouped_rows(section: int, config: TransformerConfig) -> tuple[Run, ...]:
-    """The rows of the queries (section 0), keys (1) or values (2) in Megatron-LM's ``linear_qkv``, which has for every
-    group its query heads, its key head and its value head."""
+    """The rows of the queries (section 0), keys (1) or values (2) in Megatron-LM's ``linear_qkv``."""
+    # Heads of two groups with two query heads each, as Megatron-LM and as Hugging Face order them:
+    #
+    #   linear_qkv   q0 q1 k0 v0 │ q2 q3 k1 v1
+    #   q_proj       q0 q1 q2 q3       k_proj   k0 k1       v_proj   v0 v1
     size, groups = config.kv_channels, config.num_query_groups
     queries = config.num_attention_heads // groups
     per_group = (queries + 2) * size
@@ -389,7 +373,6 @@ def grouped_rows(section: int, config: TransformerConfig) -> tuple[Run, ...]:
 
 # --- conversion ---------------------------------------------------------------------------------------------
 
-
 EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -400,7 +383,13 @@ class MegatronCheckpoint:
         self.tensors = TorchDistCheckpoint(directory)
         self.where = str(directory / COMMON)
         """The file of the arguments."""
-        self.arguments = arguments_in(self.tensors.common(), self.where)
+        found = self.tensors.common().get("args")
+        if not isinstance(found, Record) or found.name not in ("argparse.Namespace", "types.SimpleNamespace"):
+            raise CheckpointError(
+                f"{self.where} has no arguments, from which the architecture is taken: write the checkpoint with "
+                "Megatron-LM's pretrain_gpt.py, and convert this one."
+            )
+        self.arguments: Arguments = {name: value for name, value in found.attributes.items() if isinstance(name, str)}
 
     @property
     def tokenizer(self) -> TokenizerConfig:

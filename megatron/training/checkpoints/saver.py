@@ -87,7 +87,8 @@ class Saver:
         if iteration != self.last_saved:
             self._save_with_retries(state)
             self._start_copies(iteration)
-        self._settle_mirrors()
+        for mirror in self._mirrors:
+            mirror.settle(wait=True)
         behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
         for mirror in behind:
             assert self.last_saved is not None
@@ -108,9 +109,6 @@ class Saver:
     def settle(self) -> None:
         """Wait for the save and the copies under way."""
         self._finish("Training returns to an earlier checkpoint.")
-        self._settle_mirrors()
-
-    def _settle_mirrors(self) -> None:
         for mirror in self._mirrors:
             mirror.settle(wait=True)
 
@@ -184,17 +182,13 @@ class Saver:
         self._failures = []
         under_way = [mirror.under_way for mirror in self._mirrors]
         in_use = [copied for copied in under_way if copied is not None]
+        # A spike that is not noticed yet may have begun DETECTION_DELAY iterations ago: keep a checkpoint from before.
+        margin = self._operation.rollback_margin + DETECTION_DELAY
+        safe_before = iteration - margin if self._operation.rolls_back else None
         try:
-            self._pruning.prune(iteration, in_use, self._safe_before(iteration))
+            self._pruning.prune(iteration, in_use, safe_before)
         except CheckpointError as error:
             self._warn(f"Nothing is deleted under {self._root}: {error}")
-
-    def _safe_before(self, newest: int) -> int | None:
-        """The iteration up to which a checkpoint must be kept for a rollback, if a policy asks for it.
-
-        A spike that is not noticed yet may have begun :data:`DETECTION_DELAY` iterations before ``newest``.
-        """
-        return newest - self._operation.rollback_margin - DETECTION_DELAY if self._operation.rolls_back else None
 
     def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
         """Warn, or raise if another run has taken the lock."""

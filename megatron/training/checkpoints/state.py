@@ -14,7 +14,6 @@ from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hu
 from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
-from megatron.config.checkpoint import CheckpointConfig
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup
 from megatron.core.data_parallel.strategy import LocalParam
@@ -35,7 +34,7 @@ from megatron.training.checkpoints.tensors import (
     renamed,
     restore_random,
 )
-from megatron.training.context import LogRank0, RunContext
+from megatron.training.context import RunContext
 from megatron.training.train_module import TrainModule
 
 
@@ -202,17 +201,14 @@ class RunState:
             log(f"WARNING: the moving average of the weights in {saved.root} ends here: add --ema-decay to continue it")
         return states
 
-    def _require_average(self, saved: SavedRun) -> None:
-        if not any(name.startswith(EMA) for name in saved.shapes):
-            raise CheckpointError(
-                f"The checkpoint under {saved.root} has no moving average of the weights: remove --eval-ema, or load a "
-                "checkpoint of a run with --ema-decay."
-            )
-
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
         if self.context.config.validation.skip_train and self.context.config.validation.eval_ema:
-            self._require_average(saved)
+            if not any(name.startswith(EMA) for name in saved.shapes):
+                raise CheckpointError(
+                    f"The checkpoint under {saved.root} has no moving average of the weights: remove --eval-ema, or "
+                    "load a checkpoint of a run with --ema-decay."
+                )
             return _preferring(saved, EMA, weights)
         if not with_optimizer:
             return weights
@@ -267,15 +263,13 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
         return
     origin = "random weights" if config.load_hf is None else f"the weights of {config.load_hf}"
     if config.load is not None:
-        run_on_rank0(context.control, lambda: report_nothing_to_load(config, origin, log_rank0))
+
+        def report() -> None:
+            log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
+            if (below := directory_below(path_of(str(config.load)))) is not None:
+                print_warning(f"{below} has checkpoints: to resume from them, stop this run and use --load {below}.")
+
+        run_on_rank0(context.control, report)
     if config.load_hf is not None:
         left_out = state.load_hugging_face(Path(config.load_hf), config.load_hf_text_only, context.control)
         log_rank0(f"loaded {origin}" + (left_out and f"; {left_out}"))
-
-
-def report_nothing_to_load(config: CheckpointConfig, origin: str, log_rank0: LogRank0) -> None:
-    """Log that there is no checkpoint where the run saves, with a warning if there are checkpoints one level below."""
-    assert config.load is not None
-    log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
-    if (below := directory_below(path_of(config.load))) is not None:
-        print_warning(f"{below} has checkpoints: to resume from them, stop this run and use --load {below}.")
