@@ -21,7 +21,7 @@ from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 from megatron.inference.loading import load_model

@@ -21,7 +21,7 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.offload import Offloaded
 from megatron.core.recompute import Recomputed

@@ -10,12 +10,11 @@ import torch
 
 from megatron.checkpoint.lock import RunLock
 from megatron.config.faults import LOAD
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
+from megatron.core.control import run_on_all_ranks, run_on_rank0
+from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.metrics.validation import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
