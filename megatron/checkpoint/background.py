@@ -1,11 +1,10 @@
 """Asynchronous saves: a background process of each rank writes files while training continues.
 
-The rank copies its file to memory that it shares with its process; the next save reuses the memory. The process writes
-the file, and records it in a small file next to it. The coordinator's process waits for these records, writes the
-manifest and commits. So a save needs no collectives beside those of training.
+A save needs no collectives beside those of training: the coordinator's process waits for files of the others.
 """
 
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -14,20 +13,114 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from torch import Tensor
 
 import megatron
-from megatron.checkpoint.background import Staging
 from megatron.checkpoint.background_main import OUTCOMES
 from megatron.checkpoint.directory import new_saving_directory, remove_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
+from megatron.core.offload import CudaCopyStream, PlainCopies, TensorPair
+
+_logger = logging.getLogger(__name__)
+
+# A save of two ranks. Each rank writes jobs to the stdin of its process and reads reports from its stdout, one JSON
+# object a line; the processes of different ranks share only the directory of the save, .iter_0000100.saving-1f6c0a9e:
+#
+#   rank 0      copy to shared memory ─ jobs "write", "commit" ─ trains ─ … ────────────────────────── report "done"
+#   process 0        rank_00000.safetensors ─> .written/rank_00000.safetensors ─> all there? ─ manifest ─ rename
+#   process 1        rank_00001.safetensors ─> .written/rank_00001.safetensors ───┘
+#   rank 1      copy to shared memory ─ job "write" ─ trains ─ … ─ report "done"
+#
+# A file in .written has the size and the digests of the other, and is renamed into place after that is on stable
+# storage. Reports {"progress": …} show that a process is alive; {"failed": number, "error": …} drops its later jobs.
+
+
+# --- copies from a GPU --------------------------------------------------------------------------------------
+
+
+class CudaHostMemory:
+    """Registration of host memory with CUDA."""
+
+    def register(self, address: int, size: int, device: torch.device) -> str | None:
+        """Register a mapping; the error, if CUDA refuses."""
+        runtime = torch.cuda.cudart()
+        error = runtime.cudaHostRegister(address, size, 0)
+        if int(error) == 0:
+            return None
+        # CUDA keeps the error, and torch would report it after the next kernel. This kernel's check removes it.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)
+        return f"error {int(error)}"
+
+    def unregister(self, address: int) -> None:
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Staging:
+    """Copies into one mapping at a time, on a stream of their own."""
+
+    def __init__(
+        self,
+        host_memory: CudaHostMemory | None = None,
+        open_stream: Callable[[torch.device], CudaCopyStream] = CudaCopyStream,
+    ) -> None:
+        self._host_memory = host_memory or CudaHostMemory()
+        self._open_stream = open_stream
+        self._stream: CudaCopyStream | None = None
+        self._address: int | None = None
+        """Address of the mapping that CUDA has registered, or refused to register."""
+        self._is_registered = False
+        self._has_warned = False
+
+    def copy(self, memory: mmap.mmap, pairs: Sequence[TensorPair], device: torch.device) -> None:
+        """Copy each source of ``pairs``, on ``device``, to its target in ``memory``; complete on return.
+
+        The copies start when the computation so far is complete. The first use of a mapping registers it.
+        """
+        if device.type == "cpu":
+            PlainCopies().copy(pairs)
+            return
+        self._register(memory, device)
+        if self._stream is None:
+            self._stream = self._open_stream(device)
+        self._stream.copy(pairs).synchronize()
+
+    def _register(self, memory: mmap.mmap, device: torch.device) -> None:
+        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        if address == self._address:
+            return
+        assert not self._is_registered, "a mapping is released before another replaces it"
+        self._address = address
+        error = self._host_memory.register(address, len(memory), device)
+        self._is_registered = error is None
+        if error is not None and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "--async-save copies to pageable memory, which makes saves pause training for longer: CUDA cannot "
+                "register %.1f GB of host memory (%s). Raise the limit of locked memory (ulimit -l), or the memory of "
+                "the container.",
+                len(memory) / 1e9,
+                error,
+            )
+
+    def release(self) -> None:
+        """Call before the mapping is freed: another may get its address."""
+        if self._is_registered:
+            assert self._address is not None
+            self._host_memory.unregister(self._address)
+        self._address, self._is_registered = None, False
+
+
+# --- the process --------------------------------------------------------------------------------------------
 
 
 class SharedMemory:
@@ -70,6 +163,7 @@ class BackgroundProcess:
 
     def __init__(self, timeout: float, staging: Staging | None = None) -> None:
         self.timeout = timeout
+        self._stalled = f"The background writer has made no progress for {timeout:.0f} s (--async-save-timeout)"
         self._memory = SharedMemory(staging or Staging())
         self._process: subprocess.Popen[bytes] | None = None
         self._last_number = 0
@@ -90,7 +184,7 @@ class BackgroundProcess:
         self.failure = None
 
     def submit(self, job: Mapping[str, Any]) -> int:
-        """Give the process a job; its number. A process that cannot get it is a failure."""
+        """Send a job to the process, started if necessary; returns its number. An error is a :attr:`failure`."""
         self._last_number += 1
         if self.failure is not None:
             return self._last_number
@@ -109,7 +203,8 @@ class BackgroundProcess:
         return self._last_number
 
     def _write(self, content: bytes) -> None:
-        """Write to the process, which may be stopped: a manifest can be larger than a pipe."""
+        """Write to the process, which may be stopped."""
+        # A manifest can be larger than a pipe.
         assert self._process is not None and self._process.stdin is not None
         rest, deadline = memoryview(content), time.monotonic() + self.timeout
         while rest:
@@ -117,7 +212,7 @@ class BackgroundProcess:
                 rest = rest[os.write(self._process.stdin.fileno(), rest) :]
                 deadline = time.monotonic() + self.timeout
             elif time.monotonic() > deadline:
-                self._fail(_stalled(self.timeout))
+                self._fail(self._stalled)
                 return
 
     def take_notes(self) -> list[str]:
@@ -161,7 +256,7 @@ class BackgroundProcess:
         elif self._process.poll() is not None:
             self._fail(f"The background writer has died (exit code {self._process.returncode})")
         elif not patient and time.monotonic() - self._progress_at > self.timeout:
-            self._fail(_stalled(self.timeout))
+            self._fail(self._stalled)
 
     def _read_reports(self) -> bool:
         """Whether the process reported anything."""
@@ -217,10 +312,6 @@ def _is_ready(pipe: IO[bytes], event: int) -> bool:
     return bool(poll.poll(200))
 
 
-def _stalled(timeout: float) -> str:
-    return f"The background writer has made no progress for {timeout:.0f} s (--async-save-timeout)"
-
-
 class AsyncSaveTask:
     """This rank's part of one background save: its own file, and on the coordinator the commit."""
 
@@ -239,7 +330,7 @@ class AsyncSaveTask:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank's part (on the coordinator, the save) has ended, as of the last :meth:`poll`."""
+        """Whether this rank's part (on the coordinator, the save) had ended at the last :meth:`poll`."""
         return not self._process.unfinished
 
     def finish_own(self) -> str | None:
@@ -256,10 +347,7 @@ class AsyncSaveTask:
 
 
 class DirectorySaveTask(AsyncSaveTask):
-    """A save that is committed by renaming a directory.
-
-    With a ``lock_token``, only the run whose lock on ``root`` has it may commit.
-    """
+    """A save that is committed by renaming a directory, only by the run whose lock on ``root`` has ``lock_token``."""
 
     def __init__(self, root: Path, iteration: int, process: BackgroundProcess, lock_token: str | None = None) -> None:
         super().__init__(iteration, process)

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,13 @@ Job = Mapping[str, Any]
 
 
 class Worker:
-    """Runs jobs; every kind of job is a method."""
+    """Runs jobs; every kind of job is a method, whose errors are :class:`CheckpointError`."""
 
     def __init__(self, memory: int, report: Callable[[Mapping[str, object]], None]) -> None:
-        self._memory = memory
-        self._report = report
-        self._housekeeping: dict[str, Housekeeping] = {}
-
-    def do(self, job: Job) -> None:
-        """Run one job; errors are :class:`CheckpointError`."""
-        getattr(self, job["kind"])(job)
+        self._memory, self._report = memory, report
+        self._progress = partial(report, {"progress": True})
+        # One for every URL, because it records which iterations are clean.
+        self._housekeeping = cache(lambda url: Housekeeping(RemotePath(url)))
 
     def write(self, job: Job) -> None:
         """Write the first ``bytes`` of the shared memory to the file ``path``."""
@@ -72,10 +70,9 @@ class Worker:
         self._announce(path, file.written, job["read_back"])
 
     def copy(self, job: Job) -> None:
-        """Wait until the checkpoint ``source`` is complete and copy its file ``name`` (if any) to the directory
-        ``target``."""
+        """Wait until the checkpoint ``source`` is complete and copy its file ``name`` (if any) to ``target``."""
         source, target = Path(job["source"]) / job["name"], Path(job["target"])
-        self._await(source.with_name(MANIFEST))
+        _await(source.with_name(MANIFEST))
         if not source.exists():
             return
         path = target / job["name"]
@@ -86,73 +83,62 @@ class Worker:
         self._announce(path, file.written, read_back=True)
 
     def commit(self, job: Job) -> None:
-        """Wait until every rank has written its file, then make the directory the checkpoint of ``iteration`` in
-        ``root``."""
+        """Wait until every rank has written its file, then make the directory a checkpoint of ``root``."""
         content = json.loads(job["content"])
         written = self._collect(Path(job["directory"]), set(content["files"]))
         # In their order: chunks name files by their places in it.
         content["files"] = {name: written[name].to_json() for name in content["files"]}
-        self._commit(job, seal("manifest", json.dumps(content, separators=(",", ":"))))
+        text = seal("manifest", json.dumps(content, separators=(",", ":")))
+        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text, job["lock_token"])
 
     def mirror(self, job: Job) -> None:
         """Wait until every rank has copied its file of the checkpoint ``source``, then make the copy a checkpoint."""
         manifest = Path(job["source"]) / MANIFEST
-        self._await(manifest)
+        _await(manifest)
         with explained("read", manifest):
             text = manifest.read_text()
         files = files_of(text)
         for name, file in self._collect(Path(job["directory"]), set(files)).items():
             check_unmodified(manifest.with_name(name), file, files[name])
-        self._commit(job, text)
-
-    @staticmethod
-    def _commit(job: Job, manifest: str) -> None:
-        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], manifest, job["lock_token"])
+        commit(Path(job["directory"]), Path(job["root"]), job["iteration"], text, job["lock_token"])
 
     def clear(self, job: Job) -> None:
         """Delete the files of earlier attempts at the URL ``root``; a failure does not prevent the save."""
         try:
-            self._housekeeping_of(job).clear(job["attempt"], self._progress)
+            self._housekeeping(job["root"]).clear(job["attempt"], self._progress)
         except CheckpointError as error:
             self._report({"note": f"what earlier attempts left stays: {error}"})
 
     def upload(self, job: Job) -> None:
         """Wait until the checkpoint ``source`` is complete and upload its file ``name`` (if any)."""
         source = Path(job["source"]) / job["name"]
-        self._await(source.with_name(MANIFEST))
+        _await(source.with_name(MANIFEST))
         if source.exists():
-            _attempt(job).upload(source, self._progress)
+            Attempt(RemotePath(job["root"]), job["iteration"], job["attempt"]).upload(source, self._progress)
 
     def publish(self, job: Job) -> None:
         """Wait until every rank has uploaded its file, make the checkpoint visible, and delete older ones."""
         manifest = Path(job["source"]) / MANIFEST
-        self._await(manifest)
+        _await(manifest)
         with explained("read", manifest):
             files = set(files_of(manifest.read_text()))
-        attempt = _attempt(job)
+        attempt = Attempt(RemotePath(job["root"]), job["iteration"], job["attempt"])
         while files := attempt.missing(files):
             time.sleep(_REMOTE_POLL_SECONDS)
         if job["lock_token"] is not None:
             check_token(manifest.parent.parent, job["lock_token"])
         attempt.publish(manifest, self._progress)
-        if job["deletes"]:
-            self._retain(job)
+        if not job["deletes"]:
+            return
 
-    def _retain(self, job: Job) -> None:
         def note(text: str) -> None:
             self._report({"note": text})
 
         try:
             last, interval = job["retain_last"], job["retain_interval"]
-            self._housekeeping_of(job).retain(job["iteration"], last, interval, note, self._progress)
+            self._housekeeping(job["root"]).retain(job["iteration"], last, interval, note, self._progress)
         except CheckpointError as error:
             note(f"nothing more is deleted under {job['root']}: {error}")
-
-    def _housekeeping_of(self, job: Job) -> Housekeeping:
-        return self._housekeeping.setdefault(job["root"], Housekeeping(RemotePath(job["root"])))
-
-    def _progress(self) -> None:
-        self._report({"progress": True})
 
     def _announce(self, path: Path, file: WrittenFile, read_back: bool) -> None:
         """Record the written file for the committing process, after it is on stable storage."""
@@ -171,11 +157,6 @@ class Worker:
             draft.rename(outcome)
 
     @staticmethod
-    def _await(path: Path) -> None:
-        while not path.exists():
-            time.sleep(_POLL_SECONDS)
-
-    @staticmethod
     def _collect(directory: Path, names: set[str]) -> dict[str, WrittenFile]:
         """Wait until all ``names`` are written and remove their outcome files."""
         outcomes = directory / OUTCOMES
@@ -190,8 +171,9 @@ class Worker:
         return written
 
 
-def _attempt(job: Job) -> Attempt:
-    return Attempt(RemotePath(job["root"]), job["iteration"], job["attempt"])
+def _await(path: Path) -> None:
+    while not path.exists():
+        time.sleep(_POLL_SECONDS)
 
 
 def main(memory: int) -> None:
@@ -208,7 +190,7 @@ def main(memory: int) -> None:
     while True:
         job = jobs.get()
         try:
-            worker.do(job)
+            getattr(worker, job["kind"])(job)
         except UserError as error:
             _report({"failed": job["number"], "error": str(error)})
         except Exception:

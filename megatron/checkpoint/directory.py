@@ -1,32 +1,24 @@
 """The directory with a run's checkpoints: a checkpoint appears and disappears atomically.
 
-    DIR/iter_0000100/                            a complete checkpoint
-    DIR/latest_checkpointed_iteration.txt        the tracker: "100"
-    DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
-    DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
-    DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
-    DIR/iter_0000300.rolled_back/                abandoned when the run returned to an earlier checkpoint
-
 A checkpoint is written under a hidden name and renamed when it is complete, so a directory named ``iter_...`` is
 complete. The directories decide; the tracker is for people and scripts, and is never required.
-
-Saving an iteration again takes two renames: the old checkpoint away, then the new one in. A crash between them leaves
-both complete under hidden names: readers find the old one under its ``replaced`` name, and the next save renames it
-back.
 """
 
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
 from megatron.checkpoint.files import explained, sync_directory, write_text_durably
 from megatron.checkpoint.lock import check_token
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
+from megatron.errors import CheckpointError
 
 PathT = TypeVar("PathT", bound=AnyPath)
 
@@ -35,6 +27,16 @@ TRACKER = "latest_checkpointed_iteration.txt"
 SOURCE_SAVED_AT = "source_saved_at_ns"
 """Key in the manifest of an uploaded copy: save time of the original, by its file system's clock."""
 
+#   DIR/iter_0000100/                            a complete checkpoint
+#   DIR/latest_checkpointed_iteration.txt        the tracker: "100"
+#   DIR/.iter_0000200.saving-1f6c0a9e/           being written, or left by a crash
+#   DIR/.iter_0000100.replaced-83d2b7c4/         making room for a second checkpoint of the same iteration
+#   DIR/.iter_0000050.removing-5e0c91d7/         being deleted, or left by a crash
+#   DIR/iter_0000300.rolled_back/                abandoned when the run returned to an earlier checkpoint
+#
+# Saving an iteration again takes two renames: the old checkpoint away, then the new one in. A crash between them leaves
+# both complete under hidden names: readers find the old one under its ``replaced`` name, and the next save renames it
+# back.
 _COMPLETE = re.compile(r"iter_(\d{7,})")
 _SAVING = re.compile(r"\.iter_(\d{7,})\.saving-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.replaced-[0-9a-f]{8}")
@@ -189,3 +191,89 @@ def remove_checkpoint(directory: Path) -> None:
     except OSError:
         return
     shutil.rmtree(directory, ignore_errors=True)
+
+
+# --- new directories -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fresh_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory next to ``target``, renamed to ``target`` at the end, or removed after an error.
+
+    Raises :class:`CheckpointError` if ``target`` exists and is not an empty directory. Leftovers of a killed conversion
+    to ``target`` are removed.
+    """
+    check_free(target)
+    with explained("write", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        leftover = re.compile(re.escape(f".{target.name}.saving-") + "[0-9a-f]{8}")
+        for path in target.parent.iterdir():
+            if leftover.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+        saving = hidden_path(target, "saving")
+        saving.mkdir()
+    try:
+        yield saving
+        with explained("write", target):
+            sync_directory(saving)
+            os.rename(saving, target)
+            sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(saving, ignore_errors=True)
+        raise
+
+
+def check_free(target: Path) -> None:
+    """Raise :class:`CheckpointError` if ``target`` exists and is not an empty directory."""
+    with explained("write", target):
+        in_the_way = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    if in_the_way:
+        raise CheckpointError(f"{target} already exists and is not overwritten: choose another directory.")
+
+
+# --- retention ----------------------------------------------------------------------------------------------
+
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Retention:
+    """Keeps the newest ``last`` good checkpoints (default: one) and those at multiples of ``interval``.
+
+    ``verify`` compares a checkpoint with its digests and raises :class:`CheckpointError`; a good result is remembered.
+    """
+
+    last: int | None
+    interval: int | None
+    verify: Callable[[int], None]
+    _good: set[int] = field(default_factory=set)
+
+    def confirm(self, iteration: int) -> None:
+        """Record that the checkpoint of ``iteration`` has been verified."""
+        self._good.add(iteration)
+
+    def superfluous(self, iterations: Sequence[int]) -> list[int]:
+        """The ``iterations`` (ascending) that may be deleted."""
+        missing = self.last or 1
+        newest_first = iterations[::-1]
+        if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):
+            return []  # without verification, which reads everything
+        for place, iteration in enumerate(newest_first):
+            missing -= self._is_good(iteration)
+            if missing == 0:
+                return [older for older in newest_first[place + 1 :] if not self._is_milestone(older)]
+        return []
+
+    def _is_milestone(self, iteration: int) -> bool:
+        return self.interval is not None and iteration % self.interval == 0
+
+    def _is_good(self, iteration: int) -> bool:
+        if iteration not in self._good:
+            try:
+                self.verify(iteration)
+            except CheckpointError as error:
+                _logger.warning("The checkpoint of iteration %d is kept, but counts for nothing: %s", iteration, error)
+                return False
+            self._good.add(iteration)
+        return True

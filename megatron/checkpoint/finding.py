@@ -1,4 +1,4 @@
-"""Find checkpoints, and the one to load."""
+"""Find checkpoints and the one to load; read the state of one, and verify its files."""
 
 import json
 import logging
@@ -16,10 +16,14 @@ from megatron.checkpoint.directory import (
     locate_checkpoint,
     saved_iterations,
 )
-from megatron.checkpoint.files import explained
+from megatron.checkpoint.files import explained, verify_file
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
+from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.errors import CheckpointError
+
+# The public save() and load() are these two behind a warning for every run of a single process.
+
 
 _logger = logging.getLogger(__name__)
 
@@ -151,3 +155,23 @@ def _defect(root: AnyPath, iteration: int) -> CheckpointError | None:
     except CheckpointError as error:
         return error
     return None
+
+
+def verify_share(root: AnyPath, iteration: int, rank: int, size: int) -> None:
+    """Compare the share of files of ``rank`` of ``size`` with their digests; no collective.
+
+    All ranks together read every file once, each about equally many bytes. Raises :class:`CheckpointError`.
+    """
+    directory, manifest = locate_checkpoint(root, iteration), read_checkpoint(root, iteration)
+    load = [0] * size
+    for file in sorted(manifest.files().values(), key=lambda file: (-file.size, file.name)):
+        holder = min(range(size), key=load.__getitem__)
+        load[holder] += file.size
+        if holder == rank:
+            verify_file(directory, file)
+
+
+def read_run_state(root: AnyPath, iteration: int) -> SavedState:
+    """The saved state of ``iteration``, upgraded to the current schema; no collective."""
+    manifest = read_checkpoint(root, iteration)
+    return upgrade(manifest.state, manifest.format_version)

@@ -37,12 +37,81 @@ POLL = 0.5
 """Seconds between two polls of a waiting run."""
 RELEASE_SECONDS = 10.0
 """For so long a release waits for a renewal under way."""
-_PROC = "/proc"
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
 class LockLostError(DirectoryInUseError):
     """Another run has taken over the lock: this run must not save any more."""
+
+
+@dataclass(frozen=True)
+class ProcessTable:
+    """The processes of this host, from procfs at ``proc``, or from sysctl and ps where there is none (macOS)."""
+
+    proc: str = "/proc"
+
+    @property
+    def has_proc(self) -> bool:
+        return os.path.isdir(self.proc)
+
+    def boot(self) -> str:
+        """Boot id of this host; empty if the system has none."""
+        try:
+            return Path(f"{self.proc}/sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return "" if self.has_proc else _printed_by("sysctl", "-n", "kern.bootsessionuuid")
+
+    def namespace(self) -> str:
+        """PID namespace of this process; empty if it cannot be read."""
+        return _link(f"{self.proc}/self/ns/pid") if self.has_proc else "none"
+
+    def start_of(self, process: str) -> tuple[str, str]:
+        """State of a process and its start (on Linux in clock ticks since boot); empty if the system hides it."""
+        if not self.has_proc:
+            pid = str(os.getpid()) if process == "self" else process
+            state, _, start = _printed_by("ps", "-o", "stat=", "-o", "lstart=", "-p", pid).partition(" ")
+            return state[:1], " ".join(start.split())
+        try:
+            # The program's name is in parentheses and may contain any characters.
+            fields = Path(f"{self.proc}/{process}/stat").read_text().rpartition(")")[2].split()
+            return fields[0], fields[19]
+        except (OSError, IndexError):
+            return "", ""
+
+    def fate(self, pid: int, start: str) -> Literal["alive", "gone", "unknown"]:
+        """Whether the process ``pid`` of this PID namespace that began at ``start`` is alive."""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return "gone"
+        except PermissionError:
+            pass  # another user's process
+        if self.has_proc and _link(f"{self.proc}/self") != str(os.getpid()):
+            return "unknown"  # a container may see the /proc of its host
+        state, actual_start = self.start_of(str(pid))
+        if not state:
+            return "unknown"  # /proc may hide the processes of other users
+        # An ended process is listed until its parent waits for it, in a container possibly forever.
+        return "alive" if actual_start == start and state not in "ZX" else "gone"
+
+
+def _link(path: str) -> str:
+    """Target of a symbolic link; empty if it cannot be read."""
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _printed_by(*command: str) -> str:
+    """What a program prints; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        environment = {**os.environ, "LC_ALL": "C"}
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment).stdout.strip()
+    return ""
+
+
+THIS_HOST = ProcessTable()
 
 
 @dataclass(frozen=True)
@@ -60,78 +129,19 @@ class Owner:
     renewals: int = 0
 
     @classmethod
-    def this_process(cls, proc: str = _PROC) -> "Owner":
-        """A new lock of this process. ``proc`` is where procfs is mounted, which macOS does not have."""
-        identity = f"{_boot(proc)}/{_start_of('self', proc)[1]}"
-        namespace = _namespace(proc)
-        return cls(socket.gethostname(), os.getpid(), identity, secrets.token_hex(8), time.time(), namespace)
+    def this_process(cls, table: ProcessTable = THIS_HOST) -> "Owner":
+        """A new lock of this process."""
+        identity, token = f"{table.boot()}/{table.start_of('self')[1]}", secrets.token_hex(8)
+        return cls(socket.gethostname(), os.getpid(), identity, token, time.time(), table.namespace())
 
-    def fate(self, proc: str = _PROC) -> Literal["alive", "gone", "unknown"]:
+    def fate(self, table: ProcessTable = THIS_HOST) -> Literal["alive", "gone", "unknown"]:
         """Whether the process is alive, if this can be determined from here."""
         boot, _, start = self.process.partition("/")
-        if not boot or boot != _boot(proc) or self.namespace not in ("", _namespace(proc)):
+        if not boot or boot != table.boot() or self.namespace not in ("", table.namespace()):
             return "unknown"
-        fate = self._fate_here(start, proc)
+        fate = table.fate(self.pid, start)
         # A file of an older version lacks the namespace of its pid, which may be another process here.
         return "unknown" if fate == "gone" and not self.namespace else fate
-
-    def _fate_here(self, start: str, proc: str) -> Literal["alive", "gone", "unknown"]:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return "gone"
-        except PermissionError:
-            pass  # another user's process
-        if os.path.isdir(proc) and _link(f"{proc}/self") != str(os.getpid()):
-            return "unknown"  # a container may see the /proc of its host
-        state, actual_start = _start_of(str(self.pid), proc)
-        if not state:
-            return "unknown"  # /proc may hide the processes of other users
-        # An ended process is listed until its parent waits for it, in a container possibly forever.
-        return "alive" if actual_start == start and state not in "ZX" else "gone"
-
-
-def _boot(proc: str) -> str:
-    """Boot id of this host; empty if the system has none."""
-    try:
-        return Path(f"{proc}/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "" if os.path.isdir(proc) else _printed_by("sysctl", "-n", "kern.bootsessionuuid")
-
-
-def _namespace(proc: str) -> str:
-    """PID namespace of this process; empty if it cannot be read."""
-    return _link(f"{proc}/self/ns/pid") if os.path.isdir(proc) else "none"
-
-
-def _link(path: str) -> str:
-    """Target of a symbolic link; empty if it cannot be read."""
-    try:
-        return os.readlink(path)
-    except OSError:
-        return ""
-
-
-def _start_of(process: str, proc: str) -> tuple[str, str]:
-    """State of a process and its start, on Linux in clock ticks since boot; empty if the system does not show it."""
-    if not os.path.isdir(proc):
-        pid = str(os.getpid()) if process == "self" else process
-        state, _, start = _printed_by("ps", "-o", "stat=", "-o", "lstart=", "-p", pid).partition(" ")
-        return state[:1], " ".join(start.split())
-    try:
-        # The program's name is in parentheses and may contain any characters.
-        fields = Path(f"{proc}/{process}/stat").read_text().rpartition(")")[2].split()
-        return fields[0], fields[19]
-    except (OSError, IndexError):
-        return "", ""
-
-
-def _printed_by(*command: str) -> str:
-    """What a program of a system without /proc (macOS) prints; empty if it fails."""
-    with suppress(OSError, subprocess.SubprocessError):
-        environment = {**os.environ, "LC_ALL": "C"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment).stdout.strip()
-    return ""
 
 
 @dataclass(frozen=True)
@@ -227,14 +237,6 @@ class LockAttempt:
         )
 
 
-def acquire(root: Path, renewal: float = RENEWAL) -> "RunLock":
-    """Lock the checkpoints in ``root``; waits while the owner of the present lock may be dead."""
-    attempt = LockAttempt(root, renewal=renewal)
-    while (lock := attempt.poll()) is None:
-        time.sleep(POLL)
-    return lock
-
-
 def _create(path: Path, owner: Owner) -> bool:
     """Create the lock file atomically; False if there is one."""
     with _draft(path, owner) as draft:
@@ -318,6 +320,12 @@ class RunLock:
         # A daemon, so that a process that does not release its lock can end.
         self._renewing = threading.Thread(target=self._keep, name="run lock", daemon=True)
         self._renewing.start()
+
+    # Only a run that waited for a whole lease takes a lock over, so an owner that renews in time never loses it:
+    #
+    #   owner     renews, renews, ... │ suspended                         │ another token: LockLostError
+    #   waiting                       │ no change for LEASE + RENEWAL     │ takes over, saves
+    #                                 └ by the clock of the waiting run ──┘
 
     def _keep(self) -> None:
         while not self._is_released.wait(self._renewal) and not self._is_lost:

@@ -19,6 +19,15 @@ from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
 from megatron.data.digests import is_sealed, seal
 from megatron.errors import CheckpointError
 
+MODEL = "model/"
+"""Weights in the precision of the model."""
+MASTER = "optimizer/master/"
+"""fp32 master weights, if the optimizer keeps any."""
+EMA = "optimizer/ema/"
+"""Moving average of the weights, if the optimizer keeps one."""
+FP8 = "fp8/"
+"""Scales and amax histories of FP8 linear layers, by layer name."""
+
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 _FIRST_WITH_COLUMNS = 8

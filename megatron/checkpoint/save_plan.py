@@ -16,12 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 from megatron.checkpoint.boxes import DividedBox, Divisions, Mask, Numbers, boxed, boxes_are_disjoint
@@ -108,10 +103,7 @@ class BoxTable:
 
     @classmethod
     def of(
-        cls,
-        tensors: Sequence[GlobalTensor],
-        boxes: Sequence[WriteItem],
-        divided: Sequence[tuple[str, DividedBox]] = (),
+        cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem], divided: Sequence[tuple[str, DividedBox]] = ()
     ) -> "BoxTable":
         """The table of one rank's ``boxes``, in their order, and after them of ``divided`` boxes with the names of
         their tensors."""
@@ -165,10 +157,7 @@ class SavePlanner(DefaultSavePlanner):
         self.saved: dict[str, SavedTensor] = {}
 
     def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
 

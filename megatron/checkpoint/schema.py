@@ -110,50 +110,29 @@ class SavedState:
         return _build(kind, dict(self.flags.get(name, {})), f"flag group {name}")
 
 
-def _from_version_2(state: State) -> State:
+def _rename_schedule(state: State) -> State:
     if "schedule" in state:
         state["lr_schedule"] = state.pop("schedule")
     return state
 
 
-def _from_version_3(state: State) -> State:
-    """Version 4 added the fields of experts. Their defaults describe a dense model, as all older checkpoints are."""
-    return state
-
-
-def _from_version_4(state: State) -> State:
-    """Version 5 added rollbacks and the state of the update guard. Older code did not roll back, and had no guard."""
-    return state
-
-
-def _from_version_5(state: State) -> State:
-    """Version 6 added the generation settings of a Hugging Face model, which older code did not read."""
-    return state
-
-
-def _from_version_6(state: State) -> State:
-    """Version 7 added the fields of muP. Their defaults describe a model without it, as all older checkpoints are."""
-    return state
-
-
-def _from_version_7(state: State) -> State:
-    """Version 8 lists the chunks of tensors in columns; the state is the same."""
-    return state
-
-
-def _from_version_8(state: State) -> State:
-    """Version 9 lists a box that several ranks divide by rows once; the state is the same."""
+def _unchanged(state: State) -> State:
     return state
 
 
 MIGRATIONS: Mapping[int, Callable[[State], State]] = {
-    2: _from_version_2,
-    3: _from_version_3,
-    4: _from_version_4,
-    5: _from_version_5,
-    6: _from_version_6,
-    7: _from_version_7,
-    8: _from_version_8,
+    2: _rename_schedule,
+    # Version 4 added the fields of experts. Their defaults describe a dense model, as all older checkpoints are.
+    3: _unchanged,
+    # Version 5 added rollbacks and the state of the update guard. Older code did not roll back, and had no guard.
+    4: _unchanged,
+    # Version 6 added the generation settings of a Hugging Face model, which older code did not read.
+    5: _unchanged,
+    # Version 7 added the fields of muP. Their defaults describe a model without it, as all older checkpoints are.
+    6: _unchanged,
+    # Version 8 lists the chunks of tensors in columns, and version 9 a box that several ranks divide by rows once.
+    7: _unchanged,
+    8: _unchanged,
 }
 """Migration from each version to the next."""
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from megatron.checkpoint.boxes import Place, overlap
 from megatron.checkpoint.directory import (
@@ -18,19 +19,52 @@ from megatron.checkpoint.directory import (
     remove_checkpoint,
 )
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.manifest import (
-    JSON,
-    Manifest,
-    SavedTensor,
-    chunk_key,
-    encode_manifest,
-    read_checkpoint,
-)
+from megatron.checkpoint.manifest import JSON, Manifest, SavedTensor, chunk_key, encode_manifest, read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
+from megatron.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
+BLOCK_BYTES = 64 << 20
+"""Memory of a block; a single longer row is one block."""
 _OPEN_FILES = 16
+
+Advance = Callable[[int], object]
+"""Called with the number of additional bytes done."""
+
+
+class ChunkedModel:
+    """A model that is computed or converted chunk by chunk, for :func:`save_streaming`."""
+
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        """The chunks of each global tensor."""
+
+    def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype, chunks: list[ChunkStorageMetadata]) -> None:
+        self.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
+
+
+def row_chunks(shape: Sequence[int], dtype: torch.dtype, first_row: int = 0) -> list[ChunkStorageMetadata]:
+    """Chunks of whole rows of a tensor of ``shape``, each of at most :data:`BLOCK_BYTES` or one row."""
+    rows, *other = shape
+    step = max(1, BLOCK_BYTES // Entry(dtype, (1, *other)).nbytes)
+    return [
+        ChunkStorageMetadata(
+            torch.Size((first_row + row, *(0 for _ in other))), torch.Size((min(step, rows - row), *other))
+        )
+        for row in range(0, rows, step)
+    ]
+
+
+def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
+    """Raise :class:`CheckpointError` if fp16 cannot represent the converted numbers."""
+    if converted.dtype == torch.float16 != source and not converted.isfinite().all():
+        raise CheckpointError(f"{name} has numbers beyond the range of fp16: choose --dtype bf16 or fp32.")
 
 
 class _Chunk(NamedTuple):
@@ -113,8 +147,13 @@ class SavedTensors:
         self.iteration = iteration
         self._directory = locate_checkpoint(root, iteration)
         self.manifest = read_checkpoint(root, iteration)
-        # A few files stay open, since a tensor's chunks may lie in many.
-        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
+        files = self.manifest.files()
+
+        @lru_cache(maxsize=_OPEN_FILES)  # a tensor's chunks may lie in many files
+        def open_file(name: str) -> VerifiedSafetensors:
+            return VerifiedSafetensors(self._directory, files[name])
+
+        self._open = open_file
 
     def read_into(self, target: Tensor, name: str, place: Place) -> None:
         """Fill ``target`` with the part ``place`` of the global tensor ``name``; their shapes are equal."""
@@ -124,9 +163,5 @@ class SavedTensors:
             # A place with a step may lie on both sides of a chunk.
             if all(taken.start < taken.stop for taken, _ in parts):
                 taken, inside = (tuple(part[side] for part in parts) for side in (0, 1))
-                self._open(chunk.file.name).copy_into(
-                    target[taken], chunk.key, inside, self.manifest.entry(name, chunk)
-                )
-
-    def _open_file(self, name: str) -> VerifiedSafetensors:
-        return VerifiedSafetensors(self._directory, self.manifest.files()[name])
+                entry = self.manifest.entry(name, chunk)
+                self._open(chunk.file.name).copy_into(target[taken], chunk.key, inside, entry)

@@ -1,10 +1,11 @@
-"""Copies of a tokenizer's files: beside the checkpoints of a run, so that they can be read from any place.
+"""Copies of a tokenizer's files, so that checkpoints can be read from any place; and in Hugging Face's format.
 
 SAVE/tokenizer/DIGEST/tokenizer.model        of a run; DIGEST is the one in the data record of its checkpoints
 SAVE/iter_0000000/tokenizer/tokenizer.json   of a checkpoint that a tool has written
 """
 
 import atexit
+import json
 import os
 import shutil
 import tempfile
@@ -13,13 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.directory import fresh_directory, locate_checkpoint
-from megatron.checkpoint.files import explained, sync_directory, sync_file
-from megatron.checkpoint.hugging_face.mapping.config import TOKENIZER_FILES, TOKENIZER_JSON, TOKENIZER_MODEL
+from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
+from megatron.checkpoint.hugging_face.config import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    read_json_object,
+)
+from megatron.checkpoint.hugging_face.write import write_json
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.checkpoint.schema import SavedState
 from megatron.config.data import TokenizerConfig
 from megatron.data.data_record import tokenizer_digest
-from megatron.data.tokenizers import tokenizer_files
+from megatron.data.tokenizers import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, tokenizer_files
 
 COPY = "tokenizer"
 """The directory of copies."""
@@ -56,8 +64,7 @@ def copy_tokenizer_of(flags: TokenizerConfig, directory: Path) -> None:
 
 
 def flags_of_copy(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
-    """``flags`` for the files that :func:`copy_tokenizer_of` writes, which will be in ``directory``; without any,
-    ``flags`` as they are."""
+    """``flags`` for the files that :func:`copy_tokenizer_of` writes to ``directory``; unchanged if there are none."""
     return _flags_in(flags, directory) if _has_files(flags) else flags
 
 
@@ -66,7 +73,7 @@ def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
     digest = tokenizer_digest(flags) if _has_files(flags) else None
     if digest is None:
         return
-    place, files = _place_of(root, digest), files_by_name(flags)
+    place, files = root / COPY / digest.replace("+", "-"), files_by_name(flags)
     if isinstance(place, RemotePath):
         there = place.files()
         for name, path in files.items():  # those that determine the ids are the last: then the copy is complete
@@ -81,21 +88,17 @@ def keep_copy(root: AnyPath, flags: TokenizerConfig) -> None:
 
 
 def tokenizer_of(state: SavedState, root: AnyPath, iteration: int) -> TokenizerConfig:
-    """The flags for the tokenizer of a checkpoint: the path in the checkpoint if the tokenizer of training is there,
-    else a copy. A relative path may be of another file here."""
+    """The flags for the tokenizer of a checkpoint: its own path if the tokenizer of training is there, else a copy."""
+    # A relative path may be of another file here.
     flags = state.flag_group("tokenizer", TokenizerConfig)
     digest = state.data_stages[-1].data.get("tokenizer_digest") if state.data_stages else None
     if all(map(os.path.exists, tokenizer_files(flags))) and digest in (None, tokenizer_digest(flags)):
         return flags
     if digest is not None:
-        copy = _existing_copy(flags, _place_of(root, str(digest)))
+        copy = _existing_copy(flags, root / COPY / str(digest).replace("+", "-"))
         if copy is not None and tokenizer_digest(copy) == digest:
             return copy
     return _existing_copy(flags, locate_checkpoint(root, iteration) / COPY) or flags
-
-
-def _place_of(root: AnyPath, digest: str) -> AnyPath:
-    return root / COPY / digest.replace("+", "-")
 
 
 def _has_files(flags: TokenizerConfig) -> bool:
@@ -106,7 +109,12 @@ def _has_files(flags: TokenizerConfig) -> bool:
 
 def _existing_copy(flags: TokenizerConfig, place: AnyPath) -> TokenizerConfig | None:
     """``flags`` with the files in ``place``, which are copied to this machine from a URL; None if they are missing."""
-    copy = _flags_in(flags, _fetched(place) if isinstance(place, RemotePath) else place)
+    if isinstance(place, RemotePath):
+        remote, place = place, Path(tempfile.mkdtemp(prefix="tokenizer-"))
+        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        for name in {*TOKENIZER_FILES, *_GPT2_FILES} & remote.files().keys():
+            (place / name).write_bytes((remote / name).read_bytes())
+    copy = _flags_in(flags, place)
     return copy if all(map(os.path.isfile, tokenizer_files(copy))) else None
 
 
@@ -119,10 +127,69 @@ def _flags_in(flags: TokenizerConfig, directory: Path) -> TokenizerConfig:
     return replace(flags, tokenizer_model=str(directory / name))
 
 
-def _fetched(place: RemotePath) -> Path:
-    """A local directory with the tokenizer's files at a URL."""
-    directory = Path(tempfile.mkdtemp(prefix="tokenizer-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    for name in {*TOKENIZER_FILES, *_GPT2_FILES} & place.files().keys():
-        (directory / name).write_bytes((place / name).read_bytes())
-    return directory
+# --- in Hugging Face's format -------------------------------------------------------------------------------
+
+
+def copy_tokenizer(source: Path, directory: Path) -> list[str]:
+    """Copy the tokenizer files in ``source``, a directory or one file; returns their names.
+
+    A single file is renamed to ``tokenizer.model``, except for a ``tokenizer.json``, which is copied with its
+    companions.
+    """
+    if source.is_dir() or source.name in TOKENIZER_FILES:
+        beside = source if source.is_dir() else source.parent
+        copied = {name: beside / name for name in TOKENIZER_FILES if (beside / name).is_file()}
+    else:
+        copied = {TOKENIZER_MODEL: source} if source.is_file() else {}
+    if copied:
+        copy_files(copied, directory)
+    return list(copied)
+
+
+# The class that uses tokenizer.json as it is. Classes of a model, such as LlamaTokenizer, replace parts of it.
+_FAST_CLASS = "PreTrainedTokenizerFast"
+# The class that passes texts to SentencePiece unchanged, and the name of its file.
+_SENTENCEPIECE_CLASS, _SENTENCEPIECE_FILE = "BertGenerationTokenizer", "spiece.model"
+# Types of models for which AutoTokenizer of transformers 5 uses another class than the one in tokenizer_config.json.
+_CLASS_IS_IGNORED = {"qwen2": (_FAST_CLASS, _SENTENCEPIECE_CLASS), "mixtral": (_SENTENCEPIECE_CLASS,)}
+
+
+def write_tokenizer(directory: Path, flags: TokenizerConfig, tokenizer: Tokenizer, model_type: str) -> list[str]:
+    """Write the files of ``tokenizer``, which ``flags`` name, for a model whose ``config.json`` has ``model_type``.
+
+    Returns what the user must know.
+    """
+    # The original goes along for programs that read it, and what is beside a tokenizer.json.
+    files = {} if isinstance(tokenizer, GPT2BPETokenizer) else files_by_name(flags)
+    original = files.pop(TOKENIZER_CONFIG, None)
+    given = {} if original is None else read_json_object(original)
+    given.pop("auto_map", None)  # code, which is not copied
+    description, notes = tokenizer.tokenizer_json(), []
+    if description is not None:
+        files.pop(TOKENIZER_JSON, None)
+        with explained("write", directory):
+            write_text_durably(directory / TOKENIZER_JSON, description.decode())
+        # The names of the tokens that begin and end a text.
+        names = {one["id"]: one["content"] for one in json.loads(description).get("added_tokens") or ()}
+        roles = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+        special = {role: names[token] for role, token in roles.items() if token in names}
+        settings = {"clean_up_tokenization_spaces": False, **special, **given, "tokenizer_class": _FAST_CLASS}
+    else:
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        (files[_SENTENCEPIECE_FILE],) = files.values()
+        # The class would add tokens for the roles that have none.
+        settings = {**tokenizer.special_pieces(), "pad_token": None, "sep_token": None}
+        settings["tokenizer_class"] = _SENTENCEPIECE_CLASS
+        notes.append(
+            f"tokenizer: no tokenizer.json gives its ids, so transformers reads {_SENTENCEPIECE_FILE} with the package "
+            "sentencepiece; decode ids with this package, too"
+        )
+    copy_files(files, directory)
+    write_json(directory / TOKENIZER_CONFIG, settings)
+    is_of_model = str(given.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
+    if settings["tokenizer_class"] in _CLASS_IS_IGNORED.get(model_type, ()) and not is_of_model:
+        notes.append(
+            f"tokenizer: AutoTokenizer ignores tokenizer_config.json for models of type {model_type}, so load it with "
+            f"transformers.{settings['tokenizer_class']}.from_pretrained"
+        )
+    return notes

@@ -1,25 +1,11 @@
 """A checkpoint at a URL: it appears and disappears atomically, although an object store has no rename.
 
-    URL/iter_0000100/rank_00003.1f6c0a9e.safetensors     rank 3's file, uploaded by the attempt 1f6c0a9e
-    URL/iter_0000100/manifest.json                       the commit, written last
-    URL/iter_0000100/.written-1f6c0a9e/rank_00003.json   rank 3's file was uploaded and read back; deleted at the end
-    URL/latest_checkpointed_iteration.txt                the tracker
-
-The invariants:
-
-- An object whose name has an attempt is written by this attempt only, so two attempts never share an object.
-- ``manifest.json`` is one object, which is replaced as a whole. It names files of one attempt only, which were read
-  back from the store and compared with their digests before. Until it is written, the iteration has no checkpoint or
-  the earlier one with its files unchanged; afterwards it has the new one.
-- Without a manifest there is no checkpoint. The next save deletes files that no manifest names. Deleting a checkpoint
-  begins with its manifest.
-
 ``iter_0000100`` copied to a directory is a checkpoint like any other. Imports no torch.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +17,7 @@ from megatron.checkpoint.directory import (
     TRACKER,
     Retention,
     iteration_directory,
+    iteration_of,
     saved_iterations,
 )
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile, check_unmodified, explained, files_of, verify_file
@@ -38,10 +25,25 @@ from megatron.checkpoint.remote_path import BLOCK, Progress, RemotePath
 from megatron.data.digests import BlockDigests, is_sealed, seal
 from megatron.errors import CheckpointError
 
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _OF_ATTEMPT = re.compile(r"rank_\d+\.([0-9a-f]{8})\.safetensors|\.written-([0-9a-f]{8})/.*")
 
 Note = Callable[[str], None]
+
+# What is at the URL:
+#
+#   iter_0000100/rank_00003.1f6c0a9e.safetensors     rank 3's file, uploaded by the attempt 1f6c0a9e
+#   iter_0000100/.written-1f6c0a9e/rank_00003.json   rank 3's file was uploaded and read back; deleted at the end
+#   iter_0000100/manifest.json                       the commit, written last
+#   latest_checkpointed_iteration.txt                the tracker
+#
+# The invariants:
+#
+# - An object whose name has an attempt is written by this attempt only, so two attempts never share an object.
+# - ``manifest.json`` is one object, which is replaced as a whole. It names files of one attempt only, which were read
+#   back from the store and compared with their digests before. Until it is written, the iteration has no checkpoint or
+#   the earlier one with its files unchanged; afterwards it has the new one.
+# - Without a manifest there is no checkpoint. The next save deletes files that no manifest names. Deleting a checkpoint
+#   begins with its manifest.
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,13 @@ class Attempt:
 
     def upload(self, source: Path, progress: Progress) -> None:
         """Upload the file ``source``, read it back, and write a marker for :meth:`publish`."""
-        file = copy_digested(source, self.target / self.name_of(source.name), progress)
+        target, digests = self.target / self.name_of(source.name), BlockDigests(BLOCK_BYTES)
+        with target.writing() as write, explained("read", source), source.open("rb", buffering=0) as original:
+            while block := original.read(BLOCK):
+                digests.update(block)
+                write(block)
+                progress()
+        file = WrittenFile.of(target.name, digests)
         verify_file(self.target, file, progress)
         (self.target / self._marker_of(source.name)).write_bytes(json.dumps(file.to_json()).encode())
 
@@ -99,17 +107,6 @@ class Attempt:
         self.target.remove(leftovers(there, {self.name_of(name) for name in files}), progress)
 
 
-def copy_digested(source: Path, target: RemotePath, progress: Progress) -> WrittenFile:
-    """Copy the file ``source`` to ``target``; size and digests are of the bytes read from ``source``."""
-    digests = BlockDigests(BLOCK_BYTES)
-    with target.writing() as write, explained("read", source), source.open("rb", buffering=0) as original:
-        while block := original.read(BLOCK):
-            digests.update(block)
-            write(block)
-            progress()
-    return WrittenFile.of(target.name, digests)
-
-
 def renamed(manifest: str, name_of: Callable[[str], str], written_at: int) -> str:
     """The manifest of a copy with renamed files."""
     if not is_sealed("manifest", manifest):
@@ -139,24 +136,20 @@ class Housekeeping:
     def clear(self, token: str, progress: Progress) -> None:
         """Delete leftovers of attempts other than ``token``, at every iteration that was not found clean before."""
         for directory in self.root.iterdir():
-            match = _ITERATION.fullmatch(directory.name)
-            if match and int(match[1]) not in self._clean:
-                there = directory.files()
-                directory.remove(self._leftovers(directory, there, token), progress)
-                if MANIFEST in there:
-                    self._clean.add(int(match[1]))
-                progress()
-
-    @staticmethod
-    def _leftovers(directory: RemotePath, there: Mapping[str, int], token: str) -> list[str]:
-        candidates = leftovers(there, named=(), but=token)
-        if MANIFEST not in there or not candidates:
-            return candidates
-        try:
-            return leftovers(there, _files_of(directory), but=token)
-        except CheckpointError:
-            # The files of a damaged checkpoint stay.
-            return []
+            iteration = iteration_of(directory)
+            if iteration is None or iteration in self._clean:
+                continue
+            there = directory.files()
+            superfluous = leftovers(there, named=(), but=token)
+            if MANIFEST in there and superfluous:
+                try:
+                    superfluous = leftovers(there, _files_of(directory), but=token)
+                except CheckpointError:
+                    superfluous = []  # the files of a damaged checkpoint stay
+            directory.remove(superfluous, progress)
+            if MANIFEST in there:
+                self._clean.add(iteration)
+            progress()
 
     def retain(self, newest: int, last: int | None, interval: int | None, note: Note, progress: Progress) -> None:
         """Delete checkpoints that ``--save-retain-last`` and ``--save-retain-interval`` do not keep.

@@ -1,16 +1,92 @@
 """Texts that continue prompts, token by token."""
 
 import itertools
+import json
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from megatron.config.generation import GenerationConfig
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import DataError
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.generator import Sampler, TextStream
+
+_MOST_LIKELY = 256
+"""Tokens that are sorted first: they nearly always have the probability of --top-p, and a vocabulary is large."""
+
+
+class Sampler:
+    """Draws the next tokens of several texts. A text's tokens depend on its own seed and logits alone."""
+
+    def __init__(self, config: GenerationConfig, numbers: Sequence[int]) -> None:
+        """For the texts with ``numbers``."""
+        self._config = config
+        self._random = {number: torch.Generator().manual_seed(config.seed + number) for number in numbers}
+
+    def draw(self, logits: Tensor, numbers: Sequence[int]) -> list[int]:
+        """The next id of each of the texts ``numbers`` from its logits, ``[texts, vocabulary]``."""
+        if self._config.temperature == 0:
+            ids: list[int] = logits.argmax(dim=-1).tolist()
+            return ids
+        candidates, ids_of_candidates = self._candidates(logits.cpu().double())
+        sums = candidates.cumsum(dim=-1)
+        drawn = torch.stack([torch.rand(1, generator=self._random[number], dtype=torch.float64) for number in numbers])
+        # The first candidate whose sum exceeds the drawn part of the total. A total may round up to the bound.
+        places = torch.searchsorted(sums, drawn * sums[:, -1:], right=True).clamp_(max=sums.shape[1] - 1)
+        chosen: list[int] = ids_of_candidates.gather(1, places).flatten().tolist()
+        return chosen
+
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities and ids of the tokens to draw from, the most likely first, ``[texts, candidates]`` each; 0 for
+        tokens that are left out."""
+        config, vocabulary = self._config, logits.shape[1]
+        probabilities = torch.softmax(logits / config.temperature, dim=-1)
+        if config.top_p == 1 and not config.top_k:
+            return probabilities, torch.arange(vocabulary).expand_as(probabilities)
+        count = min(config.top_k or _MOST_LIKELY, vocabulary)
+        likely, ids = probabilities.topk(count)
+        if not config.top_k and count < vocabulary and bool((likely.sum(dim=-1) < config.top_p).any()):
+            likely, ids = probabilities.sort(dim=-1, descending=True)
+        # Keep a token while the tokens before it have less than top_p; the first always stays.
+        before = likely.cumsum(dim=-1) - likely
+        return likely.where(before < config.top_p, 0.0), ids
+
+
+_UNFINISHED = "\ufffd"
+"""What an unfinished character is decoded to."""
+
+
+class TextStream:
+    """The text of growing ids, in parts that add up to the text of all ids.
+
+    Every part is the difference of two short texts, those of the last ids without the new ones and with them, because
+    the text of an id may depend on the id before it (a space at the beginning).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+        """How many of the ids have been returned as text."""
+
+    def add(self, ids: Sequence[int], is_last: bool = False) -> str:
+        """The text that ``ids`` add. The text of an unfinished character comes with a later id, or with the last."""
+        self._ids += ids
+        text = self._tokenizer.detokenize(self._ids)
+        if text.endswith(_UNFINISHED) and not is_last:
+            return ""
+        part = text[len(self._tokenizer.detokenize(self._ids[: self._shown])) :]
+        if part:
+            # From here on the ids of this part stand for all ids before.
+            del self._ids[: self._shown]
+            self._shown = len(self._ids)
+        return part
+
 
 Finish = Literal["end_of_document", "max_new_tokens", "max_position_embeddings"]
 """Why a text ended."""
@@ -166,3 +242,50 @@ def complete(
             counts[new.row] += new.finish != "end_of_document"
             finishes[new.row] = new.finish or finishes[new.row]
     return [Completion(*parts) for parts in zip(prompts, texts, counts, finishes, strict=True)]
+
+
+# --- files of prompts ---------------------------------------------------------------------------------------
+
+
+KEY = "prompt"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt of a file."""
+
+    text: str
+    fields: Mapping[str, Any]
+    """Its JSON object, whose other fields are copied to the result."""
+
+    def result(self, completion: Completion) -> str:
+        """The line of the result."""
+        new = {"text": completion.text, "tokens": completion.tokens, "finish": completion.finish}
+        return json.dumps({KEY: self.text, **self.fields, **new}, ensure_ascii=False)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: one a line, or in a file named ``*.jsonl`` the field "prompt" of one object a line. Empty
+    lines are left out. Raises :class:`DataError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise DataError(f"--prompts {path} cannot be read ({error.strerror}): check the path.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {path} is not UTF-8 text ({error}): convert it.") from error
+    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise DataError(f"--prompts {path} holds no prompt: write one a line.")
+    if path.suffix != ".jsonl":
+        return [Prompt(line, {}) for _, line in numbered]
+    return [_parse(line, f"Line {number} of {path}") for number, line in numbered]
+
+
+def _parse(line: str, where: str) -> Prompt:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({error}): correct it, or name the file *.txt.") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get(KEY), str):
+        raise DataError(f'{where} is not an object with a text under "{KEY}": add it.')
+    return Prompt(fields[KEY], fields)

@@ -2,17 +2,19 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, read_run_state
-from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceModel, fill_from_hugging_face
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
@@ -23,16 +25,19 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.key_value_cache import KeyValueCache
-from megatron.core.models.layer import BuildContext, LocalProvider
+from megatron.core.models.layer import BuildContext, LocalProvider, NormLinear, RMSNorm
 from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
+from megatron.core.ops.fp8 import DelayedQuantization
+from megatron.core.ops.matmul import linear
+from megatron.core.precision import QuantizedActivation
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.topology import Topology
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.loading import ForwardProvider
 from megatron.schedules.stages import split_nearly_evenly
 from megatron.training.checkpoints.tensors import bias_tensors, model_tensors
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
@@ -216,3 +221,47 @@ def mlp_widths(architecture: TransformerConfig) -> list[int]:
     expert_widths = [architecture.moe_ffn_hidden_size, architecture.moe_shared_expert_intermediate_size]
     widths = [] if all(is_moe) else [architecture.ffn_hidden_size]
     return [*widths, *(width for width in expert_widths if any(is_moe) and width is not None)]
+
+
+# --- layers -------------------------------------------------------------------------------------------------
+
+
+def product(inputs: Tensor, weight: Tensor) -> Tensor:
+    """``inputs [..., k] @ weight [n, k]^T``. For one row torch's matrix-vector product needs no copy of the weight."""
+    if inputs.numel() == inputs.shape[-1] and inputs.dtype.itemsize > 2:
+        return F.linear(inputs, weight)
+    return linear(inputs, weight)
+
+
+class _Column(ColumnParallelLinear):
+    def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
+        assert isinstance(inputs, Tensor)
+        return product(inputs, self.weight)
+
+
+class _Row(RowParallelLinear):
+    def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
+        assert isinstance(inputs, Tensor)
+        return self.op.parallel.reduce_output(product(inputs, self.weight)).wait()
+
+
+class _Norm(RMSNorm):
+    def forward(self, x: Tensor, quantization: DelayedQuantization | None = None) -> Tensor | QuantizedActivation:
+        if self.is_zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.epsilon)
+
+
+class ForwardProvider(LocalProvider):
+    """The layers of :class:`LocalProvider` for passes without gradients or sequence parallelism."""
+
+    def norm_linear(
+        self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: BuildContext
+    ) -> nn.Module:
+        return NormLinear(
+            _Norm(norm, config.hidden_size, config, context),
+            _Column(name, config.hidden_size, output_sections, context, config.init_method_std),
+        )
+
+    def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: BuildContext) -> nn.Module:
+        return _Row(name, input_size, config.hidden_size, context, config.residual_init_std)

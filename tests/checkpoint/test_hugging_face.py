@@ -16,12 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint import conversion
 from megatron.checkpoint.boxes import Place
 from megatron.checkpoint.directory import fresh_directory
-from megatron.checkpoint.hugging_face.mapping.config import INDEX, SINGLE, config_fields, describe_directory
-from megatron.checkpoint.hugging_face.mapping.mapping import HuggingFaceMapping, copies_of_section
-from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceWeights
+from megatron.checkpoint.hugging_face.config import INDEX, SINGLE, config_fields, describe_directory
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
 from megatron.checkpoint.safetensors_file import packed
 from megatron.checkpoint.tokenizer_files import copy_tokenizer
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
@@ -249,7 +248,7 @@ def test_a_rank_reads_its_part_of_the_experts_and_no_more(experts: range, tp: in
         )
         for start, stop in ((0, rows * columns), (columns // 2 + 1, rows * columns - columns // 2)):
             found, weights = torch.full((stop - start,), float("nan")), CountingWeights(tmp_path)
-            conversion.fill_from_hugging_face(tmp_path, weights, SCOUT, [(info, start, found)])
+            fill_from_hugging_face(tmp_path, weights, SCOUT, [(info, start, found)])
             assert torch.equal(found, wanted[start:stop])
             assert weights.elements == stop - start
 

@@ -27,12 +27,13 @@ from megatron.checkpoint.lock import (
     LockAttempt,
     LockLostError,
     Owner,
+    ProcessTable,
     RunLock,
-    acquire,
     check_token,
 )
 from megatron.errors import CheckpointError
 from tests.checkpoint.file_faults import small_files
+from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import REPOSITORY, wait_until
 from tests.forked import fork_context
 
@@ -236,7 +237,7 @@ def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
 SECOND_RUN = f"""
 import sys
 from pathlib import Path
-from megatron.checkpoint.lock import acquire
+from tests.checkpoint.locking import acquire
 lock = acquire(Path(sys.argv[1]), {QUICK})
 print("TAKEN", flush=True)
 sys.stdin.readline()
@@ -465,12 +466,13 @@ def test_without_proc_the_owner_is_looked_up_as_well(tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    owner = Owner.this_process("/nowhere")
+    table = ProcessTable("/nowhere")
+    owner = Owner.this_process(table)
     assert re.fullmatch(r"4A0C6F/\w+ \w+ \d+ \d\d:\d\d:\d\d \d{4}", owner.process)
-    assert owner.fate("/nowhere") == "alive"
-    assert replace(owner, process="4A0C6F/Thu Jan  1 00:00:00 1970").fate("/nowhere") == "gone"
+    assert owner.fate(table) == "alive"
+    assert replace(owner, process="4A0C6F/Thu Jan  1 00:00:00 1970").fate(table) == "gone"
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     for _ in ("a zombie", "waited for"):
-        assert replace(owner, pid=child.pid).fate("/nowhere") == "gone"
+        assert replace(owner, pid=child.pid).fate(table) == "gone"
         child.wait()

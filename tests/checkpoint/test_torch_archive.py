@@ -262,8 +262,8 @@ def test_a_file_elsewhere_is_not_opened(file: str, words: str, directory: Path) 
         ([(0, 0), (2,)], [(2, 3), (2,)], "other dims"),
         ([(0, 0), (2, 0)], [(2, 3), (2**63, 3)], "impossible size"),
         ([(0, 0), (2, 0)], [(2, 3), (2**60, 3)], "larger than its archive"),
-        ([(0, 0), (2, 0)], [(2, 3), (-2, 3)], "sizes that are not numbers"),
-        ([(0, 0), (2, 0)], [(2, 3), (2.0, 3)], "sizes that are not numbers"),
+        ([(0, 0), (2, 0)], [(2, 3), (-2, 3)], "not made of numbers"),
+        ([(0, 0), (2, 0)], [(2, 3), (2.0, 3)], "not made of numbers"),
     ],
 )
 def test_chunks_that_do_not_tile_a_tensor_are_refused(

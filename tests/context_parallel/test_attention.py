@@ -31,7 +31,11 @@ from megatron.core.ops.attention import (
     TiledAttention,
     TiledGradients,
 )
-from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention, TorchAttention
+from megatron.core.ops.attention_kernels import (
+    CpuFlashAttention,
+    ReferenceAttention,
+    TorchAttention,
+)
 from megatron.core.topology import RankGrid, Topology
 from tests.context_parallel.spans import Marks, attention_spans
 from tests.llama4_definition import visible_pairs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.architectures.registry import ARCHITECTURES
-from megatron.checkpoint import conversion
+from megatron.checkpoint import streaming
 from megatron.checkpoint.checkpointing import save_checkpoint
 from megatron.checkpoint.directory import MANIFEST
 from megatron.checkpoint.finding import find_checkpoint
@@ -75,7 +75,7 @@ def test_there_and_back_every_bit_and_the_logits_are_the_same(
 ) -> None:
     """Straight back, in one file and in several; and after a run with the advised flags that changes no weight. In
     blocks that end inside an expert, and with the experts of a layer in several files."""
-    monkeypatch.setattr(conversion, "BLOCK_BYTES", 640)
+    monkeypatch.setattr(streaming, "BLOCK_BYTES", 640)
     model = their_model(tied, family)
     hf = in_shards(model, tmp_path / "hf")
     advice = from_hf(hf, tmp_path / "ours")
@@ -217,7 +217,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
 @pytest.mark.parametrize("direction", ["from-hf", "to-hf"])
 def test_one_block_at_a_time_is_in_memory(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     their_model(tied=False).save_pretrained(tmp_path / "hf")
-    monkeypatch.setattr(conversion, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(streaming, "BLOCK_BYTES", 1024)
     monkeypatch.setattr("megatron.checkpoint.safetensors_file._BAND_BYTES", 256)
     with PeakWatch() as watch:
         from_hf(tmp_path / "hf", tmp_path / "ours")

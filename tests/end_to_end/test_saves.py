@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint import checkpointing as storage
+from megatron.checkpoint import checkpointing
 from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.directory import new_saving_directory
-from megatron.checkpoint.lock import LEASE, LOCK, acquire
+from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
@@ -23,6 +23,7 @@ from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
 from tests.checkpoint.file_faults import raise_error
+from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
@@ -318,7 +319,7 @@ def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     # The last attempt before the end is not made in the background.
-    spoil(monkeypatch, range(2, 2 + failures), "background", "storage")
+    spoil(monkeypatch, range(2, 2 + failures), "background", "checkpointing")
     changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
     outcome = call_training(saving_each(corpus, tmp_path, async_save=True, bf16=True, **changes))
     assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
@@ -346,7 +347,7 @@ def test_the_last_save_is_tried_three_times(
         is_failure = 1 < next(count) <= 1 + failures
         return raise_error(errno.EDQUOT) if is_failure else write(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(storage, "write_safetensors", at_first_not)
+    monkeypatch.setattr(checkpointing, "write_safetensors", at_first_not)
     outcome = call_training(saving_each(corpus, tmp_path, save_interval=4))
     assert caplog.text.count("Iteration 6 is not saved") == 2
     if failures == 2:

@@ -64,7 +64,7 @@ ALLOWED = {
     ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("benchmarks/lib/peers/megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
-    ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
+    ("megatron/update_rules/rule.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/gpu_lines/__main__.py", COMPUTED_IMPORT): "imports what its own tables of lines name",
     ("megatron/checkpoint/megatron_lm/safe_pickle.py", "import pickletools"): (
         "reads Megatron-LM's checkpoints: decodes opcodes, imports and calls nothing"

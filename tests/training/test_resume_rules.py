@@ -18,7 +18,7 @@ from megatron.core.control import ControlGroup
 from megatron.data.data_record import DataRecord
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, samples_of_tokens
-from megatron.training.checkpoints import save_directories as pruning
+from megatron.training.checkpoints import save_directories
 from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
 from megatron.training.checkpoints.rollback import RollbackRequested, in_order_of_preference, left_out, set_later_aside
 from megatron.training.checkpoints.save_directories import Pruning
@@ -130,8 +130,8 @@ def test_later_checkpoints_are_set_aside_wherever_they_are(tmp_path: Path) -> No
 
 def test_retention_keeps_one_checkpoint_to_go_back_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoints(tmp_path, range(10, 110, 10))
-    monkeypatch.setattr(pruning, "list_checkpoints", saved_iterations)
-    monkeypatch.setattr(pruning, "verify_share", lambda *place: None)
+    monkeypatch.setattr(save_directories, "list_checkpoints", saved_iterations)
+    monkeypatch.setattr(save_directories, "verify_share", lambda *place: None)
     Pruning(context(tmp_path, save_retain_last=1), tmp_path).prune(100, safe_before=75)
     assert saved_iterations(tmp_path) == [70, 100]
     Pruning(context(tmp_path, save_retain_last=1), tmp_path).prune(100)

@@ -132,7 +132,10 @@ class TorchArchive:
             raise self.damaged(f"the checksum of {printable(name)!r} differs")
 
     def _tensor(self, value: object) -> StoredTensor:
-        """The tensor of a call of one of torch's functions that rebuild tensors. Raises ``ValueError``."""
+        """The tensor of a call of one of torch's functions that rebuild tensors. Raises ``ValueError``.
+
+        The arguments are: storage, first element, shape, strides, …, and of version 3 the dtype.
+        """
         if isinstance(value, Record) and value.name == "torch._utils._rebuild_parameter":
             value = value.arguments[0] if value.arguments else None
         versions = {"torch._utils._rebuild_tensor_v2": 6, "torch._utils._rebuild_tensor_v3": 7}
@@ -143,7 +146,7 @@ class TorchArchive:
         if value.name.endswith("v3"):
             untyped, dtype = dtype, dtype_of(rest[4])
             count = count * untyped.itemsize // dtype.itemsize
-        shape, strides = _integers(rest[0]), _integers(rest[1])
+        shape, strides = integers(rest[0]), integers(rest[1])
         if type(first) is not int or first < 0 or len(shape) != len(strides):
             raise ValueError("its shape is wrong")
         member = f"data/{name}"
@@ -156,8 +159,10 @@ class TorchArchive:
 
 
 def read_rows(file: BinaryIO, tensor: StoredTensor, rows: slice, where: str) -> Tensor:
-    """Rows ``rows.start`` to ``rows.stop`` of a tensor with at least one dim, as a copy. Only they are read if the
-    tensor is contiguous, otherwise its whole storage."""
+    """Rows ``rows.start`` to ``rows.stop`` of a tensor with at least one dim, as a copy.
+
+    Only these rows are read if the tensor is contiguous, otherwise its whole storage.
+    """
     dtype, shape = tensor.entry
     count, width = rows.stop - rows.start, prod(shape[1:]) * dtype.itemsize
     if tensor.is_contiguous:
@@ -203,7 +208,7 @@ def _storage_of(value: object) -> tuple[torch.dtype, int, str]:
     return dtype, count, name
 
 
-def _integers(value: object) -> tuple[int, ...]:
+def integers(value: object) -> tuple[int, ...]:
     """A tuple of integers that are not negative. Raises ``ValueError``."""
     if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
         raise ValueError("its shape is not made of numbers")

@@ -7,6 +7,7 @@ DIR/iter_0000010/.metadata               pickle of torch's DCP: shapes, chunks, 
 DIR/iter_0000010/__0_0.distcp            one archive of torch.save for every chunk
 """
 
+import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from megatron.checkpoint.megatron_lm.torch_archive import (
     StoredTensor,
     TorchArchive,
     dtype_of,
+    integers,
     read_rows,
 )
 from megatron.errors import CheckpointError
@@ -89,8 +91,10 @@ class Rows:
 
 
 def find_iteration(root: Path, ckpt_step: int | None) -> Path:
-    """The directory of a checkpoint in ``root``: of the iteration ``ckpt_step``, of the one in the tracker, or ``root``
-    itself. Raises :class:`CheckpointError`."""
+    """The directory of a checkpoint in ``root``: of ``ckpt_step``, of the iteration in the tracker, or ``root`` itself.
+
+    Raises :class:`CheckpointError`.
+    """
     if ckpt_step is None and (root / METADATA).exists():
         return root
     directory = _tracked_directory(root) if ckpt_step is None else iteration_directory(root, ckpt_step)
@@ -121,10 +125,25 @@ class TorchDistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         _check_format(directory)
-        self.tensors = _read_metadata(directory / METADATA)
+        path = directory / METADATA
+        with explained("read", path), path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        value = read_pickle(content, str(path))
+        try:
+            self.tensors = dict(_tensors(value))
+            """The weights by name."""
+        except (ValueError, TypeError, LookupError) as error:
+            reason = printable(str(error))
+            raise CheckpointError(f"{path} does not describe tensors ({reason}): copy the checkpoint again.") from None
         self._check_files()
         self._stored: dict[Chunk, StoredTensor] = {}
-        self._open = lru_cache(maxsize=_OPEN_FILES)(self._open_file)
+
+        @lru_cache(maxsize=_OPEN_FILES)
+        def open_file(name: str) -> BinaryIO:
+            with explained("read", directory / name):
+                return (directory / name).open("rb")
+
+        self._open = open_file
 
     def _check_files(self) -> None:
         """Raise :class:`CheckpointError` if a file is missing or too short, before the first tensor is read."""
@@ -143,7 +162,7 @@ class TorchDistCheckpoint:
         """The state that is not sharded."""
         path = self.directory / COMMON
         file = self._open(COMMON)
-        value = TorchArchive(file, Range(0, _size_of(file)), str(path)).value()
+        value = TorchArchive(file, Range(0, file.seek(0, io.SEEK_END)), str(path)).value()
         if not isinstance(value, dict):
             raise CheckpointError(f"{path} does not hold the state of a run: copy the checkpoint again.")
         return value
@@ -163,13 +182,20 @@ class TorchDistCheckpoint:
     def _read_chunk(self, rows: Rows, chunk: Chunk, inside: slice) -> Tensor:
         """Rows of a chunk at the leading indices of ``rows``."""
         stored, file, dims = self._stored_chunk(chunk, rows), self._open(chunk.file), len(rows.leading)
-        # The leading dims and the rows are one dim in the file.
         before, size = 0, chunk.shape[dims]
         for index, start, extent in zip(rows.leading, chunk.offset, chunk.shape, strict=False):
             before = before * extent + index - start
-        merged = _merge_dims(stored, dims)
+        if dims:
+            # [layers, experts, rows, columns] is [layers * experts * rows, columns] in the file: the leading dims and
+            # the rows are one dim of a contiguous tensor.
+            if not stored.is_contiguous:
+                raise CheckpointError("A chunk of stacked layers is not contiguous: write the checkpoint again.")
+            shape = stored.entry.shape
+            merged = (prod(shape[: dims + 1]), *shape[dims + 1 :])
+            strides = tuple(prod(merged[dim + 1 :]) for dim in range(len(merged)))
+            stored = stored._replace(entry=stored.entry._replace(shape=merged), strides=strides)
         part = slice(before * size + inside.start, before * size + inside.stop)
-        return read_rows(file, merged, part, str(self.directory / chunk.file))
+        return read_rows(file, stored, part, str(self.directory / chunk.file))
 
     def _stored_chunk(self, chunk: Chunk, rows: Rows) -> StoredTensor:
         """The verified tensor of a chunk."""
@@ -182,26 +208,6 @@ class TorchDistCheckpoint:
                 raise archive.damaged(f"its shape or dtype differs from {METADATA}")
             self._stored[chunk] = stored
         return self._stored[chunk]
-
-    def _open_file(self, name: str) -> BinaryIO:
-        with explained("read", self.directory / name):
-            return (self.directory / name).open("rb")
-
-
-def _merge_dims(stored: StoredTensor, dims: int) -> StoredTensor:
-    """``stored`` with the first ``dims`` dims merged into the next; they are a single dim in a contiguous tensor."""
-    if dims == 0:
-        return stored
-    if not stored.is_contiguous:
-        raise CheckpointError("A chunk of stacked layers is not contiguous: write the checkpoint again.")
-    shape = stored.entry.shape
-    merged = (prod(shape[: dims + 1]), *shape[dims + 1 :])
-    strides = tuple(prod(merged[dim + 1 :]) for dim in range(len(merged)))
-    return stored._replace(entry=stored.entry._replace(shape=merged), strides=strides)
-
-
-def _size_of(file: BinaryIO) -> int:
-    return file.seek(0, 2)
 
 
 def _check_format(directory: Path) -> None:
@@ -230,20 +236,11 @@ def _check_format(directory: Path) -> None:
 # --- .metadata -----------------------------------------------------------------------------------------------
 
 
-def _read_metadata(path: Path) -> dict[str, SavedTensor]:
-    """The weights by name; the state of the training, and objects such as FP8 states, are left out."""
-    with explained("read", path), path.open("rb") as file:
-        content = file.read(MAX_BYTES + 1)
-    value = read_pickle(content, str(path))
-    try:
-        return dict(_tensors(value))
-    except (ValueError, TypeError, LookupError) as error:
-        reason = printable(str(error))
-        raise CheckpointError(f"{path} does not describe tensors ({reason}): copy the checkpoint again.") from None
-
-
 def _tensors(value: object) -> Iterator[tuple[str, SavedTensor]]:
-    """The tensors of DCP's ``Metadata``. Raises ``ValueError``."""
+    """The weights of DCP's ``Metadata``, without the state of the training and objects such as FP8 states.
+
+    Raises ``ValueError``.
+    """
     metadata = _attributes(value, "Metadata", _MEGATRONS)
     places = _places(metadata["storage_data"])
     tensors = metadata["state_dict_metadata"]
@@ -264,16 +261,16 @@ def _tensor(name: str, value: object, places: Mapping[tuple[str, tuple[int, ...]
     properties = fields["properties"]
     state = properties.state if isinstance(properties, Record) else None
     dtype = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
-    shape, listed = _sizes(fields["size"]), fields["chunks"]
+    shape, listed = integers(fields["size"]), fields["chunks"]
     if not isinstance(listed, list):
         raise ValueError("a tensor has no list of chunks")
     chunks = []
     for one in listed:
         extent = _attributes(one, "ChunkStorageMetadata")
-        offset = _sizes(extent["offsets"])
+        offset = integers(extent["offsets"])
         if (name, offset) not in places:
             raise ValueError(f"a chunk of {name} is in no file")
-        chunks.append(Chunk(offset, _sizes(extent["sizes"]), *places[name, offset]))
+        chunks.append(Chunk(offset, integers(extent["sizes"]), *places[name, offset]))
     tensor = SavedTensor(name, dtype_of(dtype), shape, tuple(chunks))
     _check_cover(tensor)
     return tensor
@@ -316,7 +313,7 @@ def _places(value: object) -> dict[tuple[str, tuple[int, ...]], tuple[str, Range
             raise ValueError("a chunk has no place in its file")
         if info.get("transform_descriptors"):
             raise ValueError("its files are compressed")
-        places[name, _sizes(key["offset"])] = file, Range(start, size)
+        places[name, integers(key["offset"])] = file, Range(start, size)
     return places
 
 
@@ -325,9 +322,3 @@ def _attributes(value: object, *names: str) -> Mapping[object, object]:
     if not isinstance(value, Record) or (names and value.name.removeprefix(_DCP) not in names):
         raise ValueError(f"it has no {names[0] if names else 'record'} where one is due")
     return value.attributes
-
-
-def _sizes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or not all(type(size) is int and size >= 0 for size in value):
-        raise ValueError("it has sizes that are not numbers")
-    return value

@@ -1,20 +1,26 @@
-"""The checkpoint to load, and its state besides tensors."""
+"""The checkpoint that a run starts from: found, verified by all ranks, and compared with the flags."""
 
+import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.directory import iteration_of
+from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
+from megatron.checkpoint.directory import iteration_of, saved_iterations
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import LearningRateConfig
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
+from megatron.flags import flag_of
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.data_stages import FIRST_STAGE
 
@@ -155,4 +161,141 @@ def state_of_weights(
         architecture=architecture,
         flags=flags,
         generation_config=generation_config,
+    )
+
+
+# --- start --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from, if any."""
+
+    saved: SavedRun | None
+    is_resumed: bool
+    """Whether it is a checkpoint of this run, so that its progress is loaded, too."""
+
+    @property
+    def resumed(self) -> SavedRun | None:
+        """The checkpoint, if it is a checkpoint of this run."""
+        return self.saved if self.is_resumed else None
+
+    @property
+    def progress(self) -> Progress:
+        return Progress() if self.resumed is None else self.resumed.progress
+
+
+def find_start(config: CheckpointConfig, control: ControlGroup) -> Start:
+    """The checkpoint of ``--load``, else of ``--pretrained-checkpoint``."""
+    saved, base = find_saved_run(config, control), config.pretrained_checkpoint
+    if saved is not None:
+        return Start(saved, is_resumed=not config.finetune)
+    if config.load is not None:
+        run_on_rank0(control, lambda: check_may_begin(config))
+    if base is None:
+        return Start(None, is_resumed=False)
+    saved = find_saved_run(dataclasses.replace(config, load=base, ckpt_step=None), control)
+    if saved is None:
+        raise run_on_rank0(control, lambda: missing_checkpoint(path_of(base), "--pretrained-checkpoint"))
+    return Start(saved, is_resumed=False)
+
+
+def check_nothing_is_abandoned(config: CheckpointConfig, start: Start) -> None:
+    """Raise :class:`CheckpointError` if ``--save`` has later checkpoints than the start, unless ``--load`` equals it.
+
+    After the first save the later checkpoints would be abandoned.
+    """
+    if config.save is None:
+        return
+    newest = max(saved_iterations(Path(config.save)), default=0)
+    if newest <= start.progress.iteration:
+        return
+    if start.is_resumed and config.load is not None and Path(config.load).resolve() == Path(config.save).resolve():
+        return
+    raise CheckpointError(
+        f"--save {config.save} has checkpoints up to iteration {newest}, but this run would start at iteration "
+        f"{start.progress.iteration}: add --load {config.save} to resume, or set --save to another directory."
+    )
+
+
+# --- comparison with the flags ------------------------------------------------------------------------------
+
+
+def check_architecture(
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    remedy: str = "use the flags of the run that saved it",
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``.
+
+    ``weights_only``: a new run begins with the weights, and may begin YaRN.
+    """
+    here, there = wanted.get("num_experts"), saved["num_experts"]
+    if here and not there:
+        raise CheckpointError(
+            f"{where} is a dense model, but --num-experts is {here}: give it experts first "
+            "(tools/convert_checkpoint.py upcycle), or load another."
+        )
+    if there and not here and "num_experts" in wanted:
+        raise CheckpointError(
+            f"{where} has {there} experts, but the flags describe a dense model: {remedy}, or load another."
+        )
+    # The padding depends on the layout; no weight depends on the longest sequence, the initialisation, or the
+    # temperature, which a stage with longer sequences may turn on.
+    free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
+    free |= {f"attention_temperature_{name}" for name in ("tuning", "floor", "scale")}
+    if weights_only and wanted.get("position_embedding_type") == "yarn":
+        free |= {"position_embedding_type", *YARN_FIELDS}
+    different = [
+        f"{flag_of(name)} is {value} here and {saved[name]} there"
+        for name, value in wanted.items()
+        if name not in free and saved[name] != value
+    ]
+    if different:
+        raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
+
+
+def given_architecture(model: ModelConfig) -> dict[str, Any]:
+    """The values of flags of the architecture, for :func:`check_architecture`. A flag without a value (None) follows
+    from others, and is compared when the weights are loaded."""
+    known = {field.name for field in fields(TransformerConfig)}
+    given = {name: value for name, value in asdict(model).items() if name in known and value is not None}
+    given["no_rope_freq"] = model.canonical_nope_pattern
+    if model.num_experts:
+        given["moe_layer_freq"] = model.canonical_layer_pattern
+    else:
+        given["num_experts"] = None
+    return given
+
+
+def resolve_lr_schedule(
+    wanted: LearningRateSchedule, saved: LearningRateSchedule | None, config: LearningRateConfig
+) -> LearningRateSchedule:
+    """The schedule to resume with; raises :class:`CheckpointError` if flags and checkpoint differ.
+
+    ``saved`` is None for a checkpoint of weights alone (:func:`state_of_weights`).
+    """
+    if saved is None:
+        if config.use_checkpoint_opt_param_scheduler:
+            raise CheckpointError(
+                "The checkpoint has no learning-rate schedule: remove --use-checkpoint-opt-param-scheduler."
+            )
+        return wanted
+    if wanted == saved or config.override_opt_param_scheduler:
+        return wanted
+    if config.use_checkpoint_opt_param_scheduler:
+        return saved
+    if replace(wanted, warmup=int(wanted.warmup)) == saved:
+        return saved  # earlier versions ended --lr-warmup-fraction at a whole sample
+    there = asdict(saved)
+    different = [
+        f"{name} {value} (checkpoint: {there[name]})" for name, value in asdict(wanted).items() if there[name] != value
+    ]
+    raise CheckpointError(
+        "The learning-rate schedule of the command line differs from the checkpoint, in samples: "
+        f"{', '.join(different)}. Add --override-opt-param-scheduler to use the command line, or "
+        "--use-checkpoint-opt-param-scheduler."
     )

@@ -10,8 +10,10 @@ from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.directory import clear_leftovers, iteration_directory
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.core.control import first_failure, run_on_rank0
-from megatron.errors import CheckpointError
+from megatron.errors import CheckpointError, UserError
 from megatron.operation.update_guard import DETECTION_DELAY
 from megatron.training.checkpoints.save_directories import Mirror, Pruning
 from megatron.training.checkpoints.state import RunState
@@ -85,7 +87,8 @@ class Saver:
         if iteration != self.last_saved:
             self._save_with_retries(state)
             self._start_copies(iteration)
-        self._settle_mirrors()
+        for mirror in self._mirrors:
+            mirror.settle(wait=True)
         behind = [mirror for mirror in self._mirrors if self.last_saved not in (None, mirror.last_started)]
         for mirror in behind:
             assert self.last_saved is not None
@@ -106,9 +109,6 @@ class Saver:
     def settle(self) -> None:
         """Wait for the save and the copies under way."""
         self._finish("Training returns to an earlier checkpoint.")
-        self._settle_mirrors()
-
-    def _settle_mirrors(self) -> None:
         for mirror in self._mirrors:
             mirror.settle(wait=True)
 
@@ -182,17 +182,13 @@ class Saver:
         self._failures = []
         under_way = [mirror.under_way for mirror in self._mirrors]
         in_use = [copied for copied in under_way if copied is not None]
+        # A spike that is not noticed yet may have begun DETECTION_DELAY iterations ago: keep a checkpoint from before.
+        margin = self._operation.rollback_margin + DETECTION_DELAY
+        safe_before = iteration - margin if self._operation.rolls_back else None
         try:
-            self._pruning.prune(iteration, in_use, self._safe_before(iteration))
+            self._pruning.prune(iteration, in_use, safe_before)
         except CheckpointError as error:
             self._warn(f"Nothing is deleted under {self._root}: {error}")
-
-    def _safe_before(self, newest: int) -> int | None:
-        """The iteration up to which a checkpoint must be kept for a rollback, if a policy asks for it.
-
-        A spike that is not noticed yet may have begun :data:`DETECTION_DELAY` iterations before ``newest``.
-        """
-        return newest - self._operation.rollback_margin - DETECTION_DELAY if self._operation.rolls_back else None
 
     def _note_failure(self, iteration: int, failure: str, next_attempt: str) -> None:
         """Warn, or raise if another run has taken the lock."""
@@ -272,3 +268,13 @@ class BackgroundSaves:
             self.saving.finish()
             self.poll()
         self._process.close()
+
+
+def keep_tokenizer(context: RunContext) -> None:
+    """Copy the tokenizer's files to ``--save`` and its copies; a failure is a warning."""
+    config = context.config.checkpoint
+    for place in [config.save, *config.redundant_save] if config.save is not None else []:
+        try:
+            keep_copy(path_of(place), context.config.tokenizer)
+        except UserError as error:
+            context.warn_rank0(f"The tokenizer is not copied beside the checkpoints: {error}")

@@ -9,16 +9,19 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save_checkpoint
-from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceModel, fill_from_hugging_face
+from megatron.checkpoint.finding import directory_below
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
+from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
-from megatron.core.control import ControlGroup, run_on_all_ranks
+from megatron.console import print_warning
+from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.errors import CheckpointError
 from megatron.operation.update_guard import UpdateGuard
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, check_architecture, resolve_lr_schedule
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.tensors import (
     bias_tensors,
     fp8_tensors,
@@ -195,17 +198,14 @@ class RunState:
             log(f"WARNING: the moving average of the weights in {saved.root} ends here: add --ema-decay to continue it")
         return states
 
-    def _require_average(self, saved: SavedRun) -> None:
-        if not any(name.startswith(EMA) for name in saved.shapes):
-            raise CheckpointError(
-                f"The checkpoint under {saved.root} has no moving average of the weights: remove --eval-ema, or load a "
-                "checkpoint of a run with --ema-decay."
-            )
-
     def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
         if self.context.config.validation.skip_train and self.context.config.validation.eval_ema:
-            self._require_average(saved)
+            if not any(name.startswith(EMA) for name in saved.shapes):
+                raise CheckpointError(
+                    f"The checkpoint under {saved.root} has no moving average of the weights: remove --eval-ema, or "
+                    "load a checkpoint of a run with --ema-decay."
+                )
             return _preferring(saved, EMA, weights)
         if not with_optimizer:
             return weights
@@ -248,3 +248,25 @@ def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> di
     weights alone."""
     others = renamed(weights, MODEL, kind)
     return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}
+
+
+def resume(state: RunState, start: Start, context: RunContext) -> None:
+    """Load the checkpoint of ``start``, if any, else the model of ``--load-hf``."""
+    config, log_rank0 = context.config.checkpoint, context.log_rank0
+    if start.saved is not None:
+        weights_only = not start.is_resumed or context.config.validation.skip_train
+        state.load(start.saved, weights_only)
+        log_rank0(f"loaded checkpoint {start.saved.root}, continuing after iteration {state.progress.iteration}")
+        return
+    origin = "random weights" if config.load_hf is None else f"the weights of {config.load_hf}"
+    if config.load is not None:
+
+        def report() -> None:
+            log_rank0(f"{config.load} has no checkpoint yet: starting from {origin}")
+            if (below := directory_below(path_of(str(config.load)))) is not None:
+                print_warning(f"{below} has checkpoints: to resume from them, stop this run and use --load {below}.")
+
+        run_on_rank0(context.control, report)
+    if config.load_hf is not None:
+        left_out = state.load_hugging_face(Path(config.load_hf), config.load_hf_text_only, context.control)
+        log_rank0(f"loaded {origin}" + (left_out and f"; {left_out}"))

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.boxes import Place, overlap, strided
-from megatron.checkpoint.hugging_face.mapping.config import known_architecture
+from megatron.checkpoint.hugging_face.config import known_architecture
 from megatron.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -57,6 +57,10 @@ class Section:
 
     def runs(self) -> Iterator[_Run]:
         """All rows; rows of this code's tensor are counted in the whole tensor."""
+        # A head of size 6 with rotary pairs (0, 3), (1, 4), (2, 5) at Hugging Face:
+        #
+        #   theirs   0 1 2 3 4 5      Run(theirs=0, ours=0, step=2, length=3)
+        #   ours     0 3 1 4 2 5      Run(theirs=3, ours=1, step=2, length=3)
         assert not self.is_transposed
         if self.head_size is None:
             yield _Run(0, self.first_row, 1, self.shape[0])
@@ -122,13 +126,21 @@ class GlobalTensor:
 
     def copies(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
         """Sources of the box of this code's tensor with ``shape`` at ``offset``, in Hugging Face's tensors."""
-        there, here = _columns(offset, shape)
+        there, here = _columns(offset, shape)  # the same columns on both sides
         # A tensor of experts has hundreds of sections, of which a box has a few.
         first_rows = self._first_rows
         reached = slice(bisect_right(first_rows, offset[0]) - 1, bisect_left(first_rows, offset[0] + shape[0]))
         for section in self.sections[reached]:
             if section.is_transposed:
-                yield from _transposed_copies(section, offset, shape)
+                # [experts, columns, rows] there, [experts * rows, columns] here.
+                experts, _, rows_of_expert = section.shape
+                first = offset[0] - section.first_row
+                last = min(experts, -(-(first + shape[0]) // rows_of_expert))
+                for expert in range(max(0, first // rows_of_expert), last):
+                    begin = section.first_row + expert * rows_of_expert
+                    taken, rows = overlap(slice(begin, begin + rows_of_expert), offset[0], shape[0])
+                    place = slice(expert, expert + 1), *there, taken
+                    yield Copy(section.name, place, (rows, *here), is_transposed=True)
                 continue
             for run in section.runs():
                 taken, rows = overlap(strided(run.ours, run.length, run.step), offset[0], shape[0])
@@ -140,7 +152,12 @@ class GlobalTensor:
 def copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
     """Sources of the box of Hugging Face's tensor with ``shape`` at ``offset``, in this code's tensors."""
     if section.is_transposed:
-        yield from _transposed_copies_of_section(section, offset, shape)
+        # A box of experts, columns and rows; each expert is a range of rows here.
+        columns = slice(offset[1], offset[1] + shape[1])
+        for number in range(shape[0]):
+            first = section.first_row + (offset[0] + number) * section.shape[2] + offset[2]
+            place = slice(number, number + 1), slice(0, shape[1]), slice(0, shape[2])
+            yield Copy(section.ours, (slice(first, first + shape[2]), columns), place, is_transposed=True)
         return
     there, here = _columns(offset, shape)
     for run in section.runs():
@@ -148,25 +165,6 @@ def copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[in
         if taken.start < taken.stop:
             source = strided(run.ours + taken.start * run.step, taken.stop - taken.start, run.step)
             yield Copy(section.ours, (source, *there), (rows, *here))
-
-
-def _transposed_copies(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
-    """The copies from a transposed section into the box of this code's tensor."""
-    experts, _, rows = section.shape
-    (columns, here), first = _columns(offset, shape), offset[0] - section.first_row
-    for expert in range(max(0, first // rows), min(experts, -(-(first + shape[0]) // rows))):
-        begin = section.first_row + expert * rows
-        taken, inside = overlap(slice(begin, begin + rows), offset[0], shape[0])
-        yield Copy(section.name, (slice(expert, expert + 1), *columns, taken), (inside, *here), is_transposed=True)
-
-
-def _transposed_copies_of_section(section: Section, offset: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Copy]:
-    """The copies from this code's tensor into the box of a transposed section."""
-    columns = slice(offset[1], offset[1] + shape[1])
-    for number in range(shape[0]):
-        first = section.first_row + (offset[0] + number) * section.shape[2] + offset[2]
-        place = slice(number, number + 1), slice(0, shape[1]), slice(0, shape[2])
-        yield Copy(section.ours, (slice(first, first + shape[2]), columns), place, is_transposed=True)
 
 
 def _columns(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Place, Place]:
@@ -198,11 +196,14 @@ class HuggingFaceMapping:
         return {section.name: section for tensor in self.ours.values() for section in tensor.sections}
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-        """Raise :class:`CheckpointError` if ``shapes``, found in ``where``, are not Hugging Face's: a tensor is
-        missing, differs, or would be lost."""
+        """Raise :class:`CheckpointError` if ``shapes``, found in ``where``, lack a tensor, differ, or have another."""
+
+        def some(names: list[str]) -> str:
+            return names[0] + (f" and {len(names) - 1} others" if len(names) > 1 else "")
+
         missing = [name for name in self.theirs if name not in shapes]
         if missing:
-            raise CheckpointError(f"{where} lacks {_some(missing)}: download the model again.")
+            raise CheckpointError(f"{where} lacks {some(missing)}: download the model again.")
         for name, section in self.theirs.items():
             if shapes[name] != section.shape:
                 raise CheckpointError(
@@ -212,7 +213,7 @@ class HuggingFaceMapping:
         surplus = [name for name in shapes if name not in self.theirs and not self._is_derived(name)]
         if surplus:
             raise CheckpointError(
-                f"{where} has {_some(surplus)}, which a {self.architecture.title} model does not have: it is another "
+                f"{where} has {some(surplus)}, which a {self.architecture.title} model does not have: it is another "
                 "architecture, or is quantized or adapted; merge or dequantize it first."
             )
 
@@ -248,7 +249,3 @@ class HuggingFaceMapping:
             )
             first_row += part.rows
         return GlobalTensor(ours + weight.name, (first_row, *other), tuple(sections))
-
-
-def _some(names: list[str]) -> str:
-    return names[0] + (f" and {len(names) - 1} others" if len(names) > 1 else "")

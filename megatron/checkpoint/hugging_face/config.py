@@ -1,18 +1,147 @@
-"""Conversion between Hugging Face's ``config.json`` and the architecture of this code.
+"""What a directory in Hugging Face's format describes besides weights: architecture, tokenizer, generation settings.
 
-Reads the fields of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``); writes those of
-transformers 4, which both versions and other programs read. Unsupported fields that would change the model are refused
-by name.
+``config.json`` is read with the fields of transformers 4 (``rope_theta``, ``rope_scaling``) and 5
+(``rope_parameters``), and written with those of transformers 4, which both versions and other programs read.
+Unsupported fields that would change the model are refused by name.
+
+Imports no torch, because the command line is completed from it before torch is imported.
 """
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
 from megatron.architectures.spec import FEATURES, ArchitectureSpec, MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.files import explained
+from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.errors import CheckpointError
+from megatron.urls import from_hub, is_hub_name
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_MODEL = "tokenizer.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    TOKENIZER_MODEL,
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+
+_TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/=]+ \d+\s*")
+
+
+@dataclass(frozen=True)
+class HuggingFaceDescription:
+    """The description of the text model in a directory."""
+
+    architecture: TransformerConfig
+    tokenizer: TokenizerConfig
+    """Its type is None if the directory has no tokenizer."""
+    generation_config: str | None
+    """The text of ``generation_config.json``; None if the directory has none."""
+    multimodal: MultimodalModel | None
+    """The multimodal model that the text model is a part of."""
+
+
+def describe_directory(
+    source: Path, text_only: bool = False, text_only_flag: str = "--text-only"
+) -> HuggingFaceDescription:
+    """Describe the model in ``source``.
+
+    A multimodal model is refused without ``text_only``, the value of the flag ``text_only_flag``. Raises
+    :class:`CheckpointError`.
+    """
+    if not source.is_dir():
+        raise CheckpointError(no_directory(source))
+    config = source / CONFIG
+    fields: Fields = read_json_object(config)
+    multimodal = multimodal_model(fields)
+    if multimodal is not None:
+        if not text_only:
+            starred = " and ".join(f"{prefix}*" for prefix in multimodal.other_prefixes)
+            raise CheckpointError(
+                f"{config} describes a multimodal model ({multimodal.hugging_face_class}), of which only the text "
+                f"model can be used: add {text_only_flag} to leave out {starred}."
+            )
+        fields = text_model_fields(fields, str(config))
+    architecture = transformer_config_of(fields, str(config))
+    tokenizer = tokenizer_flags(source, source)
+    return HuggingFaceDescription(architecture, tokenizer, read_generation_config(source), multimodal)
+
+
+def no_directory(source: Path) -> str:
+    """The sentence about a model that is not a directory."""
+    if is_hub_name(str(source)):
+        return f"{source} does not exist: {from_hub(str(source))} and give DIR instead."
+    return f"{source} is not a directory: give the one that holds the model's config.json."
+
+
+def tokenizer_flags(source: Path, place: Path) -> TokenizerConfig:
+    """The flags for the tokenizer in ``source``, whose files are, or will be copied to, ``place``."""
+    for kind, path in tokenizers_in(source):
+        if path.parent == source:
+            return TokenizerConfig(kind, str(place if kind == "HuggingFaceTokenizer" else place / path.name))
+    return TokenizerConfig()
+
+
+def tokenizers_in(source: Path) -> Iterator[tuple[TokenizerType, Path]]:
+    """The type and the file of each tokenizer in ``source``, the preferred one first.
+
+    Repositories of Llama 3 have Meta's file in ``original``.
+    """
+    if (source / TOKENIZER_JSON).is_file():
+        yield "HuggingFaceTokenizer", source / TOKENIZER_JSON
+    for model in (source / TOKENIZER_MODEL, source / "original" / TOKENIZER_MODEL):
+        if model.is_file():
+            with explained("read", model), model.open("rb") as content:
+                # Llama 3's file is lines of a token in base64 and its rank; Llama 2's is binary.
+                is_text = _TIKTOKEN_LINE.fullmatch(content.readline(1000)) is not None
+            yield "TikTokenizer" if is_text else "SentencePieceTokenizer", model
+            return
+
+
+def read_generation_config(source: Path) -> str | None:
+    """The text of ``generation_config.json`` in ``source``; None if there is none."""
+    path = source / GENERATION_CONFIG
+    if not path.is_file():
+        return None
+    read_json_object(path)
+    try:
+        with explained("read", path):
+            return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 ({error}): download the model again.") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; raises :class:`CheckpointError`."""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing: use the complete directory of a model.")
+    try:
+        with explained("read", path):
+            content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): download the model again.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is not a JSON object: download the model again.")
+    return content
+
+
+# --- config.json --------------------------------------------------------------------------------------------
+
 
 _FIXED: dict[str, tuple[object, str]] = {
     "hidden_act": ("silu", "only SwiGLU with silu is implemented"),
@@ -72,17 +201,14 @@ def known_architecture(config: TransformerConfig) -> ArchitectureSpec:
     """The architecture of transformers that ``config`` is of; raises :class:`CheckpointError` if it is of none."""
     architecture = architecture_of(config)
     if architecture is None:
+        # What distinguishes its family.
+        kinds = {True: "MoE layers", False: "dense layers"}
+        layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
+        unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
+        features = layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
         known = ", ".join(ARCHITECTURES)
-        raise CheckpointError(f"No architecture of transformers has {_features(config)}: choose a model of {known}.")
+        raise CheckpointError(f"No architecture of transformers has {features}: choose a model of {known}.")
     return architecture
-
-
-def _features(config: TransformerConfig) -> str:
-    """What distinguishes the family of ``config``."""
-    kinds = {True: "MoE layers", False: "dense layers"}
-    layers = " and ".join(kinds[is_moe] for is_moe in sorted(set(config.moe_layers())))
-    unusual = [name for name in FEATURES if getattr(config, name) != getattr(TransformerConfig, name)]
-    return layers + "".join(f", {name} {getattr(config, name)}" for name in unusual)
 
 
 def multimodal_model(fields: Fields) -> MultimodalModel | None:
@@ -92,8 +218,10 @@ def multimodal_model(fields: Fields) -> MultimodalModel | None:
 
 
 def text_model_fields(fields: Fields, where: str) -> Fields:
-    """The fields of the text model in those of a multimodal model; ``where`` names the file in a
-    :class:`CheckpointError`."""
+    """The fields of the text model in the ``fields`` of a multimodal model, which are of the file ``where``.
+
+    Raises :class:`CheckpointError`.
+    """
     architecture = next(one for one in ARCHITECTURES.values() if one.multimodal == multimodal_model(fields))
     multimodal = architecture.multimodal
     assert multimodal is not None
@@ -146,7 +274,11 @@ def _rotary(fields: Fields) -> dict[str, Any]:
         raise ValueError(
             f"rope_type is {kind!r}, but only 'default', 'llama3' and 'yarn' are implemented; convert another model"
         )
-    factor, low, high = (_positive(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    scaling = {name: number(rope, name) for name in ("factor", "low_freq_factor", "high_freq_factor")}
+    for name, value in scaling.items():
+        if value == 0:
+            raise ValueError(f"{name} is 0, not a positive number: correct the file")
+    factor, low, high = scaling.values()
     if high < low:
         raise ValueError(f"high_freq_factor {high} is below low_freq_factor {low}: correct the file")
     return {
@@ -159,16 +291,12 @@ def _rotary(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _positive(fields: Fields, name: str) -> float:
-    value = number(fields, name)
-    if value == 0:
-        raise ValueError(f"{name} is 0, not a positive number: correct the file")
-    return value
-
-
 def _yarn(rope: Fields, fields: Fields) -> dict[str, Any]:
-    """The fields of YaRN, with the defaults of transformers, which takes 0 for an absent number, ``mscale`` only
-    together with ``mscale_all_dim``, and ``attention_factor`` before both."""
+    """The fields of YaRN, with the defaults of transformers.
+
+    It takes 0 for an absent number, ``mscale`` only together with ``mscale_all_dim``, and ``attention_factor`` before
+    both.
+    """
     unknown = sorted(rope.keys() - _YARN_NAMES)
     if unknown:
         raise ValueError(f"rope_type 'yarn' with {unknown[0]!r} is not implemented; convert another model")

@@ -1,0 +1,1 @@
+"""Models in Hugging Face's format: ``config.json``, names of tensors, reading and writing."""
