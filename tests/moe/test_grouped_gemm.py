@@ -22,7 +22,7 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.packages import Unavailable
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
 
 STALE = 1e6

@@ -9,14 +9,14 @@ import torch
 from megatron.core.topology import RankGrid
 from megatron.planner.launches import Group, Launch, ProductShape
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.experts import fp32_rate
 from megatron.planner.step_time.prices import (
     EXPOSED_RING,
+    Constants,
     Machines,
     between_pods,
     elementwise_seconds,
     exchange_seconds,
+    fp32_rate,
     product_seconds,
     ring_rate,
 )
