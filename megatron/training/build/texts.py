@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from megatron.config.evaluate import EvaluateConfig
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Share
 from megatron.data.evaluation_samples import WholePasses, Windows
 from megatron.data.evaluation_text import EvaluationText, names_of, read_text
