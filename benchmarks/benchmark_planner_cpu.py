@@ -38,7 +38,8 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.topology import Topology
-from megatron.planner.calibration.measure import Calibrated, Effort, Measured, Plan, Ranks, calibrated, measure, merge
+from megatron.planner.calibration.fit import Calibrated, calibrated
+from megatron.planner.calibration.measure import Effort, Measured, Plan, Ranks, measure, merge
 from megatron.planner.calibration.operations import build_step, planned_step
 from megatron.planner.step_time.prices import load_fitted
 from megatron.training.initialize import Process, prepare_cpu, rank_grid

@@ -169,13 +169,13 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     from rich.console import Console
 
     from megatron.commands.pages.plan_report import plan_page
-    from megatron.planner.search import result as report
+    from megatron.planner.search.result import as_json, print_result
 
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
-    report.print_result(result, console, top)
+    print_result(result, console, top)
     (json_flag, json_file), (html_flag, html_file) = files.items()
     if json_file is not None:
-        write(json_flag, json_file, json.dumps(report.as_json(result), indent=1, allow_nan=False) + "\n")
+        write(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
     if html_file is not None:
         write(html_flag, html_file, plan_page(result))
 

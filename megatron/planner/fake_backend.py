@@ -1,12 +1,17 @@
-"""A fake network and fake values for fake tensors: the code of a rank runs, but nothing is computed or sent."""
+"""A fake network, fake values and simulated kernels: the code of a rank runs, but nothing is computed or sent."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator, Observer, Work
+from megatron.core.device import Machine
+from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
@@ -160,3 +165,27 @@ class SimulatedTopology(Topology):
         communicator = FakeCommunicator(ranks, self.rank, name, self._transport)
         communicator.observer = self._observer(communicator)
         return communicator
+
+
+def with_local_layers(config: RunConfig) -> RunConfig:
+    """``config`` without Transformer Engine, whose layers cannot be built without a GPU.
+
+    Local layers save similar tensors, but lack two recipes, which are planned as tensorwise.
+    """
+    if config.model.transformer_impl == "local":
+        return config
+    precision = config.precision
+    if precision.fp8_recipe in ("blockwise", "mxfp8"):
+        precision = replace(precision, fp8_recipe="tensorwise")
+    return replace(config, model=replace(config.model, transformer_impl="local"), precision=precision)
+
+
+def simulated_kernels(
+    config: RunConfig, topology: Topology, device: torch.device, vocab_size: int, tracker: MemoryTracker
+) -> Kernels:
+    """On CPUs the kernels of the run. On GPUs (``device``) what stands for them, since the packages and compilers there
+    are unknown: ``tracker`` counts each compiled function as one kernel."""
+    if device.type == "cpu":
+        return build_kernels(config, topology, vocab_size)
+    machine = Machine(device, simulated_compiler=partial(partial, tracker.fused))
+    return build_kernels(config, topology, vocab_size, machine)

@@ -22,9 +22,8 @@ from megatron.checkpoint.checkpointing import file_of_rank, load_checkpoint, sav
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints, verify_share
-from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
-from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import wait_until
 from tests.forked import fork_context
 

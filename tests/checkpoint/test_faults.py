@@ -15,7 +15,7 @@ import pytest
 
 from megatron.checkpoint.directory import TRACKER, Retention, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints, verify_share
-from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import (
@@ -41,7 +41,6 @@ from tests.checkpoint.file_faults import (
     small_disk,
     small_files,
 )
-from tests.checkpoint.locking import acquire
 
 pytestmark = pytest.mark.slow(reason="kills and errors at every step of a save")
 

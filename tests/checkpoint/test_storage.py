@@ -21,13 +21,12 @@ from megatron.checkpoint.checkpointing import SyncSaveBackend, load_checkpoint, 
 from megatron.checkpoint.directory import MANIFEST, TRACKER
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.finding import find_checkpoint, verify_share
-from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.schema import FORMAT_VERSION
 from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
-from tests.checkpoint.locking import acquire
 from tests.checkpoint.models import Bomb
 
 

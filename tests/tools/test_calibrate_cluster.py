@@ -15,7 +15,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands import calibrate_cluster
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import Communicator
-from megatron.planner.calibration.fit import cluster_file, nonnegative_least_squares, without_overlap
+from megatron.planner.calibration.fit import calibrated, cluster_file, nonnegative_least_squares, without_overlap
 from megatron.planner.calibration.measure import (
     Effort,
     Measured,
@@ -23,7 +23,6 @@ from megatron.planner.calibration.measure import (
     Ranks,
     Sample,
     _after_a_product,
-    calibrated,
     measure,
     merge,
     number_of_operations,

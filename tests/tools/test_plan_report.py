@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.commands.pages import plan_charts
-from megatron.commands.pages import plan_report as plan_roofline
+from megatron.commands.pages import plan_charts, plan_report
 from megatron.commands.pages.plan_charts import days, seconds, short
 from megatron.commands.pages.plan_report import plan_page
 from megatron.planner.search.result import SearchResult, command
@@ -134,7 +133,7 @@ def test_products_are_below_the_roof(result: SearchResult, page: Page) -> None:
     passes = result.best.passes
     assert passes is not None
     total = sum(product.seconds for product in passes.products)
-    dots = plan_roofline.dots(passes.products)
+    dots = plan_report.dots(passes.products)
     assert [dot.seconds for dot in dots] == sorted((product.seconds for product in passes.products), reverse=True)
     for product in passes.products:
         m, n, k = product.m, product.n, product.k

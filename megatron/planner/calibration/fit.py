@@ -1,20 +1,35 @@
-"""Constants of the prices from measurements, by least squares of the relative errors.
+"""Constants of the prices from measurements, by least squares of the relative errors, and the file of the cluster.
 
 Every formula is linear in the unknowns that one kind of measurement determines, so each column of a problem is the
 price of the formula with one unknown at 1 and the others at 0.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import combinations
+from statistics import median
 
 import numpy as np
 
-from megatron.planner.calibration.measure import Sample
-from megatron.planner.calibration.operations import AttentionShape, CollectiveShape, ProductShape
+from megatron.core.precision import number_formats
+from megatron.planner.calibration.measure import Measured, Plan, Ranks, Sample
+from megatron.planner.calibration.operations import (
+    AttentionShape,
+    CollectiveShape,
+    ProductShape,
+    planned_step,
+    with_layers,
+)
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.prices import BACKWARD_ATTENTION, Constants, Machines, product_seconds, product_traffic
+from megatron.planner.step_time.prices import (
+    BACKWARD_ATTENTION,
+    Constants,
+    Machines,
+    load_fitted,
+    product_seconds,
+    product_traffic,
+)
 from megatron.planner.step_time.workload import Array
 
 _SIZES = ("rows", "columns", "depth")
@@ -124,3 +139,178 @@ def without_overlap() -> dict[str, float]:
     number of nodes. The file's rates of the links are measured."""
     exposed = ("exposed_tensor_parallel", "exposed_messages", "exposed_interleaved_messages", "fsdp2_contention")
     return {**dict.fromkeys((*exposed, "link", "network"), 1.0), "hidden_data_parallel": 0.0, "growth": 0.0}
+
+
+ATTENTION_CONSTANTS: Mapping[tuple[str, str], str] = {
+    ("flash", "ampere"): "flash_ampere",
+    ("flash", "hopper"): "flash_hopper",
+    ("flash", "blackwell"): "cudnn_blackwell",
+    ("flash", "cpu"): "flash_cpu",
+    ("cudnn", "ampere"): "flash_ampere",
+    ("cudnn", "hopper"): "cudnn_hopper",
+    ("cudnn", "blackwell"): "cudnn_blackwell",
+}
+"""The constant of a kernel on a generation."""
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """The cluster that the measurements describe."""
+
+    cluster: Cluster
+    errors: Mapping[str, Fitted] = field(default_factory=dict)
+    """How well the formulas reproduce the measurements, by kind."""
+
+
+def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
+    """The cluster of the measurements: ``base`` with its constants replaced, or one of CPUs."""
+    cluster = base or _cpu_cluster(plan, measured, memory_gib, ranks.local_size)
+    element_bytes = number_formats(plan.config.precision, plan.config.optimizer).weight.itemsize
+    fitted = load_fitted() | (without_overlap() if base is None else {})
+    name = ATTENTION_CONSTANTS[measured.attention_kind, cluster.generation]
+    found = {
+        "products": fit_products(
+            cluster, fitted, list(measured.products), list(measured.products.values()), element_bytes
+        ),
+        "attention": fit_attention(
+            cluster, fitted, name, measured.attention_kind == "cudnn",
+            list(measured.attention), list(measured.attention.values()),
+        ),
+    }  # fmt: skip
+    constants = without_overlap() if base is None else {}
+    for one in found.values():
+        constants |= one.constants
+    cluster, constants, of_links = _with_links(cluster, constants, measured, is_base=base is not None)
+    found |= of_links
+    steps = [
+        planned_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
+        for layers, batch, microbatches in measured.steps
+    ]
+    found["steps"] = fit_step(steps, cluster, {**fitted, **constants}, list(measured.steps.values()))
+    constants |= found["steps"].constants
+    return Calibrated(replace(cluster, constants=constants), found)
+
+
+def _cpu_cluster(plan: Plan, measured: Measured, memory_gib: float, local_size: int) -> Cluster:
+    """Peaks are the largest measured rates; links are replaced by :func:`_with_links` where there are any."""
+    flops = max(2.0 * one.rows * one.columns * one.depth / sample.median for one, sample in measured.products.items())
+    copy_rate = 2.0 * plan.copy_bytes / measured.copy.median
+    return Cluster(
+        name="cpu",
+        generation="cpu",
+        bf16_flops=flops,
+        fp8_flops=0.0,
+        hbm_bytes_per_s=copy_rate,
+        multiprocessors=1,
+        memory_gib=memory_gib,
+        node_size=local_size,
+        link_bytes_per_s=copy_rate,
+        network_bytes_per_s=copy_rate,
+    )
+
+
+def _with_links(
+    cluster: Cluster, constants: dict[str, float], measured: Measured, is_base: bool
+) -> tuple[Cluster, dict[str, float], dict[str, Fitted]]:
+    """The cluster with measured rates of its links, or with the shares of its rates that were measured."""
+    found: dict[str, Fitted] = {}
+    for spans_nodes, link in ((False, "link"), (True, "network")):
+        shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind != "message"]
+        if not shapes:
+            continue
+        # On CPUs the latency is mostly the wait for the other ranks: it lowers the rate.
+        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=is_base)
+        if is_base:
+            constants[link] = rate / getattr(cluster, f"{link}_bytes_per_s")
+        else:
+            cluster = (
+                replace(cluster, network_bytes_per_s=rate) if spans_nodes else replace(cluster, link_bytes_per_s=rate)
+            )
+            constants |= _exposed_messages(rate, measured, spans_nodes)
+    return cluster, constants, found
+
+
+def _exposed_messages(rate: float, measured: Measured, spans_nodes: bool) -> dict[str, float]:
+    """Messages do not overlap on a CPU; their time is relative to the rate of rings."""
+    shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind == "message"]
+    if not shapes:
+        return {}
+    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=True)
+    return {"exposed_messages": rate / of_messages, "exposed_interleaved_messages": rate / of_messages}
+
+
+_TABLES = ("name", "sources", "constants")
+
+
+def cluster_file(calibrated: Calibrated, measured: Measured, base: str | None, date: str, machine: str) -> str:
+    """The text of the file: with ``base`` the constants that differ from it, else all fields."""
+    lines = [f"# Measured on {date} by tools/calibrate_cluster.py: {machine}."]
+    lines += [f"# {line}" for line in summary(calibrated, measured)]
+    lines += list(_fields(calibrated.cluster)) if base is None else [f'base = "{base}"']
+    lines += ["", "[sources]", *_sources(calibrated, measured, base, date)]
+    lines += ["", "[constants]", *(f"{name} = {value:.6g}" for name, value in calibrated.cluster.constants.items())]
+    return "\n".join(lines) + "\n"
+
+
+def summary(calibrated: Calibrated, measured: Measured) -> Iterator[str]:
+    """For each kind of measurement: how many, their spread over the turns, and the error of the fitted formula."""
+    for kind, samples in _samples(measured).items():
+        if samples:
+            spread = median(one.spread for one in samples)
+            fitted = calibrated.errors.get(kind)
+            error = "" if fitted is None else f"; the formula is off by {fitted.median_error:.1%} in the median"
+            yield f"{kind}: {len(samples)} measured, spread {spread:.1%}{error}"
+
+
+def _samples(measured: Measured) -> Mapping[str, list[Sample]]:
+    by_link: dict[str, list[Sample]] = {"link": [], "network": []}
+    for shape, sample in measured.collectives.items():
+        by_link["network" if shape.spans_nodes else "link"].append(sample)
+    return {
+        "products": list(measured.products.values()),
+        "attention": list(measured.attention.values()),
+        "copies": [measured.copy],
+        **by_link,
+        "steps": list(measured.steps.values()),
+    }
+
+
+def _fields(cluster: Cluster) -> Iterator[str]:
+    for one in fields(Cluster):
+        value = getattr(cluster, one.name)
+        if one.name in _TABLES or value == one.default:
+            continue
+        if isinstance(value, str):
+            yield f'{one.name} = "{value}"'
+        else:
+            yield f"{one.name} = {value:.6g}" if isinstance(value, float) else f"{one.name} = {value}"
+
+
+def _sources(calibrated: Calibrated, measured: Measured, base: str | None, date: str) -> Iterator[str]:
+    cluster = calibrated.cluster
+    if base is None:
+        stated = [one.name for one in fields(Cluster) if getattr(cluster, one.name) != one.default]
+        for name in stated:
+            if name not in _TABLES:
+                yield f'{name} = "{_SOURCES.get(name, "of this machine")}, {date}"'
+    for name in cluster.constants:
+        kind = next((kind for kind, fitted in calibrated.errors.items() if name in fitted.constants), None)
+        yield f'{name} = "{_of(kind, calibrated.errors, measured)}, {date}"'
+
+
+_SOURCES = {
+    "bf16_flops": "measured, the largest rate of a product in the format of the training",
+    "hbm_bytes_per_s": "measured, a copy",
+    "link_bytes_per_s": "measured, rings of ranks in a node",
+    "network_bytes_per_s": "measured, rings over nodes; of one node assumed: its memory",
+    "multiprocessors": "products on CPUs have no waves of tiles",
+    "fp8_flops": "CPUs have no FP8 products",
+    "node_size": "processes of the calibration in a node",
+}
+
+
+def _of(kind: str | None, errors: Mapping[str, Fitted], measured: Measured) -> str:
+    if kind is None:
+        return "CPUs: collectives need the cores and do not overlap; rates of links are measured"
+    samples = _samples(measured)[kind]
+    return f"fitted to {len(samples)} measured {kind}, median error {errors[kind].median_error:.1%}"

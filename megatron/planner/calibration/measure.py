@@ -1,10 +1,15 @@
-"""The measurements of a calibration in their order, and the cluster that follows from them."""
+"""The measurements of a calibration in their order.
+
+Operations take turns on all ranks, so that a slow moment of the machine hits all of them.
+"""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from statistics import median, quantiles
+from typing import Any, Protocol
 
 import torch
 
@@ -12,17 +17,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.precision import number_formats
 from megatron.core.topology import single_process
-from megatron.planner.calibration.fit import (
-    Fitted,
-    fit_attention,
-    fit_link,
-    fit_products,
-    fit_step,
-    without_overlap,
-)
-from megatron.planner.calibration.measure import Action, Effort, Ranks, Sample, take_turns
 from megatron.planner.calibration.operations import (
     AttentionShape,
     CollectiveShape,
@@ -34,25 +29,123 @@ from megatron.planner.calibration.operations import (
     collective_shapes,
     copy_action,
     groups_of,
-    planned_step,
     product_action,
     product_shapes,
     with_layers,
 )
-from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import Attention
 
-ATTENTION_CONSTANTS: Mapping[tuple[str, str], str] = {
-    ("flash", "ampere"): "flash_ampere",
-    ("flash", "hopper"): "flash_hopper",
-    ("flash", "blackwell"): "cudnn_blackwell",
-    ("flash", "cpu"): "flash_cpu",
-    ("cudnn", "ampere"): "flash_ampere",
-    ("cudnn", "hopper"): "cudnn_hopper",
-    ("cudnn", "blackwell"): "cudnn_blackwell",
-}
-"""The constant of a kernel on a generation."""
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The seconds of one operation in several turns."""
+
+    median: float
+    spread: float
+    """Half the distance of the quartiles, relative to the median."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Sample":
+        middle = median(seconds)
+        if len(seconds) < 2:
+            return cls(middle, 0.0)
+        first, _, third = quantiles(seconds, n=4)
+        return cls(middle, (third - first) / 2 / middle)
+
+
+class Control(Protocol):
+    """Objects of all ranks (:class:`megatron.core.control.ControlGroup`)."""
+
+    def all_gather_object(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that measure at the same time, as they would train at the same time."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_size: int = 1
+    """Processes of a node."""
+    control: Control | None = None
+    """None for one process."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.control is not None:
+            self.control.all_gather_object(None)
+
+    def longest(self, seconds: float) -> float:
+        """The largest value of a rank."""
+        if self.control is None:
+            return seconds
+        return float(max(self.control.all_gather_object(seconds)))
+
+    def agree(self, samples: list[Sample]) -> list[Sample]:
+        """Of each sample the median over the ranks."""
+        if self.control is None:
+            return samples
+        of_ranks = self.control.all_gather_object([one.median for one in samples])
+        medians = [median(values) for values in zip(*of_ranks)]
+        return [replace(one, median=value) for one, value in zip(samples, medians)]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure."""
+
+    turns: int = 7
+    warmup: int = 2
+    least_seconds: float = 0.01
+    """An operation is repeated within a turn until it takes this long."""
+
+
+def seconds_of(action: Action, device: torch.device, repeats: int) -> float:
+    """Seconds of one of ``repeats`` calls; on a GPU between two events, after all earlier work."""
+    if device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(repeats):
+            action()
+        end.record()
+        torch.cuda.synchronize(device)
+        return float(start.elapsed_time(end)) / 1e3 / repeats
+    began = time.perf_counter()
+    for _ in range(repeats):
+        action()
+    return (time.perf_counter() - began) / repeats
+
+
+def take_turns(
+    actions: Sequence[Action],
+    device: torch.device,
+    effort: Effort,
+    *,
+    barrier: Action = lambda: None,
+    longest: Callable[[float], float] = lambda seconds: seconds,
+    advance: Action = lambda: None,
+) -> list[Sample]:
+    """Measure every action once in each turn.
+
+    ``barrier`` waits for all ranks. ``longest`` returns the largest of the ranks' values, so that all of them repeat a
+    collective equally often. ``advance`` is called after each turn of an action.
+    """
+    repeats = []
+    for action in actions:
+        for _ in range(effort.warmup):
+            action()
+        barrier()
+        repeats.append(max(1, int(effort.least_seconds / longest(seconds_of(action, device, 1)))))
+    seconds: list[list[float]] = [[] for _ in actions]
+    for _ in range(effort.turns):
+        for number, action in enumerate(actions):
+            barrier()
+            seconds[number].append(seconds_of(action, device, repeats[number]))
+            advance()
+    return [Sample.of(one) for one in seconds]
 
 
 @dataclass(frozen=True)
@@ -98,15 +191,6 @@ class Measured:
     collectives: Mapping[CollectiveShape, Sample]
     steps: Mapping[tuple[int, int, int], Sample]
     """By layers, sequences of a microbatch, and microbatches."""
-
-
-@dataclass(frozen=True)
-class Calibrated:
-    """The cluster that the measurements describe."""
-
-    cluster: Cluster
-    errors: Mapping[str, Fitted] = field(default_factory=dict)
-    """How well the formulas reproduce the measurements, by kind."""
 
 
 def merge(one: Measured, other: Measured) -> Measured:
@@ -229,80 +313,3 @@ def _after_a_product(
         shape: replace(sample, median=max(sample.median - of_product.median, alone[shape].median))
         for shape, sample in zip(alone, found)
     }
-
-
-def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
-    """The cluster of the measurements: ``base`` with its constants replaced, or one of CPUs."""
-    cluster = base or _cpu_cluster(plan, measured, memory_gib, ranks.local_size)
-    element_bytes = number_formats(plan.config.precision, plan.config.optimizer).weight.itemsize
-    fitted = load_fitted() | (without_overlap() if base is None else {})
-    name = ATTENTION_CONSTANTS[measured.attention_kind, cluster.generation]
-    found = {
-        "products": fit_products(
-            cluster, fitted, list(measured.products), list(measured.products.values()), element_bytes
-        ),
-        "attention": fit_attention(
-            cluster, fitted, name, measured.attention_kind == "cudnn",
-            list(measured.attention), list(measured.attention.values()),
-        ),
-    }  # fmt: skip
-    constants = without_overlap() if base is None else {}
-    for one in found.values():
-        constants |= one.constants
-    cluster, constants, of_links = _with_links(cluster, constants, measured, is_base=base is not None)
-    found |= of_links
-    steps = [
-        planned_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
-        for layers, batch, microbatches in measured.steps
-    ]
-    found["steps"] = fit_step(steps, cluster, {**fitted, **constants}, list(measured.steps.values()))
-    constants |= found["steps"].constants
-    return Calibrated(replace(cluster, constants=constants), found)
-
-
-def _cpu_cluster(plan: Plan, measured: Measured, memory_gib: float, local_size: int) -> Cluster:
-    """Peaks are the largest measured rates; links are replaced by :func:`_with_links` where there are any."""
-    flops = max(2.0 * one.rows * one.columns * one.depth / sample.median for one, sample in measured.products.items())
-    copy_rate = 2.0 * plan.copy_bytes / measured.copy.median
-    return Cluster(
-        name="cpu",
-        generation="cpu",
-        bf16_flops=flops,
-        fp8_flops=0.0,
-        hbm_bytes_per_s=copy_rate,
-        multiprocessors=1,
-        memory_gib=memory_gib,
-        node_size=local_size,
-        link_bytes_per_s=copy_rate,
-        network_bytes_per_s=copy_rate,
-    )
-
-
-def _with_links(
-    cluster: Cluster, constants: dict[str, float], measured: Measured, is_base: bool
-) -> tuple[Cluster, dict[str, float], dict[str, Fitted]]:
-    """The cluster with measured rates of its links, or with the shares of its rates that were measured."""
-    found: dict[str, Fitted] = {}
-    for spans_nodes, link in ((False, "link"), (True, "network")):
-        shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind != "message"]
-        if not shapes:
-            continue
-        # On CPUs the latency is mostly the wait for the other ranks: it lowers the rate.
-        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=is_base)
-        if is_base:
-            constants[link] = rate / getattr(cluster, f"{link}_bytes_per_s")
-        else:
-            cluster = (
-                replace(cluster, network_bytes_per_s=rate) if spans_nodes else replace(cluster, link_bytes_per_s=rate)
-            )
-            constants |= _exposed_messages(rate, measured, spans_nodes)
-    return cluster, constants, found
-
-
-def _exposed_messages(rate: float, measured: Measured, spans_nodes: bool) -> dict[str, float]:
-    """Messages do not overlap on a CPU; their time is relative to the rate of rings."""
-    shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind == "message"]
-    if not shapes:
-        return {}
-    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=True)
-    return {"exposed_messages": rate / of_messages, "exposed_interleaved_messages": rate / of_messages}

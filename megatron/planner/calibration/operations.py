@@ -1,14 +1,30 @@
-"""The operations to measure on one device: products of a model, its attention, and copies."""
+"""What a calibration measures: products of a model, its attention, copies, collectives, and whole training steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.run import RunConfig
+from megatron.core.communication import Communicator
+from megatron.core.kernels.selection import build_kernels
+from megatron.core.models.parallelize import parallelize
 from megatron.core.ops.attention import AttentionInputs, AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
+from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.topology import Topology
+from megatron.metrics.timers import Timers
+from megatron.planner.rehearsal.price import PlannedStep, attention_kind
+from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
+from megatron.planner.step_time.cluster import Cluster
+from megatron.training.initialize import rank_grid
+from megatron.training.loop.step import train_step
+from megatron.training.train_module import TrainModule
 
 
 @dataclass(frozen=True)
@@ -111,3 +127,138 @@ def copy_action(num_bytes: int, device: torch.device) -> Callable[[], object]:
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
+
+
+Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "message"]
+KINDS: tuple[Kind, ...] = ("all-reduce", "all-gather", "reduce-scatter", "message")
+
+
+@dataclass(frozen=True)
+class CollectiveShape:
+    """A collective of a tensor of ``num_bytes``: the largest one, which is the output of an all-gather."""
+
+    kind: Kind
+    num_bytes: int
+    ranks: int
+    spans_nodes: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends, ring algorithms; of a message, its size."""
+        if self.kind == "message":
+            return self.num_bytes
+        share = (self.ranks - 1) / self.ranks
+        return (2 if self.kind == "all-reduce" else 1) * share * self.num_bytes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Divides the ranks into groups of one size; all groups communicate at once, as in training."""
+
+    size: int
+    spans_nodes: bool
+
+    def ranks_of(self, rank: int, local_size: int) -> tuple[int, ...]:
+        """The group of ``rank``: neighbours inside a node, or ranks with the same place in every node."""
+        if self.spans_nodes:
+            return tuple(rank % local_size + node * local_size for node in range(self.size))
+        first = rank - rank % self.size
+        return tuple(range(first, first + self.size))
+
+
+def groups_of(world_size: int, local_size: int) -> list[Groups]:
+    """Powers of two that divide the ranks of a node, the node, and all nodes."""
+    sizes = {size for size in (2, 4, 8, 16, 32, local_size) if size > 1 and local_size % size == 0}
+    found = [Groups(size, spans_nodes=False) for size in sorted(sizes)]
+    nodes = world_size // local_size
+    return found + ([Groups(nodes, spans_nodes=True)] if nodes > 1 else [])
+
+
+def collective_shapes(groups: Sequence[Groups], sizes: Sequence[int]) -> list[CollectiveShape]:
+    """Every kind and size; messages between pairs of ranks only."""
+    return [
+        CollectiveShape(kind, size - size % (4 * group.size), group.size, group.spans_nodes)
+        for group in groups
+        for kind in KINDS
+        for size in sizes
+        if kind != "message" or group.size == 2
+    ]
+
+
+def collective_action(shape: CollectiveShape, group: Communicator, device: torch.device) -> Callable[[], object]:
+    """The collective; a message goes to the other rank and back, so it is two messages."""
+    whole = torch.zeros(shape.num_bytes // 4, device=device)
+    part = torch.zeros(shape.num_bytes // 4 // shape.ranks, device=device)
+    match shape.kind:
+        case "all-reduce":
+            return lambda: group.all_reduce(whole)
+        case "all-gather":
+            return lambda: group.all_gather(part)
+        case "reduce-scatter":
+            return lambda: group.reduce_scatter(whole)
+        case "message":
+            return lambda: _there_and_back(group, whole)
+
+
+def _there_and_back(group: Communicator, tensor: torch.Tensor) -> None:
+    other = 1 - group.rank
+    for sender in (0, 1):
+        if group.rank == sender:
+            group.start_send(tensor, other).wait()
+        else:
+            group.start_receive(torch.empty_like(tensor), other).wait()
+
+
+def build_step(config: RunConfig, topology: Topology, vocab_size: int, num_microbatches: int) -> Callable[[], None]:
+    """A training step of this rank on random tokens. Collective."""
+    kernels = build_kernels(config, topology, vocab_size)
+    parallel = parallelize(config, topology, vocab_size, kernels)
+    parallel.data_parallel.initialize(config.training.seed)
+    module = TrainModule(
+        parallel.executor,
+        parallel.data_parallel,
+        Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer),
+        build_loss_scaler(config.precision),
+        topology,
+        parallel.model.context.fp8,
+        parallel.model.expert_balance,
+    )
+    expected_tokens = num_microbatches * config.micro_batch_size * config.seq_length * topology.grid.dp
+
+    def step() -> None:
+        train_step(
+            module,
+            _microbatches(config, topology, vocab_size),
+            Hyperparameters(learning_rate=1e-6),
+            num_microbatches=num_microbatches,
+            expected_tokens=expected_tokens,
+            timers=Timers(0),
+        )
+
+    return step
+
+
+def _microbatches(config: RunConfig, topology: Topology, vocab_size: int) -> Iterator[dict[str, Tensor]]:
+    """Microbatches without end, of the same tokens for ranks that share them."""
+    shape = config.micro_batch_size, config.seq_length // topology.grid.cp
+    random = torch.Generator().manual_seed(1)
+    while True:
+        tokens = torch.randint(0, vocab_size, shape, generator=random)
+        yield {"tokens": tokens, "labels": tokens, "loss_mask": torch.ones(shape)}
+
+
+def planned_step(
+    config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, cluster: Cluster
+) -> PlannedStep:
+    """The same step, to be priced."""
+    grid = rank_grid(config.parallel, num_ranks)
+    device = torch.device("cpu" if cluster.generation == "cpu" else "cuda")
+    records = UnitRecords(vocab_size, attention_kind(config, cluster), device)
+    return PlannedStep(UnitsOfRun(records, config, grid), config.micro_batch_size * num_microbatches * grid.dp)
+
+
+def with_layers(config: RunConfig, num_layers: int, micro_batch_size: int) -> RunConfig:
+    """The same model with another depth and microbatch."""
+    model = replace(config.model, num_layers=num_layers)
+    training = replace(config.training, micro_batch_size=micro_batch_size)
+    return replace(config, model=model, training=training)

@@ -1,7 +1,7 @@
 """The time of training steps of this project from the records of their units: many layouts at once.
 
-Every launch of a unit has a price (:mod:`megatron.planner.rehearsal.launch_prices`). Virtual stages are sums of units; then come
-the pipeline, the reduction of gradients, and the optimizer.
+Every launch of a unit has a price (:mod:`megatron.planner.rehearsal.launch_prices`). Virtual stages are sums of units;
+then come the pipeline, the reduction of gradients, and the optimizer.
 
 Sources: the bubble of 1F1B is (p - 1) / v passes (arXiv 2104.04473, section 2.2). Zero-bubble schedules
 (arXiv 2401.10241) have no such formula for few microbatches: their actions are followed one by one, for all runs of one

@@ -1,4 +1,4 @@
-"""The units of runs by virtual stage. A unit that many runs have is rehearsed once for all of them."""
+"""The units of runs by virtual stage. A unit that many runs have is recorded once for all of them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -7,15 +7,29 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.topology import RankGrid
 from megatron.planner.fake_backend import with_local_layers
-from megatron.planner.rehearsal.records import layer_kinds
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
 from megatron.planner.step_time.workload import Attention
 from megatron.schedules.registry import SCHEDULES, placement_of
 from megatron.schedules.schedule import Placement
 from megatron.schedules.stages import VirtualStage
+
+
+@dataclass(frozen=True, order=True)
+class LayerKind:
+    is_moe: bool
+    has_rope: bool = True
+    """Whether the layer has rotary position embedding; only these layers have --qk-l2-norm and --attention-chunk-size,
+    and only the others --attention-temperature-tuning."""
+
+
+def layer_kinds(architecture: TransformerConfig) -> tuple[LayerKind, ...]:
+    """The kind of every layer."""
+    return tuple(map(LayerKind, architecture.moe_layers(), architecture.rope_layers()))
+
 
 T = TypeVar("T")
 R = TypeVar("R")

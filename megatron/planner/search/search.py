@@ -1,34 +1,252 @@
-"""Search of layouts: enumerate them, rehearse their units, price all, keep those that fit, rank, and simulate the best.
+"""Search of layouts: enumerate them, record their units, price all, keep those that fit, rank, and simulate the best.
 
 Thousands of layouts share some hundred units, whose records are their only account of memory and time. The dry run then
 simulates the best layouts, which decides whether they fit.
 """
 
+import multiprocessing
+import os
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 
 import numpy as np
 
+from megatron.config.dry_run import ALLOWANCE
 from megatron.errors import ConfigError
 from megatron.operation.effective_time import Costs, daly_interval_s, effective_time, job_mtbf_s
 from megatron.planner.arithmetic import DAY
-from megatron.planner.rehearsal.price import attention_kind
-from megatron.planner.rehearsal.records import UnitRecords
-from megatron.planner.search.accuracy import Level, basis_warnings, level_of
+from megatron.planner.plan import Run, make_plan
+from megatron.planner.rehearsal.price import PassTimes, PlannedStep, StepPrices, attention_kind, pass_times
+from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
+from megatron.planner.search.accuracy import (
+    UNKNOWN_ERROR,
+    Level,
+    basis_warnings,
+    level_of,
+    measured_regimes,
+    regimes_of,
+    unmeasured,
+)
 from megatron.planner.search.enumeration import enumerate_layouts, no_layout
 from megatron.planner.search.layout import Job, Layout
-from megatron.planner.search.result import TIE, PlannedLayout, ScalePoint, SearchResult, rank
-from megatron.planner.search.search import (
-    Priced,
-    Report,
-    accuracy_warnings,
-    no_report,
-    parallel_map,
-    plan_layouts,
-    price_layouts,
-    rehearse_best,
-)
+from megatron.planner.search.result import TIE, PlannedLayout, ScalePoint, SearchResult, first_of_families, rank
 from megatron.planner.search.stage_memory import StageMemory
+from megatron.planner.step_time.workload import Array
+from megatron.training.initialize import rank_grid
+
+PRODUCTS = "products"
+"""The term that a layout is limited by in the best case."""
+
+_ADVICE: Mapping[str, str] = {
+    "attention": "a faster attention kernel (docs/kernels.md), or a shorter sequence",
+    "between products": "fused norms and activations (docs/kernels.md)",
+    "recompute": "less recomputation: more GPUs to shard over, or GPUs with more memory",
+    "tensor parallelism": "a smaller tensor-parallel size, which needs more memory per GPU",
+    "context parallelism": "a smaller context-parallel size, which needs more memory per GPU",
+    "gaps": "larger microbatches: the host launches more work at a time",
+    "output layer": "--account-for-loss-in-pipeline-split: the stage with the output layer gets fewer layers",
+    "pipeline messages": "fewer chunks per stage, or a faster network",
+    "bubble": "more microbatches: a larger global batch, or fewer GPUs",
+    "data parallelism": "a larger global batch, which reduces gradients less often per token, or a faster network",
+    "optimizer": "the optimizer state sharded over more ranks",
+    "expert parallelism": "a smaller expert-parallel size, so that tokens stay in a node",
+}
+"""By term of the step time."""
+
+
+def largest_overhead(terms: Mapping[str, float], layout: Layout) -> str:
+    """The largest term besides products.
+
+    The output layer is a product, too. It limits a pipeline only, where the other stages wait for the last one.
+    """
+    is_product = {PRODUCTS} if layout.pp > 1 else {PRODUCTS, "output layer"}
+    overheads = {name: seconds for name, seconds in terms.items() if name not in is_product}
+    return max(overheads, key=overheads.__getitem__)
+
+
+def describe_limit(terms: Mapping[str, float], layout: Layout, job: Job) -> tuple[str, str]:
+    """What limits the layout, and what would change that."""
+    name = largest_overhead(terms, layout)
+    share = terms[name] / sum(terms.values())
+    advice = _ADVICE[name]
+    if name == "tensor parallelism" and "tp_comm_overlap" in job.given and not layout.tp_comm_overlap:
+        advice = f"--tp-comm-overlap, or {advice}"
+    return f"{name}: {share:.0%} of the step", advice
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Layouts with their times, the fastest first."""
+
+    layouts: tuple[Layout, ...]
+    units: tuple[UnitsOfRun, ...]
+    seconds: Array
+    """``[layouts]``."""
+    terms: Mapping[str, Array]
+    """``[layouts]`` each, by cause."""
+
+
+def step_of(job: Job, layout: Layout, records: UnitRecords) -> PlannedStep:
+    """The step of a layout."""
+    config = layout.apply(job.config, job.given)
+    return PlannedStep(UnitsOfRun(records, config, rank_grid(config.parallel, job.num_gpus)), job.global_batch_size)
+
+
+def price_layouts(job: Job, layouts: Sequence[Layout], records: UnitRecords, map_in_parallel: Map = map) -> Priced:
+    """The times of all layouts."""
+    steps = [step_of(job, layout, records) for layout in layouts]
+    records.rehearse((step.units for step in steps), map_in_parallel)
+    times = StepPrices(job.cluster, job.constants).price(steps)
+    order = np.argsort(times.total, kind="stable")
+    return Priced(
+        tuple(layouts[number] for number in order),
+        tuple(steps[number].units for number in order),
+        times.total[order],
+        {name: seconds[order] for name, seconds in times.terms.items()},
+    )
+
+
+def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]], level: Level) -> list[PlannedLayout]:
+    """The layouts of the numbers in ``needed``, which has the bytes of the tightest stage, and that stage."""
+    flops_per_token = job.architecture.flops_per_token(job.seq_length)
+    planned = []
+    for number, (num_bytes, stage) in needed.items():
+        terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
+        layout = priced.layouts[number]
+        error = UNKNOWN_ERROR if _unmeasured(job, layout, level) else level.error
+        planned.append(_planned(job, layout, num_bytes, stage, terms, error, flops_per_token))
+    return planned
+
+
+def accuracy_warnings(job: Job, layout: Layout, level: Level) -> list[str]:
+    """Sentences on what of a layout has not been measured."""
+    missing = _unmeasured(job, layout, level)
+    return [f"There are no measurements of {reason}: times are +-{UNKNOWN_ERROR:.0%}." for reason in missing]
+
+
+def _unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
+    config = layout.apply(job.config, job.given)
+    found = regimes_of(config, job.cluster, job.num_gpus, layout.schedule)
+    return unmeasured(found, job.cluster, measured_regimes() | level.regimes)
+
+
+def _planned(
+    job: Job, layout: Layout, needed: int, stage: int, terms: Mapping[str, float], error: float, flops_per_token: float
+) -> PlannedLayout:
+    seconds = sum(terms.values())
+    tokens_per_s_per_gpu = job.tokens_per_step / seconds / job.num_gpus
+    limits, advice = describe_limit(terms, layout, job)
+    return PlannedLayout(
+        layout=layout,
+        flags=layout.flags(job.given, job.architecture.num_experts is not None),
+        step_time_s=seconds,
+        interval_s=(seconds * (1 - error), seconds * (1 + error)),
+        terms=terms,
+        memory_bytes=needed,
+        tightest_stage=stage,
+        is_rehearsed=False,
+        memory_by_stage=(),
+        passes=None,
+        bubble_fraction=terms["bubble"] / seconds,
+        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
+        mfu=tokens_per_s_per_gpu * flops_per_token / job.peak_flops,
+        limits=limits,
+        advice=advice,
+        is_tie=False,
+    )
+
+
+_MOST_PROCESSES = 8
+_MOST_TRIES = 4
+"""Rehearsals for each one wanted, if most of them do not fit."""
+
+Report = Callable[[str, int, int], None]
+"""Receives what is being done, how much is done, and of how much."""
+
+
+def no_report(what: str, done: int, total: int) -> None:
+    """For callers that do not show progress."""
+
+
+Memory = tuple[Mapping[str, int], ...]
+"""Bytes by kind at the peak of each stage, with the allowance."""
+
+
+def rehearse(job: Job, layout: Layout) -> Memory:
+    """Simulate a step of ``layout``."""
+    run = Run.of(layout.apply(job.config, job.given), job.num_gpus, job.vocabulary)
+    plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
+    return tuple({**stage.peak.by_kind, "allowance": ALLOWANCE} for stage in plan.stages)
+
+
+def rehearse_best(
+    job: Job,
+    ranked: Sequence[PlannedLayout],
+    wanted: int,
+    records: UnitRecords,
+    report: Report = no_report,
+    simulate: Callable[[Job, Layout], Memory] = rehearse,
+    in_parallel: bool = True,
+) -> tuple[PlannedLayout, ...]:
+    """``ranked`` with the first layouts of its first ``wanted`` families rehearsed. Layouts that do not fit by their
+    rehearsal are left out, and the next ones are rehearsed instead."""
+    limit = job.config.dry_run.gpu_memory
+    found: dict[Layout, Memory] = {}
+    with parallel_map() if in_parallel else nullcontext(map) as map_in_parallel:
+        while len(found) < _MOST_TRIES * wanted:
+            kept = (one for one in ranked if one.layout not in found or _needed(found[one.layout])[0] <= limit)
+            best = [one.layout for one in islice(first_of_families(kept), wanted)]
+            batch = [layout for layout in best if layout not in found]
+            if not batch:
+                break
+            done = wanted - len(batch)
+            report("rehearse", done, wanted)
+            for number, rehearsal in enumerate(map_in_parallel(partial(simulate, job), batch), start=1):
+                found[batch[number - 1]] = rehearsal
+                report("rehearse", done + number, wanted)
+    prices = StepPrices(job.cluster, job.constants)
+    completed = (
+        _with_rehearsal(one, found[one.layout], pass_times(prices, step_of(job, one.layout, records), one.step_time_s))
+        if one.layout in found
+        else one
+        for one in ranked
+    )
+    return tuple(one for one in completed if not one.is_rehearsed or one.memory_bytes <= limit)
+
+
+def _needed(memory: Memory) -> tuple[int, int]:
+    """Bytes of the tightest stage, and the stage."""
+    return max((sum(kinds.values()), stage) for stage, kinds in enumerate(memory))
+
+
+def _with_rehearsal(planned: PlannedLayout, memory: Memory, passes: PassTimes) -> PlannedLayout:
+    needed, stage = _needed(memory)
+    return replace(
+        planned,
+        memory_bytes=needed,
+        tightest_stage=stage,
+        is_rehearsed=True,
+        memory_by_stage=memory,
+        passes=passes,
+    )
+
+
+@contextmanager
+def parallel_map() -> Iterator[Map]:
+    """A ``map`` in as many processes as there are cores, in order."""
+    workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if sys.platform == "linux" else 1
+    if workers == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield pool.map
+
 
 SAFETY = 1.02
 """Factor on the memory by the units' records: it may be so much too low."""

@@ -9,7 +9,6 @@ import torch
 from megatron.core.topology import RankGrid
 from megatron.planner.launches import Group, Launch, ProductShape
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.formulas import fp32_rate
 from megatron.planner.step_time.prices import (
     EXPOSED_RING,
     Constants,
@@ -17,6 +16,7 @@ from megatron.planner.step_time.prices import (
     between_pods,
     elementwise_seconds,
     exchange_seconds,
+    fp32_rate,
     product_seconds,
     ring_rate,
 )
