@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import tyro
 
-from megatron.commands.rank_tool import exit_at_once, exit_code_of
+from megatron.commands.tool import exit_at_once, exit_code_of
 from megatron.config.generation import GenerationConfig
 from megatron.config.loaded_model import LoadedModelConfig
 from megatron.errors import ConfigError, RankError
