@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from megatron.commands.plotting import check_matplotlib
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.metrics.history import History, Point, read_history
 from megatron.urls import refuse_urls
@@ -144,3 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def check_matplotlib(flag: str) -> None:
+    """Raise :class:`ConfigError` if matplotlib, with which ``flag`` draws, is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib.") from error

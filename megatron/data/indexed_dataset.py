@@ -8,23 +8,21 @@ offsets, int64 x D sequence numbers where documents start, and optionally int8 x
 import difflib
 import mmap as memory_map
 import os
+import resource
 import struct
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Self
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_files import NewCorpus
-from megatron.data.digests import Writable
-from megatron.data.remote import RemoteFile
-from megatron.errors import DataError
+from megatron.data.storage import RemoteFile
+from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -35,12 +33,10 @@ _DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 # Megatron-LM's writer leaves a margin under 65,536.
 _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500
-
-_WRITE_CHUNK = 1 << 20  # sequences per write of an index array
 _CHECKED_RUNS = 256  # checked by check_token_range in one corpus, evenly spread, ...
 _LEAST_CHECKED_RUNS = 16
 _CHECKED_RUNS_OF_ALL = 16 * _CHECKED_RUNS  # ... and in all corpora of a blend, where these suffice
@@ -247,82 +243,6 @@ def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
         )
 
 
-class IndexedDatasetWriter:
-    """Writes ``prefix.bin``, ``prefix.idx`` and their digests, one sequence per document, byte-equal to Megatron-LM.
-
-    A context manager: the files appear at the end, and are removed after an exception. Tokens stream to disk; a
-    document needs four bytes of memory.
-    """
-
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self.prefix = prefix
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._lengths = array("i")
-        self._files = NewCorpus(prefix)
-
-    def add_document(self, tokens: npt.ArrayLike) -> None:
-        array_of_tokens = np.asarray(tokens)
-        self.add_documents(array_of_tokens, np.array([array_of_tokens.size]))
-
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Append several documents: concatenated ``tokens``, and the ``lengths`` of each."""
-        flat, sizes = np.asarray(tokens).reshape(-1), np.asarray(lengths, dtype=np.int32)
-        if int(sizes.sum(dtype=np.int64)) != flat.size:
-            raise ValueError(f"{flat.size} tokens, but documents of {int(sizes.sum(dtype=np.int64))} in all")
-        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self._vocab_size:
-            raise DataError(
-                f"Token ids {int(flat.min())}..{int(flat.max())} do not fit {self.prefix}.bin, which is "
-                f"written for a vocabulary of {self._vocab_size} ids: use the tokenizer of the corpus."
-            )
-        self._files.write_tokens(flat.astype(self._dtype, copy=False).tobytes())
-        self._lengths.frombytes(sizes.tobytes())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        with self._files:
-            if error_type is None:
-                self._files.commit(self._write_index)
-            else:
-                self._files.abort()
-
-    def _write_index(self, index_file: Writable) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        count = len(lengths)
-        starts = range(0, count + 1, _WRITE_CHUNK)
-        documents = (np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in starts)
-        write_index(
-            index_file, self._dtype, [lengths], _byte_offsets(lengths, self._dtype.itemsize), documents, count, count
-        )
-
-
-def write_index(
-    index_file: Writable,
-    dtype: np.dtype[Any],
-    lengths: Iterable[npt.NDArray[Any]],
-    offsets: Iterable[npt.NDArray[Any]],
-    documents: Iterable[npt.NDArray[Any]],
-    num_sequences: int,
-    num_documents: int,
-) -> None:
-    """Write an ``.idx`` file from arrays in parts; see :class:`IndexedDataset`."""
-    index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
-    for parts, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
-        for part in parts:
-            index_file.write(part.astype(stored, copy=False).tobytes())
-
-
-def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Start of each sequence in ``.bin``, in chunks."""
-    position = 0
-    for start in range(0, len(lengths), _WRITE_CHUNK):
-        ends = position + np.cumsum(lengths[start : start + _WRITE_CHUNK], dtype=np.int64) * itemsize
-        yield np.concatenate(([position], ends[:-1]))
-        position = int(ends[-1])
-
-
 def _map_file(file: BinaryIO) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), dtype=np.uint8)
 
@@ -331,19 +251,19 @@ def _read_index(path: str, name: str) -> _Index:
     """Map and check an index; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < _HEADER.size:
+            if os.fstat(file.fileno()).st_size < INDEX_HEADER.size:
                 raise DataError(f"{name} is too short to be an index: {_ANEW}.")
             content = _map_file(file)
     except OSError as error:
         raise DataError(_cannot_open(path, error)) from error
-    magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
-    if magic != _MAGIC:
+    magic, version, code, sequences, documents = INDEX_HEADER.unpack(content[: INDEX_HEADER.size].tobytes())
+    if magic != INDEX_MAGIC:
         raise DataError(f"{name} is not an index of tokens (wrong magic bytes): {_ANEW}.")
-    if version != _VERSION:
-        raise DataError(f"{name} has format version {version}, but only {_VERSION} is supported: {_ANEW}.")
+    if version != INDEX_VERSION:
+        raise DataError(f"{name} has format version {version}, but only {INDEX_VERSION} is supported: {_ANEW}.")
     if code not in _DTYPE_OF_CODE:
         raise DataError(f"{name} has unknown token dtype code {code} (known: 1 to 8): {_ANEW}.")
-    offsets_at = _HEADER.size + 4 * sequences
+    offsets_at = INDEX_HEADER.size + 4 * sequences
     documents_at = offsets_at + 8 * sequences
     end = documents_at + 8 * documents
     if len(content) not in (end, end + sequences):
@@ -351,7 +271,7 @@ def _read_index(path: str, name: str) -> _Index:
     document_indices = content[documents_at:end].view("<i8")
     if not documents or int(document_indices[-1]) != sequences:
         raise DataError(f"{name} has document boundaries that do not match its {sequences} sequences: {_ANEW}.")
-    lengths, offsets = content[_HEADER.size : offsets_at].view("<i4"), content[offsets_at:documents_at].view("<i8")
+    lengths, offsets = content[INDEX_HEADER.size : offsets_at].view("<i4"), content[offsets_at:documents_at].view("<i8")
     return _Index(_DTYPE_OF_CODE[code], lengths, offsets, document_indices, len(content) > end)
 
 
@@ -383,3 +303,33 @@ def _cannot_open(path: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{path} does not exist: {_remedy(path[: -len('.idx')])}"
     return f"{path} cannot be opened ({error.strerror}): make it readable."
+
+
+FILES_OF_CORPUS = 3
+"""``.bin``, and the mappings of ``.bin`` and ``.idx``: Python keeps a file descriptor for each mapping."""
+FILES_OF_ORDER = 5
+"""The mapped arrays of a sample order, at most."""
+_OTHERS = 1024  # files of the run that are not of corpora: sockets, checkpoints, libraries
+
+
+def allow_open_files(num_corpora: int, files_of_each: int) -> None:
+    """Let this process open the files of ``num_corpora``, in place of the 1,024 that many systems allow at first.
+
+    Raises :class:`ConfigError` if the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_corpora * files_of_each
+    wanted = needed + _OTHERS
+    if _covers(soft, wanted):
+        return
+    limit = wanted if _covers(hard, wanted) else hard
+    if limit <= needed:
+        raise ConfigError(
+            f"{num_corpora} corpora need {wanted} open files in each process, but the hard limit is {hard}: raise it "
+            "(ulimit -Hn), or merge corpora with tools/merge_datasets.py."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _covers(limit: int, count: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= count

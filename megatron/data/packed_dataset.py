@@ -1,11 +1,18 @@
-"""Samples of whole documents, packed by best fit (``--sample-order best-fit``)."""
+"""Samples of whole documents, packed by best fit (``--sample-order best-fit``).
 
-from typing import Any
+Source: "Fewer Truncations Improve Language Modeling" (arXiv 2404.10830). A document that fits in a sample is never cut.
+A longer one is cut into pieces of a whole sample and a rest, which share a token, as consecutive samples do: the label
+of a piece's last input is the first token of the next piece. All pieces are then packed by best-fit decreasing: the
+longest first, each into the sample with the least space that suffices.
+"""
+
+from bisect import bisect_left, insort
+from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.best_fit import PackedOrder, PackingStatistics, build_packed_order
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     CorpusDataset,
@@ -17,8 +24,186 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import Arrays, load_or_build
-from megatron.data.sample_order import SPLIT_NAMES
+from megatron.data.sample_order import SPLIT_NAMES, IndexArray
 from megatron.errors import DataError
+
+Integers = npt.NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """Parts of documents that are packed as a whole, in the order of the corpus."""
+
+    documents: Integers
+    """[p] sequence number in the corpus."""
+    offsets: Integers
+    """[p] first token in the document."""
+    lengths: Integers
+    """[p] tokens, at most those of a sample."""
+
+
+class PackedOrder(NamedTuple):
+    """The index arrays of one split of one corpus, for n samples and p pieces of all epochs."""
+
+    documents: IndexArray
+    """[p] int32 sequence numbers, in the order of the samples."""
+    offsets: IndexArray
+    """[p] int32 first token of each piece in its document."""
+    sample_starts: IndexArray
+    """[n + 1] int64 the first piece of every sample."""
+    shuffle_index: IndexArray
+    """[n] uint32 row of ``sample_starts`` where sample i starts."""
+    statistics: IndexArray
+    """[6] int64 the fields of :class:`PackingStatistics`."""
+
+
+class PackingStatistics(NamedTuple):
+    """What packing did to a split; all but the first are of one epoch."""
+
+    num_epochs: int
+    num_samples: int
+    num_documents: int
+    """Documents with tokens."""
+    num_cut: int
+    """Documents that are longer than a sample."""
+    num_cut_by_concatenation: int
+    """Documents that samples would cut if documents were concatenated in the order of the corpus."""
+    num_padded: int
+    """Tokens that fill up samples."""
+
+
+def cut_documents(lengths: Integers, seq_length: int, first: int = 0) -> Pieces:
+    """The pieces of documents with ``lengths`` [d], which are numbered from ``first``; samples have ``seq_length + 1``
+    tokens. Empty documents have none."""
+    # A piece begins at every multiple of the sequence length that has a token after it.
+    counts = np.where(lengths > 0, np.maximum(1, -(-(lengths - 1) // seq_length)), 0)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    ends = np.cumsum(counts)
+    offsets = (np.arange(len(documents)) - (ends - counts)[documents]) * seq_length
+    return Pieces(documents + first, offsets, np.minimum(lengths[documents] - offsets, seq_length + 1))
+
+
+class _Bins:
+    """Bins with space left, by space."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.count = capacity, 0
+        self._by_space: dict[int, deque[Integers]] = {}
+        self._spaces: list[int] = []
+
+    def take(self, length: int, num_items: int) -> tuple[int, Integers]:
+        """The space of the fullest bins that hold ``length``, and as many of these bins as ``num_items`` items fill,
+        each with as many as it holds; new bins if no bin has the space."""
+        at = bisect_left(self._spaces, length)
+        if at == len(self._spaces):
+            needed = -(-num_items // (self.capacity // length))
+            self.count += needed
+            return self.capacity, np.arange(self.count - needed, self.count)
+        space = self._spaces[at]
+        group, needed, parts = self._by_space[space], -(-num_items // (space // length)), []
+        while needed and group:
+            part = group.popleft()
+            if len(part) > needed:
+                group.appendleft(part[needed:])
+                part = part[:needed]
+            parts.append(part)
+            needed -= len(part)
+        if not group:
+            del self._by_space[space], self._spaces[at]
+        return space, np.concatenate(parts)
+
+    def put(self, space: int, bins: Integers) -> None:
+        if len(bins) == 0 or space == 0:
+            return
+        if space not in self._by_space:
+            self._by_space[space] = deque()
+            insort(self._spaces, space)
+        self._by_space[space].append(bins)
+
+
+def best_fit_decreasing(lengths: Integers, capacity: int) -> tuple[Integers, int]:
+    """The bin of each item [n], and the number of bins; items have ``lengths`` [n] of 1 to ``capacity``.
+
+    All items of a length at once: a bin that is the best fit of one stays the best fit of the next until it is too
+    full, so bins of one space take as many items each as they hold. Steps in Python are of the order of the distinct
+    lengths, and arrays do the rest: O(n log n + capacity log capacity).
+    """
+    order = np.argsort(-lengths, kind="stable")
+    sorted_lengths = lengths[order]
+    starts = np.flatnonzero(np.diff(sorted_lengths, prepend=0))
+    bin_of, bins = np.empty(len(lengths), dtype=np.int64), _Bins(capacity)
+    for start, end in zip(starts.tolist(), [*starts[1:].tolist(), len(lengths)]):
+        length, items = int(sorted_lengths[start]), order[start:end]
+        while len(items):
+            space, taken = bins.take(length, len(items))
+            each = space // length
+            placed = min(len(items), each * len(taken))
+            bin_of[items[:placed]] = np.repeat(taken, each)[:placed]
+            full, rest = divmod(placed, each)
+            bins.put(space - each * length, taken[:full])
+            bins.put(space - rest * length, taken[full:])
+            items = items[placed:]
+    return bin_of, bins.count
+
+
+def build_packed_order(
+    sequence_lengths: npt.NDArray[np.int32],
+    sequences: tuple[int, int],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+) -> PackedOrder:
+    """The order of at least ``num_samples`` samples (None: one epoch) of the sequences [first, end) of a corpus with
+    ``sequence_lengths`` [S].
+
+    Every epoch is shuffled and packed by itself, so a longer order begins with the shorter one. Which of several pieces
+    of one length share a sample, and their order in it, differ by epoch; the number of samples does not.
+    """
+    first, end = sequences
+    lengths = sequence_lengths[first:end].astype(np.int64)
+    pieces = cut_documents(lengths, seq_length, first)
+    # One generator for all shuffles, which continue its state.
+    generator = np.random.RandomState(seed)
+    epochs: list[tuple[Integers, Integers, Integers]] = []
+    while not epochs or (num_samples or 0) > len(epochs) * len(epochs[0][1]):
+        epochs.append(_pack_epoch(pieces, seq_length + 1, generator))
+        if len(epochs[0][1]) == 0:
+            break
+    chosen = np.concatenate([order for order, _, _ in epochs])
+    counts = np.concatenate([counts for _, counts, _ in epochs])
+    per_epoch = len(epochs[0][1])
+    statistics = PackingStatistics(
+        len(epochs),
+        per_epoch,
+        int((lengths > 0).sum()),
+        int((lengths > seq_length + 1).sum()),
+        _count_cut_by_concatenation(lengths, seq_length),
+        per_epoch * (seq_length + 1) - int(pieces.lengths.sum()),
+    )
+    return PackedOrder(
+        pieces.documents[chosen].astype(np.int32),
+        pieces.offsets[chosen].astype(np.int32),
+        np.concatenate(([0], np.cumsum(counts))),
+        np.concatenate([shuffled + epoch * per_epoch for epoch, (_, _, shuffled) in enumerate(epochs)]).astype(
+            np.uint32
+        ),
+        np.array(statistics, dtype=np.int64),
+    )
+
+
+def _pack_epoch(pieces: Pieces, capacity: int, generator: np.random.RandomState) -> tuple[Integers, Integers, Integers]:
+    """The pieces in the order of the samples, the number of pieces of each sample, and the samples shuffled."""
+    shuffled = generator.permutation(len(pieces.lengths))
+    samples, num_samples = best_fit_decreasing(pieces.lengths[shuffled], capacity)
+    counts = np.bincount(samples, minlength=num_samples)
+    return shuffled[np.argsort(samples, kind="stable")], counts, generator.permutation(num_samples)
+
+
+def _count_cut_by_concatenation(lengths: Integers, seq_length: int) -> int:
+    """Documents of a concatenation that are in no sample as a whole."""
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    return int((ends - 1 > (starts // seq_length + 1) * seq_length).sum())
 
 
 class PackedDataset(CorpusDataset):

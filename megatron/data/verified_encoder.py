@@ -6,14 +6,15 @@ Vocabularies that are not known to be equal use the reference library.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.tokenizer_json import byte_characters, tiktoken_description
+from megatron.data.tokenizer_formats import byte_characters, tiktoken_description
 from megatron.errors import TokenizerMismatchError
 
 
@@ -194,3 +195,46 @@ def _is_plain_sentencepiece(model: Any, proto: Any) -> bool:
         and not normalizer.remove_extra_whitespaces
         and {piece.type for piece in model.pieces} <= {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
     )
+
+
+# tiktoken's regular expressions overflow their stack on about 300,000 consecutive blanks.
+_MAX_BLANK_RUN = 100_000
+_LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
+# Letters and digits of Unicode 17, in UTF-8: gigatoken knows them, tiktoken's regular expressions do not.
+_NEW_CHARACTERS = (
+    re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
+    re.compile(rb"\xea\x9f[\x8e-\xb1]"),
+    re.compile(
+        rb"\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]|\x9e\x9b|\xab\x9c|\xac\xba|[\xb2\xb3])"
+    ),
+)
+
+
+def cut_blank_runs(text: str) -> Iterator[str]:
+    """``text`` in parts, cut only inside very long runs of whitespace."""
+    if len(text) <= _MAX_BLANK_RUN:
+        yield text
+        return
+    start = 0
+    for run in _LONG_BLANK_RUN.finditer(text):
+        for cut in range(run.start() + _MAX_BLANK_RUN, run.end(), _MAX_BLANK_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def has_new_characters(text: str) -> bool:
+    if text.isascii():
+        return False
+    content = text.encode("utf-8", "surrogatepass")
+    return any(characters.search(content) for characters in _NEW_CHARACTERS)
+
+
+def encode_in_parts(encode: Encode, texts: Sequence[str]) -> TokenizedTexts:
+    """The ids of texts that :func:`cut_blank_runs` cuts."""
+    if max(map(len, texts), default=0) <= _MAX_BLANK_RUN:
+        return encode(texts)
+    parts = [[*cut_blank_runs(text)] for text in texts]
+    tokens, lengths = encode([part for of_text in parts for part in of_text])
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    return TokenizedTexts(tokens, np.add.reduceat(lengths, starts))
