@@ -24,7 +24,7 @@ import tyro
 from torch import Tensor, nn
 
 import megatron_llama as ml
-from megatron.commands.plot_metrics import check_matplotlib
+from megatron.commands.tool import check_matplotlib
 from megatron.errors import ConfigError, ExitCode, UserError, report
 from megatron.flags import values_of
 from megatron.ranges import require_at_least

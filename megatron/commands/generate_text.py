@@ -6,7 +6,7 @@ output, tokens per second to standard error.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import tyro
 
+from megatron.commands.tool import exit_at_once, exit_code_of
 from megatron.config.generation import GenerationConfig
 from megatron.config.loaded_model import LoadedModelConfig
-from megatron.errors import ConfigError, RankError, UserError, report
+from megatron.errors import ConfigError, RankError
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
 
@@ -194,25 +195,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run() -> NoReturn:
     """Generate in this process, and end it with the exit code."""
     exit_at_once(main())
-
-
-def exit_code_of(work: Callable[[], None], rank: int) -> int:
-    """The exit code after ``work``; rank 0 prints the sentence of a :class:`UserError`."""
-    try:
-        work()
-    except UserError as error:
-        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130  # as the shell reports a process that SIGINT ended
-    return 0
-
-
-def exit_at_once(exit_code: int) -> NoReturn:
-    """End the process without Python's exit.
-
-    With several processes an orderly exit now and then ends in an abort among torch's threads, after all is done (some
-    2 % of runs with torch 2.13 and gloo).
-    """
-    sys.stdout.flush()
-    os._exit(exit_code)

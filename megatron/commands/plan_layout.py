@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from megatron.commands.report_run import write
+from megatron.commands.tool import write_file as write
 from megatron.config.command_line import parse_command_line
 from megatron.config.plan import PlanConfig
 from megatron.config.run import RunConfig

@@ -2,15 +2,14 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.errors import ConfigError, DataError, ExitCode
 from megatron.metrics.history import History, Point, read_history
 from megatron.urls import refuse_urls
 
@@ -135,19 +134,4 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [place for place, _ in points], [value for _, value in points]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw; the exit code."""
-    try:
-        draw(tyro.cli(PlotConfig, args=arguments, description=__doc__))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def check_matplotlib(flag: str) -> None:
-    """Raise :class:`ConfigError` if matplotlib, with which ``flag`` draws, is not installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib.") from error
+main = partial(run_tool, PlotConfig, draw, __doc__, failed=ExitCode.ACTION_REQUIRED)

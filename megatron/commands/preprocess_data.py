@@ -4,7 +4,6 @@ Inputs are jsonl files (every line a JSON object, whose text becomes one documen
 folders and globs of such, or a Hugging Face dataset. The output does not depend on --workers and --partitions.
 """
 
-import functools
 import hashlib
 import json
 import multiprocessing
@@ -17,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work, output_of
+from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
 from megatron.data.build_lock import load_or_build_once
 from megatron.data.corpus_digests import SUFFIX
@@ -339,7 +340,7 @@ def preprocess(config: PreprocessConfig) -> Counts:
     job = config.job()
     vocab_size = shared_tokenizer(config.tokenizer).vocab_size
     _check_keys(job)
-    progress = functools.partial(Progress, log_interval=config.log_interval)
+    progress = partial(Progress, log_interval=config.log_interval)
     if config.partitions > 1:
         return run_partitions(job, Partitioning(config.partitions, config.partition), vocab_size, progress)
     ranges = whole_ranges(list(job.sources))
@@ -356,21 +357,10 @@ def _check_keys(job: Job) -> None:
         )
 
 
-def main() -> int:
-    """Run the tool; returns the exit status."""
-    config = tyro.cli(PreprocessConfig, description=__doc__)
-    # A terminated run, too, removes its incomplete files.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def run(config: PreprocessConfig) -> None:
     if config.workers > 1 or config.partitions > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
-    try:
-        counts = preprocess(config)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        kept = "only complete partitions have" if config.partitions > 1 else "nothing has"
-        print(f"ERROR: interrupted; {kept} been written.", file=sys.stderr)
-        return 130
-    print(counts.summary())
-    return 0
+    print(preprocess(config).summary())
+
+
+main = partial(run_tool, PreprocessConfig, run, __doc__, interrupted="no incomplete output has")
