@@ -1,5 +1,12 @@
 """Write the files of a corpus: ``P.bin``, ``P.idx`` and their digests appear together, when all are complete."""
 
+# Everything is written under temporary names, and renamed at the end in an order in which no reader, who opens P.idx
+# first, combines old and new files:
+#
+#   P.bin.1a2b3c4d.incomplete           tokens, as they come; Linux writes them back early
+#   P.idx.1a2b3c4d.incomplete           the index
+#   remove P.idx -> P.bin -> P.digests.json -> P.idx
+
 import logging
 import os
 import tempfile
@@ -74,16 +81,13 @@ class NewCorpus:
         """Append to ``P.bin``."""
         try:
             self._tokens.write(content)
-            self._begin_write_back()
+            start, end = self._written_back, self._tokens.digests.size
+            if end - start >= _WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
+                # Linux writes the new bytes to the disk now, and not all when ``commit`` waits for them.
+                os.posix_fadvise(self._bin_file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+                self._written_back = end
         except OSError as error:
             raise self._cannot_write(error) from error
-
-    def _begin_write_back(self) -> None:
-        """Let Linux write the new bytes to the disk now, and not all when ``commit`` waits for them."""
-        start, end = self._written_back, self._tokens.digests.size
-        if end - start >= _WRITE_BACK_BYTES and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._bin_file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
-            self._written_back = end
 
     def commit(self, write_index: Callable[[Writable], object]) -> None:
         """Complete ``P.bin``, write ``P.idx`` with ``write_index``, and rename all files."""
@@ -98,8 +102,6 @@ class NewCorpus:
             raise self._cannot_write(error) from error
 
     def _rename(self, digests: CorpusDigests) -> None:
-        # Readers open P.idx first: it is renamed last, so that no reader combines old and new files.
-        digests_file = digests_path(self.prefix)
         temporary = f"{self._temporary['.bin']}.digests"
         try:
             with open(temporary, "wb") as file:
@@ -108,7 +110,7 @@ class NewCorpus:
             with suppress(FileNotFoundError):
                 os.remove(f"{self.prefix}.idx")
             os.replace(self._temporary[".bin"], f"{self.prefix}.bin")
-            os.replace(temporary, digests_file)
+            os.replace(temporary, digests_path(self.prefix))
             os.replace(self._temporary[".idx"], f"{self.prefix}.idx")
         finally:
             with suppress(FileNotFoundError):
@@ -132,7 +134,7 @@ def _close_on_disk(file: BinaryIO) -> None:
     file.close()
 
 
-_WRITE_CHUNK = 1 << 20  # sequences per write of an index array
+_WRITE_CHUNK = 1 << 20  # numbers of an index array in memory
 
 
 class IndexedDatasetWriter:
@@ -179,11 +181,12 @@ class IndexedDatasetWriter:
     def _write_index(self, index_file: Writable) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32)
         count = len(lengths)
-        starts = range(0, count + 1, _WRITE_CHUNK)
-        documents = (np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in starts)
-        write_index(
-            index_file, self._dtype, [lengths], _byte_offsets(lengths, self._dtype.itemsize), documents, count, count
+        # Every sequence is a document: the document array counts up to S.
+        documents = (
+            np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in range(0, count + 1, _WRITE_CHUNK)
         )
+        offsets = _byte_offsets(lengths, self._dtype.itemsize)
+        write_index(index_file, self._dtype, [lengths], offsets, documents, count, count)
 
 
 def write_index(
@@ -214,7 +217,6 @@ def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt
 
 
 _COPIED_TOKENS = 1 << 22
-_CHUNK = 1 << 20  # numbers of an index array in memory
 
 
 def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
@@ -223,7 +225,7 @@ def merge_datasets(prefixes: Sequence[str], output: str) -> tuple[int, int]:
     Both files appear only when complete. Memory does not depend on the size of the data. Raises :class:`DataError` for
     a damaged dataset and for different token dtypes.
     """
-    with tempfile.TemporaryDirectory() as index_cache:  # of remote datasets
+    with tempfile.TemporaryDirectory() as index_cache:  # for the indexes of remote datasets
         datasets = [IndexedDataset(prefix, index_cache=index_cache) for prefix in prefixes]
         _check_mergeable(datasets, output)
         with NewCorpus(output) as files:
@@ -250,6 +252,7 @@ def _check_mergeable(datasets: Sequence[IndexedDataset], output: str) -> None:
 
 
 def _write_index(datasets: Sequence[IndexedDataset], index: Writable) -> None:
+    # Byte in the merged .bin, and sequence in the merged .idx, at which each dataset begins.
     bases = np.cumsum([0] + [dataset.num_tokens * dataset.dtype.itemsize for dataset in datasets])
     firsts = np.cumsum([0] + [len(dataset) for dataset in datasets])
     write_index(
@@ -272,4 +275,4 @@ def _write_index(datasets: Sequence[IndexedDataset], index: Writable) -> None:
 
 
 def _chunks(array: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    return (array[start : start + _CHUNK] for start in range(0, len(array), _CHUNK))
+    return (array[start : start + _WRITE_CHUNK] for start in range(0, len(array), _WRITE_CHUNK))

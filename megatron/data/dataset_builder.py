@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,21 +34,24 @@ from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, 
 from megatron.errors import ConfigError, DataError
 from megatron.urls import check_place, is_url
 
+_VALIDATION = SPLIT_NAMES.index("valid")
+_MAX_CORPORA = 32_767  # the number of a corpus is stored as int16
+
+# --- which corpora -------------------------------------------------------------------------------------------
+
 
 class Blend(NamedTuple):
     """Corpora of a split."""
 
     prefixes: list[str]
-    weights: list[float] | None
-    """None: in proportion to the number of samples of each corpus."""
+    weights: list[float] | None  # None: in proportion to the number of samples of each corpus
 
 
 class Sources(NamedTuple):
     """Corpora of train, validation and test."""
 
     blends: tuple[Blend | None, ...]
-    split: str | None
-    """Weights by which every corpus is split; None: each split has separate corpora."""
+    split: str | None  # weights by which every corpus is split; None: each split has separate corpora
 
     def has(self, split_index: int) -> bool:
         if self.split is not None and parse_split(self.split)[split_index] is None:
@@ -88,7 +91,13 @@ def parse_data_path(data_path: Sequence[str], source: str = "--data-path") -> tu
     """
     weights = [weight for word in data_path[::2] if (weight := _number(word)) is not None]
     if 2 * len(weights) < len(data_path) or len(data_path) % 2:
-        _refuse_stray_weights(data_path, source)
+        for word in data_path:
+            # A number among prefixes is a mistake, unless there is a corpus with this name.
+            if _number(word) is not None and not os.path.exists(f"{word}.idx"):
+                raise ConfigError(
+                    f"{source} {' '.join(data_path)} has the weight {word} without a prefix after it: write a weight "
+                    "before every prefix, such as 0.7 corpus_a 0.3 corpus_b, or none."
+                )
         return list(data_path), None
     if not all(0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
         raise ConfigError(f"{source} has weights {weights}: they must not be negative or all zero.")
@@ -101,16 +110,6 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _refuse_stray_weights(data_path: Sequence[str], source: str) -> None:
-    """Raise :class:`ConfigError` for a number among prefixes, unless there is a corpus with this name."""
-    for word in data_path:
-        if _number(word) is not None and not os.path.exists(f"{word}.idx"):
-            raise ConfigError(
-                f"{source} {' '.join(data_path)} has the weight {word} without a prefix after it: write a weight "
-                "before every prefix, such as 0.7 corpus_a 0.3 corpus_b, or none."
-            )
 
 
 def _blend(words: Sequence[str], source: str) -> Blend:
@@ -132,11 +131,8 @@ def _read_split_words(path: str) -> dict[str, list[str]]:
             f"--per-split-data-args-path {path} must contain one object with the key train and optionally valid and "
             "test, each with a list in the format of --data-path."
         )
-    return {name: _words(content.get(name)) for name in SPLIT_NAMES}
-
-
-def _words(value: Any) -> list[str]:
-    return value.split() if isinstance(value, str) else [str(word) for word in value or ()]
+    values = {name: content.get(name) or () for name in SPLIT_NAMES}
+    return {name: value.split() if isinstance(value, str) else [*map(str, value)] for name, value in values.items()}
 
 
 def _read_file(path: str) -> str:
@@ -151,8 +147,7 @@ def _read_file(path: str) -> str:
         raise ConfigError(f"The file of data arguments {path} is not text ({error.reason}): use another.") from error
 
 
-_VALIDATION = SPLIT_NAMES.index("valid")
-_MAX_CORPORA = 32_767  # the number of a corpus is stored as int16
+# --- datasets of them ----------------------------------------------------------------------------------------
 
 
 def build_datasets(
@@ -165,9 +160,9 @@ def build_datasets(
     tokenizer_description: Description | None,
     inspect: bool = True,
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """The train, validation and test datasets with ``sample_counts`` samples each (None: all samples once); None where
-    the count is 0.
+    """The train, validation and test datasets with ``sample_counts`` samples each (None: all samples once).
 
+    A dataset of 0 samples is None.
     ``vocab_size`` is the number of valid ids. Builds sample orders that are not cached, so one process of a run should
     call this before the others. ``inspect`` checks a part of the tokens, which one process may do for all. Raises
     :class:`ConfigError` and :class:`DataError`.
@@ -189,7 +184,7 @@ def build_datasets(
         builder = _open_builder(data, sources, used, vocab_size, eod, seed, tokenizer_description, inspect)
 
         def build(index: int, count: int | None) -> Dataset:
-            return _build_split(builder, sources, index, count)
+            return builder(index).build(sources, count)
 
     train, valid, test = (build(index, count) if count != 0 else None for index, count in enumerate(sample_counts))
     return train, valid, test
@@ -217,7 +212,7 @@ def build_validation_sets(
             "--multiple-validation-sets evaluates every corpus of --valid-data-path by itself: remove the weights."
         )
     builder = _open_builder(data, sources, [_VALIDATION], vocab_size, eod, seed, tokenizer_description, inspect)
-    return [builder.single(prefix, _VALIDATION, count) for prefix in blend.prefixes]
+    return [builder(_VALIDATION).single(prefix, count) for prefix in blend.prefixes]
 
 
 def _open_builder(
@@ -229,8 +224,8 @@ def _open_builder(
     seed: int,
     tokenizer_description: Description | None,
     inspect: bool,
-) -> "_SplitBuilder":
-    """Open and check the corpora of the ``used`` splits."""
+) -> "Callable[[int], _SplitBuilder]":
+    """Open and check the corpora of the ``used`` splits; returns the builder of a split by its index."""
     assert data.seq_length is not None
     document_end = eod if data.marks_documents else None
     settings = SampleSettings(
@@ -250,7 +245,13 @@ def _open_builder(
             check_token_range(corpus, vocab_size, corpus.prefix, len(corpora))
             if document_end is not None:
                 check_document_ends(corpus, document_end)
-    return _SplitBuilder(corpora, settings, data.mid_level_dataset_surplus, data.num_dataset_builder_threads)
+    return partial(
+        _SplitBuilder,
+        corpora=corpora,
+        settings=settings,
+        surplus=data.mid_level_dataset_surplus,
+        num_threads=data.num_dataset_builder_threads,
+    )
 
 
 def _cache_directory(data: DataConfig, sources: Sources) -> str:
@@ -278,89 +279,89 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
         return dict(zip(prefixes, corpora, strict=True))
 
 
-def _build_split(builder: "_SplitBuilder", sources: Sources, split_index: int, count: int | None) -> Dataset:
-    split, blend = SPLIT_NAMES[split_index], sources.blends[split_index]
-    if not sources.has(split_index) or blend is None:
-        where = f"--{split}-data-path" if sources.split is None else f"--split {sources.split!r}"
-        remedy = "give it corpora" if sources.split is None else "give it a weight"
-        raise DataError(
-            f"{count} samples of the {split} split are needed, but {where} gives it nothing: {remedy}, or ask for no "
-            "samples of it."
-        )
-    if count is None:
-        if blend.weights is not None and sources.split is None:
-            raise ConfigError(
-                f"--full-validation reads every sample once, so the weights in --{split}-data-path have no effect: "
-                "remove them."
-            )
-        return builder.whole(blend.prefixes, split_index)
-    if blend.weights is not None:
-        return builder.weighted(blend.prefixes, normalize(blend.weights), split_index, count)
-    if len(blend.prefixes) == 1:
-        return builder.single(blend.prefixes[0], split_index, count)
-    return builder.proportional(blend.prefixes, split_index, count)
-
-
 @dataclass(frozen=True)
 class _SplitBuilder:
-    """Builds the datasets of splits from open corpora."""
+    """Builds the dataset of a split from open corpora."""
 
-    corpora: Mapping[str, IndexedDataset]
-    """By prefix."""
+    index: int  # of the split
+    corpora: Mapping[str, IndexedDataset]  # by prefix
     settings: SampleSettings
     surplus: float
     num_threads: int
 
-    def single(self, prefix: str, split_index: int, count: int | None) -> CorpusDataset:
+    def build(self, sources: Sources, count: int | None) -> Dataset:
+        """``count`` samples (None: all once) of the corpora of the split."""
+        split, blend = SPLIT_NAMES[self.index], sources.blends[self.index]
+        if not sources.has(self.index) or blend is None:
+            where = f"--{split}-data-path" if sources.split is None else f"--split {sources.split!r}"
+            remedy = "give it corpora" if sources.split is None else "give it a weight"
+            raise DataError(
+                f"{count} samples of the {split} split are needed, but {where} gives it nothing: {remedy}, or ask for "
+                "no samples of it."
+            )
+        if count is None:
+            if blend.weights is not None and sources.split is None:
+                raise ConfigError(
+                    f"--full-validation reads every sample once, so the weights in --{split}-data-path have no effect: "
+                    "remove them."
+                )
+            return self._whole(blend.prefixes)
+        if blend.weights is not None:
+            return self._weighted(blend.prefixes, normalize(blend.weights), count)
+        if len(blend.prefixes) == 1:
+            return self.single(blend.prefixes[0], count)
+        return self._proportional(blend.prefixes, count)
+
+    def single(self, prefix: str, count: int | None) -> CorpusDataset:
         """One corpus; ``count`` None: one epoch."""
         kind = GPTDataset if self.settings.padding is None else PackedDataset
-        return kind(self.corpora[prefix], split_index, count, self.settings)
+        return kind(self.corpora[prefix], self.index, count, self.settings)
 
-    def whole(self, prefixes: list[str], split_index: int) -> Dataset:
+    def _each(self, prefixes: list[str], counts: Sequence[int | None]) -> list[CorpusDataset]:
+        with ThreadPoolExecutor(self.num_threads) as threads:
+            return list(threads.map(self.single, prefixes, counts))
+
+    def _blend(self, children: Sequence[CorpusDataset], weights: Sequence[float], size: int | None) -> BlendedDataset:
+        return BlendedDataset(children, weights, size, self.index, self.settings.cache_directory)
+
+    def _whole(self, prefixes: list[str]) -> Dataset:
         """All samples of all corpora once."""
-        children = [child for child in self._each(prefixes, split_index, [None] * len(prefixes)) if len(child)]
-        if not children:
-            raise DataError(self._nothing_in(split_index))
-        if len(children) == 1:
-            return children[0]
-        lengths = [float(len(child)) for child in children]
-        return BlendedDataset(children, lengths, None, split_index, self.settings.cache_directory)
+        children = [child for child in self._each(prefixes, [None] * len(prefixes)) if len(child)]
+        self._check_samples(sum(map(len, children)))
+        return children[0] if len(children) == 1 else self._blend(children, [*map(len, children)], None)
 
-    def weighted(self, prefixes: list[str], weights: list[float], split_index: int, count: int) -> BlendedDataset:
+    def _weighted(self, prefixes: list[str], weights: list[float], count: int) -> BlendedDataset:
         """A blend with normalised weights."""
         targets, counts = blend_targets(weights, count, self.surplus)
         size = sum(targets)
-        children = self._each(prefixes, split_index, counts)
+        children = self._each(prefixes, counts)
         # A corpus is never a whole sample ahead of its share. But rounded-up targets can make a share larger than the
         # surplus allows; such a corpus is built again, with enough samples.
         if any(len(child) < math.ceil(weight * size) for child, weight in zip(children, weights, strict=True)):
             served = np.bincount(blend_order(weights, size)[0], minlength=len(prefixes)).tolist()
             children = [
-                child if len(child) >= n else self.single(prefix, split_index, n)
+                child if len(child) >= n else self.single(prefix, n)
                 for prefix, child, n in zip(prefixes, children, served, strict=True)
             ]
-        return BlendedDataset(children, weights, size, split_index, self.settings.cache_directory)
+        return self._blend(children, weights, size)
 
-    def proportional(self, prefixes: list[str], split_index: int, count: int) -> BlendedDataset:
+    def _proportional(self, prefixes: list[str], count: int) -> BlendedDataset:
         """A blend with weights proportional to the number of samples of each corpus."""
-        children = self._each(prefixes, split_index, [None] * len(prefixes))
+        children = self._each(prefixes, [None] * len(prefixes))
         lengths = [float(len(child)) for child in children]
-        if not sum(lengths):
-            raise DataError(self._nothing_in(split_index))
+        self._check_samples(sum(lengths))
         if count <= sum(lengths):
-            return BlendedDataset(children, lengths, count, split_index, self.settings.cache_directory)
+            return self._blend(children, lengths, count)
         # Megatron-LM would stop at the end of the first epoch, but continues with equal explicit weights.
         used = [prefix for prefix, length in zip(prefixes, lengths, strict=True) if length]
-        return self.weighted(used, normalize([n for n in lengths if n]), split_index, count)
+        return self._weighted(used, normalize([n for n in lengths if n]), count)
 
-    def _nothing_in(self, split_index: int) -> str:
-        split = self.settings.split
-        remedy = "give it more data" if split is None else f"give it a larger share in --split {split!r}"
-        return (
-            f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[split_index]} split: "
-            f"{remedy}, or use a shorter --seq-length."
-        )
-
-    def _each(self, prefixes: list[str], split_index: int, counts: Sequence[int | None]) -> list[CorpusDataset]:
-        with ThreadPoolExecutor(self.num_threads) as threads:
-            return list(threads.map(lambda prefix, n: self.single(prefix, split_index, n), prefixes, counts))
+    def _check_samples(self, count: float) -> None:
+        """Raise :class:`DataError` if no corpus has a sample."""
+        if not count:
+            split = self.settings.split
+            remedy = "give it more data" if split is None else f"give it a larger share in --split {split!r}"
+            raise DataError(
+                f"No corpus of --data-path has tokens for one sample in its {SPLIT_NAMES[self.index]} split: "
+                f"{remedy}, or use a shorter --seq-length."
+            )

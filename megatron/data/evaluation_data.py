@@ -26,6 +26,11 @@ from megatron.errors import DataError
 
 _PASSES = 1 << 40  # more than any run has
 
+# Windows of 8 tokens over a stream of 18 (E: end of document), with a stride of 4; loss only where labels are in [ ]:
+#
+#   inputs    E 0 1 2 3 4 5 6 | 3 4 5 6 7 8 9 10  | 7 8 9 10 11 12 13 14  | 11 12 13 14 15 16 17 E
+#   labels   [0 1 2 3 4 5 6 7]| 4 5 6 7[8 9 10 11]| 8 9 10 11[12 13 14 15]| 12 13 14 15[16 17] E E
+
 
 class TokenStream(Protocol):
     """All tokens of a text, as of :class:`~megatron.data.indexed_dataset.IndexedDataset`."""
@@ -39,7 +44,7 @@ class TokenStream(Protocol):
 
 @dataclass(frozen=True)
 class TokenArray:
-    """A stream in memory."""
+    """A :class:`TokenStream` in memory."""
 
     ids: npt.NDArray[Any]
 
@@ -64,10 +69,8 @@ class Windows:
     seq_length: int
     stride: int
     end_of_document: int
-    masked_token: int | None = None
-    """The loss is masked at this input token (``--eod-mask-loss``: end-of-document)."""
-    marks_documents: bool = False
-    """Whether samples include document boundaries."""
+    masked_token: int | None = None  # the loss is masked at this input token (--eod-mask-loss)
+    marks_documents: bool = False  # whether samples include document boundaries
 
     def __len__(self) -> int:
         rest = max(self.stream.num_tokens - self.seq_length, 0)
@@ -76,7 +79,7 @@ class Windows:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        start = index * self.stride  # of the labels
+        start = index * self.stride  # position of the first label; its input is one before
         begin, end = max(start - 1, 0), min(start + self.seq_length, self.stream.num_tokens)
         text = np.full(self.seq_length + 1, self.end_of_document, dtype=np.int64)
         first = begin - (start - 1)
@@ -90,8 +93,8 @@ class Windows:
 
 @dataclass(frozen=True)
 class WholePasses:
-    """A dataset again and again: every pass has every sample once, and then masked samples up to a multiple of ``unit``
-    samples, which every data-parallel rank reads in whole microbatches."""
+    """A dataset again and again. A pass has every sample once, then masked samples up to a multiple of ``unit``, so
+    that every data-parallel rank reads whole microbatches."""
 
     dataset: Dataset
     unit: int
@@ -115,11 +118,11 @@ class WholePasses:
 class EvaluationText:
     """All tokens of a text."""
 
+    # Every document ends with the end-of-document token if it is tokenized here; a corpus is as it is.
     stream: TokenStream
-    """Every document ends with the end-of-document token if it is tokenized here; a corpus is as it is."""
     num_documents: int
+    # UTF-8 bytes of the documents; None for a corpus, and where ids are the text (NullTokenizer).
     num_bytes: int | None
-    """UTF-8 bytes of the documents; None for a corpus, and where ids are the text (NullTokenizer)."""
 
 
 def read_text(name: str, tokenizer: TokenizerConfig, form: InputFormat, index_cache: str | None) -> EvaluationText:
@@ -131,16 +134,16 @@ def read_text(name: str, tokenizer: TokenizerConfig, form: InputFormat, index_ca
     if ending in (".bin", ".idx"):
         raise DataError(f"--input {name} is one of the two files of a corpus: use its prefix, {stem}.")
     if os.path.exists(f"{name}.idx"):
-        return _read_corpus(name, tokenizer, index_cache)
-    return _read_documents(name, tokenizer, form)
-
-
-def _read_corpus(prefix: str, config: TokenizerConfig, index_cache: str | None) -> EvaluationText:
-    corpus = IndexedDataset(prefix, index_cache=index_cache)
-    corpus.check_sequences()
-    check_token_range(corpus, shared_tokenizer(config).vocab_size, prefix)
-    _check_not_empty(prefix, corpus.num_tokens)
-    return EvaluationText(corpus, len(corpus.document_indices) - 1, None)
+        corpus = IndexedDataset(name, index_cache=index_cache)
+        corpus.check_sequences()
+        check_token_range(corpus, shared_tokenizer(tokenizer).vocab_size, name)
+        text, num_tokens = EvaluationText(corpus, len(corpus.document_indices) - 1, None), corpus.num_tokens
+    else:
+        text = _read_documents(name, tokenizer, form)
+        num_tokens = text.stream.num_tokens - text.num_documents
+    if not num_tokens:
+        raise DataError(f"--input {name} has no tokens: use another text.")
+    return text
 
 
 def _read_documents(name: str, config: TokenizerConfig, form: InputFormat) -> EvaluationText:
@@ -157,15 +160,8 @@ def _read_documents(name: str, config: TokenizerConfig, form: InputFormat) -> Ev
         parts.append(np.insert(encoded.tokens, np.cumsum(encoded.lengths, dtype=np.int64), tokenizer.eod))
         num_documents += len(texts)
         num_bytes += sum(len(text.encode()) for text in texts)
-    ids = np.concatenate(parts)
-    _check_not_empty(name, len(ids) - num_documents)
     has_bytes = config.tokenizer_type != "NullTokenizer"
-    return EvaluationText(TokenArray(ids), num_documents, num_bytes if has_bytes else None)
-
-
-def _check_not_empty(name: str, num_tokens: int) -> None:
-    if not num_tokens:
-        raise DataError(f"--input {name} has no tokens: use another text.")
+    return EvaluationText(TokenArray(np.concatenate(parts)), num_documents, num_bytes if has_bytes else None)
 
 
 def names_of(inputs: Sequence[str]) -> list[str]:
@@ -176,24 +172,22 @@ def names_of(inputs: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes by token id."""
+    """Bytes by token id; special tokens have none."""
 
-    inside: Tensor
-    """Bytes of a token after another one of its document, [v] int64; special tokens have none."""
-    first: Tensor
-    """Bytes of a token at the beginning of a document, [v] int64."""
+    inside: Tensor  # [v] int64: after another token of its document
+    first: Tensor  # [v] int64: at the beginning of a document
     end_of_document: int
 
     def count(self, microbatch: Microbatch) -> int:
         """Bytes of the unmasked labels."""
-        labels = microbatch["labels"]
+        labels = microbatch["labels"]  # [mbs, s]
         is_first = microbatch["tokens"] == self.end_of_document
         lengths = torch.where(is_first, self.first[labels], self.inside[labels])
         return int((lengths * (microbatch["loss_mask"] != 0)).sum())
 
 
 def count_token_bytes(tokenizer: Tokenizer, vocab_size: int) -> TokenBytes | None:
-    """The bytes of the tokens of ``tokenizer``; None if they cannot be told token by token.
+    """The bytes of the tokens of ``tokenizer``; None if their sum is not the bytes of some texts.
 
     Ids up to ``vocab_size`` that the tokenizer does not have are no text.
     """

@@ -1,9 +1,12 @@
-"""Token files in Megatron-LM's format: ``P.bin`` has the tokens, ``P.idx`` the position of every sequence.
+"""Token files in Megatron-LM's format: ``P.bin`` has the tokens, ``P.idx`` the position of every sequence."""
 
-``.bin`` is all tokens back to back. ``.idx``, little endian: a 34-byte header (magic, version, dtype code,
-number of sequences S, length of the document array D), then int32 x S sequence lengths, int64 x S byte
-offsets, int64 x D sequence numbers where documents start, and optionally int8 x S modes (ignored here).
-"""
+# P.bin   all tokens back to back, uint16 or int32
+#
+# P.idx   little endian, for S sequences and D - 1 documents:
+#
+#   | 9 s   | Q       | B     | Q | Q | int32 x S        | int64 x S    | int64 x D          | int8 x S        |
+#   | magic | version | dtype | S | D | sequence lengths | byte offsets | sequence at which  | modes, optional |
+#   |            34 bytes             |                  | in P.bin     | a document starts  | (ignored here)  |
 
 import difflib
 import mmap as memory_map
@@ -11,6 +14,7 @@ import os
 import resource
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -50,11 +54,10 @@ class _Index(NamedTuple):
     """The arrays of an ``.idx`` file, as views of the mapped file."""
 
     dtype: np.dtype[Any]
-    sequence_lengths: npt.NDArray[np.int32]
-    byte_offsets: npt.NDArray[np.int64]
-    document_indices: npt.NDArray[np.int64]
-    has_modes: bool
-    """Whether every sequence has a mode (multimodal data)."""
+    sequence_lengths: npt.NDArray[np.int32]  # [S]
+    byte_offsets: npt.NDArray[np.int64]  # [S]
+    document_indices: npt.NDArray[np.int64]  # [D]
+    has_modes: bool  # whether every sequence has a mode (multimodal data)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -79,11 +82,11 @@ class IndexedDataset:
         self._mmap, self._index_cache = mmap, index_cache
         self._remote: RemoteFile | None = None
         self._tokens: npt.NDArray[Any] | None = None
+        # The order cache compares these: remote data has a version of its content, local data a time.
         self.modification_time = 0.0
         self.version: str | None = None
-        """Content version of remote data; local data has a :attr:`modification_time`."""
+        # The .idx file, or the local copy of a remote one.
         self.index_path = f"{prefix}.idx"
-        """The ``.idx`` file, or the local copy of a remote one."""
         if is_url(prefix):
             if index_cache is None:
                 raise DataError(
@@ -94,14 +97,15 @@ class IndexedDataset:
             self.index_path, self.version = index_file.copy_to(index_cache), index_file.version
         index = _read_index(self.index_path, f"{prefix}.idx")
         self.dtype, self.has_modes = index.dtype, index.has_modes
+        # Tokens of each sequence, [S] int32, and its first byte in .bin, [S] int64.
         self.sequence_lengths, self.byte_offsets = index.sequence_lengths, index.byte_offsets
-        """Tokens of each sequence, [S] int32, and its start in ``.bin``, [S] int64."""
+        # Sequence number where each document starts, [documents + 1] int64; first 0, last S.
         self.document_indices = index.document_indices
-        """Sequence number where each document starts, [documents + 1] int64; first 0, last S."""
+        # The size of .bin; bytes after the last sequence are ignored.
+        self.stored_bytes: int
         if is_url(prefix):
             self._remote = RemoteFile(f"{prefix}.bin")
             self.stored_bytes = self._remote.size
-            """Size of ``.bin``; bytes after the last sequence are ignored."""
         else:
             self.modification_time = os.path.getmtime(self.index_path)
             try:
@@ -109,16 +113,14 @@ class IndexedDataset:
             except OSError as error:
                 raise DataError(_cannot_open(f"{prefix}.bin", error)) from error
             self.stored_bytes = os.fstat(self._bin_file.fileno()).st_size
-        needed = 0
-        if len(self):
-            needed = int(self.byte_offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        needed = self.num_tokens * self.dtype.itemsize
         if self.stored_bytes < needed:
             raise DataError(
                 f"{prefix}.bin has {self.stored_bytes} bytes, but {prefix}.idx requires {needed}: copy it again, or "
                 f"{_ANEW}."
             )
-        if mmap and self._remote is None and self.num_tokens:
-            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
+        if mmap and self._remote is None and needed:
+            self._tokens = _map_file(self._bin_file)[:needed].view(self.dtype)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
         """A worker process opens the files again instead of receiving their content."""
@@ -140,16 +142,15 @@ class IndexedDataset:
 
     def ranges(self, ranges: Sequence[TokenRange]) -> list[npt.NDArray[Any]]:
         """Tokens of each range, in :attr:`dtype`; remote ranges are requested concurrently."""
-        return self.runs([self._position(*one) for one in ranges])
-
-    def _position(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
-        """Position in ``.bin`` and number of tokens of a range."""
-        available = int(self.sequence_lengths[index])
-        if length is None:
-            length = available - offset
-        if offset < 0 or length < 0 or offset + length > available:
-            raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
-        return int(self.byte_offsets[index]) // self.dtype.itemsize + offset, length
+        places, size = [], self.dtype.itemsize
+        for index, offset, length in ranges:
+            available = int(self.sequence_lengths[index])
+            if length is None:
+                length = available - offset
+            if offset < 0 or length < 0 or offset + length > available:
+                raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
+            places.append((int(self.byte_offsets[index]) // size + offset, length))
+        return self.runs(places)
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
         """``length`` tokens from position ``start`` of ``.bin``, across sequences."""
@@ -212,6 +213,7 @@ def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str, cor
     total = dataset.num_tokens
     most = min(_CHECKED_RUNS, max(_LEAST_CHECKED_RUNS, _CHECKED_RUNS_OF_ALL // corpora))
     runs = min(most, -(-total // _CHECKED_RUN_LENGTH))
+    # Runs of tokens across sequences, evenly spread over the file.
     starts = np.linspace(0, max(total - _CHECKED_RUN_LENGTH, 0), runs, dtype=np.int64).tolist()
     for tokens in dataset.runs([(start, min(_CHECKED_RUN_LENGTH, total)) for start in starts]):
         lowest, highest = int(tokens.min()), int(tokens.max())
@@ -276,7 +278,7 @@ def _read_index(path: str, name: str) -> _Index:
 
 
 def _remedy(prefix: str) -> str:
-    """What to do about a corpus that is not there."""
+    """The end of the message about a corpus that does not exist: what the user may have meant."""
     if prefix.endswith((".idx", ".bin")) and os.path.isfile(prefix):
         return f"set --data-path to {prefix[: -len('.idx')]}, the prefix of both files."
     if os.path.isfile(prefix):
@@ -285,18 +287,13 @@ def _remedy(prefix: str) -> str:
             "set --data-path to P_text_document."
         )
     folder, name = (prefix, "") if os.path.isdir(prefix) else os.path.split(prefix)
-    there = sorted(file[: -len(".idx")] for file in _files_in(folder) if file.endswith(".idx"))
+    there: list[str] = []
+    with suppress(OSError):
+        there = sorted(file[: -len(".idx")] for file in os.listdir(folder or ".") if file.endswith(".idx"))
     near = [one for one in there if one.startswith(name)] or difflib.get_close_matches(name, there, 1)
     if near and name not in there:
         return f"did you mean {os.path.join(folder, near[0])}?"
     return "set --data-path to prefixes without .bin or .idx, and make the files with tools/preprocess_data.py."
-
-
-def _files_in(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder or ".")
-    except OSError:
-        return []
 
 
 def _cannot_open(path: str, error: OSError) -> str:
@@ -305,10 +302,10 @@ def _cannot_open(path: str, error: OSError) -> str:
     return f"{path} cannot be opened ({error.strerror}): make it readable."
 
 
+# Open files of a corpus: .bin, and the mappings of .bin and .idx, for which Python keeps a file descriptor each.
 FILES_OF_CORPUS = 3
-"""``.bin``, and the mappings of ``.bin`` and ``.idx``: Python keeps a file descriptor for each mapping."""
+# The mapped arrays of a sample order, at most.
 FILES_OF_ORDER = 5
-"""The mapped arrays of a sample order, at most."""
 _OTHERS = 1024  # files of the run that are not of corpora: sockets, checkpoints, libraries
 
 

@@ -10,15 +10,17 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.data.gpt_dataset import (
-    Dataset,
-    Sample,
-)
+from megatron.data.gpt_dataset import Dataset, Sample
 from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
 from megatron.errors import DataError, LoaderError
 from megatron.operation.processes import die_with_parent
 
 Microbatch = dict[str, torch.Tensor]
+
+# The samples of one step, with 2 data-parallel ranks, microbatches of 2 samples and a global batch of 8:
+#
+#   rank 0   0 1   4 5
+#   rank 1   2 3   6 7      a microbatch over all ranks is consecutive, so no layout changes what a step reads
 
 
 def microbatch_sample_indices(
@@ -74,6 +76,7 @@ def cyclic_microbatches(
     epoch, consumed_in_epoch = divmod(consumed_samples, epoch_samples)
     start = consumed_in_epoch // data_parallel_size
     while True:
+        # Bucket r, the samples [r * bucket, (r + 1) * bucket), is what rank r reads in every epoch.
         generator = torch.Generator().manual_seed(seed + epoch)
         order = torch.randperm(bucket, generator=generator) + data_parallel_rank * bucket
         for first in range(start, bucket, micro_batch_size):
@@ -126,8 +129,10 @@ def build_loader(
 
 
 class _CheckedSamples:
-    """Checks that ids are in the vocabulary, and returns errors as values: torch would wrap an error that is raised in
-    a loader process in a traceback. Samples have the tokens at ``positions``, or all."""
+    """Samples whose ids are in the vocabulary, with the tokens at ``positions``, or all.
+
+    Errors are values: torch would wrap an error that is raised in a loader process in a traceback.
+    """
 
     def __init__(self, dataset: Dataset, vocab_size: int, positions: npt.NDArray[np.int64] | None = None) -> None:
         self._dataset, self._vocab_size, self._positions = dataset, vocab_size, positions
@@ -176,13 +181,13 @@ def _raise_when_exhausted(start: Callable[[], Iterator[Any]], num_samples: int) 
 def _stack(samples: list[Sample | DataError], starts: Starts | None = None) -> Microbatch | DataError:
     """Samples [s] to a microbatch [mbs, s], or the first error among them."""
     if starts is not None:
-        starts.end_to_read()
+        starts.record(has_microbatch=True)
     good: list[Sample] = []
     for sample in samples:
         if isinstance(sample, DataError):
             return sample
         good.append(sample)
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in good])) for key in good[0]}
+    return {key: torch.from_numpy(np.stack([sample[key] for sample in good])) for key in good[0]}  # [mbs, s]
 
 
 def _prepare_worker(worker: int, starts: Starts | None = None) -> None:
@@ -193,4 +198,4 @@ def _prepare_worker(worker: int, starts: Starts | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if starts is not None:
-        starts.begin_to_read()
+        starts.record(has_microbatch=False)

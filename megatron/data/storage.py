@@ -31,10 +31,8 @@ _COMPRESSIONS = (".gz", ".zst")
 
 
 class SourceFile(NamedTuple):
-    """A file and its size in bytes, as stored."""
-
     path: str
-    size: int
+    size: int  # bytes, as stored
 
 
 def is_compressed(path: str) -> bool:
@@ -118,7 +116,7 @@ _COPY_BYTES = 1 << 26  # bytes
 
 
 class RemoteFile:
-    """A file at a URL. Raises :class:`DataError` with the reason if it cannot be read."""
+    """A file in an object store or remote file system, read by ranges. Errors are :class:`DataError`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -130,9 +128,9 @@ class RemoteFile:
             self.size = int(information["size"])
         except Exception as error:  # every file system has its own
             raise self._cannot_read(error) from error
+        # The version changes with the content.
         named = next((information[name] for name in _VERSION_FIELDS if information.get(name) is not None), "")
         self.version = f"{self.size} {named}"
-        """Changes with the content."""
 
     def __reduce__(self) -> tuple[type["RemoteFile"], tuple[str]]:
         """A worker process opens its own connection."""
@@ -161,22 +159,22 @@ class RemoteFile:
         def find() -> str | None:
             return path if os.path.exists(path) and os.path.getsize(path) == self.size else None
 
+        def write_parts(file: BinaryIO) -> None:
+            # In parts: an index of billions of documents has tens of gigabytes.
+            for start in range(0, self.size, _COPY_BYTES):
+                file.write(self.read_ranges([(start, min(_COPY_BYTES, self.size - start))])[0])
+
+        def download() -> str:
+            write_atomically(path, write_parts)
+            return path
+
         try:
-            return load_or_build_once(path, find, lambda: self._download(path))
+            return load_or_build_once(path, find, download)
         except OSError as error:
             raise DataError(
                 f"Cannot write a copy of {self.url} to {directory} ({error.strerror or error}): use a writable "
                 "directory with --object-storage-cache-path or --data-cache-path."
             ) from error
-
-    def _download(self, path: str) -> str:
-        def copy(file: BinaryIO) -> None:
-            # In parts: an index of billions of documents has tens of gigabytes.
-            for start in range(0, self.size, _COPY_BYTES):
-                file.write(self.read_ranges([(start, min(_COPY_BYTES, self.size - start))])[0])
-
-        write_atomically(path, copy)
-        return path
 
     def _open(self) -> Any:
         """The file system, opened in every process: connections and threads do not survive a fork."""

@@ -17,6 +17,11 @@ import numpy.typing as npt
 from megatron.errors import ConfigError, DataError
 from megatron.urls import from_hub, is_hub_name
 
+#   format             file                                   tokenizer.json
+#   TikTokenizer       lines of base64 token, rank            merges: all cuts of a token in two tokens, by rank
+#   SentencePiece      a protobuf of pieces and scores        merges by score; None for unigram models
+#   GPT2BPE            vocab.json, merges.txt                 both files as they are
+
 
 def read_file(path: str, flag: str = "--tokenizer-model") -> bytes:
     try:
@@ -57,7 +62,7 @@ _LLAMA3_SPECIAL_TOKENS = {
 
 
 def parse_ranks(path: str, content: bytes) -> dict[bytes, int]:
-    """Token bytes and ranks; ranks must be 0..n-1."""
+    """Token bytes and ranks, which must be 0..n-1; raises :class:`DataError`."""
     ranks: dict[bytes, int] = {}
     try:
         for line in content.splitlines():
@@ -142,7 +147,7 @@ def _merges(content: bytes, path: str, ids: dict[str, int]) -> list[list[str]]:
 
 Description = dict[str, Any]
 
-_BLANK = "\u2581"  # SentencePiece writes it for a space
+SPACE = "\u2581"  # stands for a space in pieces of SentencePiece
 
 
 def byte_characters() -> dict[int, str]:
@@ -159,7 +164,7 @@ def special_tokens(names: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
 
 
 def tiktoken_description(ranks: Mapping[bytes, int], split: str, specials: Mapping[str, int]) -> Description:
-    """tiktoken's ranks of tokens, which include all bytes, with the regular expression that cuts texts."""
+    """The ``tokenizer.json`` of tiktoken's ranks, which include all bytes, and the regular expression ``split``."""
     # tiktoken merges the neighbours whose concatenation has the lowest rank: every division of a token in two tokens is
     # a merge. A word that is a token is never merged (ignore_merges).
     characters = byte_characters()
@@ -193,9 +198,9 @@ def tiktoken_description(ranks: Mapping[bytes, int], split: str, specials: Mappi
 
 
 def sentencepiece_description(content: bytes) -> Description | None:
-    """A SentencePiece model; None if the library tokenizers cannot give exactly its ids.
+    """The ``tokenizer.json`` of a SentencePiece model; None if the library tokenizers cannot give exactly its ids.
 
-    That is so for unigram models, whose scores SentencePiece adds in fp32 and tokenizers in fp64, so that they choose
+    It cannot for unigram models, whose scores SentencePiece adds in fp32 and tokenizers in fp64, so that they choose
     differently between divisions of nearly equal scores; for models that replace characters (``nmt_nfkc``); and for BPE
     with user-defined symbols or with merges of equal scores.
     """
@@ -227,12 +232,12 @@ def sentencepiece_description(content: bytes) -> Description | None:
     ]
     unknown = next(piece.piece for piece in model.pieces if piece.type == types.UNKNOWN)
     named = ((ids[piece.piece], piece.piece) for piece in model.pieces if piece.type in (types.CONTROL, types.UNKNOWN))
-    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": _BLANK}
-    surplus = {"type": "Replace", "pattern": {"Regex": rf"\A +| +(?= )|[ {_BLANK}]+\z"}, "content": ""}
-    prefix = {"type": "Prepend", "prepend": _BLANK}
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    surplus = {"type": "Replace", "pattern": {"Regex": rf"\A +| +(?= )|[ {SPACE}]+\z"}, "content": ""}
+    prefix = {"type": "Prepend", "prepend": SPACE}
     normalizers = [surplus] * normalizer.remove_extra_whitespaces + [prefix] * normalizer.add_dummy_prefix + [blanks]
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": _BLANK}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
@@ -255,17 +260,11 @@ def sentencepiece_description(content: bytes) -> Description | None:
     }
 
 
-SPACE = "\u2581"
-"""A space in pieces of SentencePiece."""
-
-
 class ByteLengths(NamedTuple):
-    """Bytes that each token adds to a text, [v] int64."""
+    """UTF-8 bytes that each token of a vocabulary adds to a text, [v] int64."""
 
-    inside: npt.NDArray[np.int64]
-    """After another token."""
-    first: npt.NDArray[np.int64]
-    """As the first token of a text."""
+    inside: npt.NDArray[np.int64]  # after another token
+    first: npt.NDArray[np.int64]  # as the first token of a text
 
 
 def lengths_of_bytes(lengths: Mapping[int, int], vocab_size: int) -> ByteLengths:
