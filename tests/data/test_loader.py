@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.context_parallel.attention import ContextSplit
 from megatron.data.corpus_check import Share, check_indexes
 from megatron.data.dataset_builder import build_datasets, parse_data_path
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset

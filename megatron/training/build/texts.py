@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from megatron.config.evaluate import EvaluateConfig
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Share
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.loader import Microbatch
