@@ -20,9 +20,10 @@ import numpy as np
 
 from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory
 from megatron.config.data import DataConfig
+from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import Dataset
-from megatron.data.indexed_dataset import _CODE_OF_DTYPE, _HEADER, _MAGIC, _VERSION, token_dtype
-from megatron.data.loader import build_datasets, build_loader
+from megatron.data.indexed_dataset import CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, token_dtype
+from megatron.data.loader import build_loader
 from megatron.data.sample_order import blend_order, normalize
 
 _VOCAB_SIZE = 32_000
@@ -84,7 +85,7 @@ def write_corpus(prefix: Path, documents: int) -> str:
     dtype = token_dtype(_VOCAB_SIZE)
     total = 0
     with open(f"{prefix}.idx", "wb") as file:
-        file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], documents, documents + 1))
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[dtype], documents, documents + 1))
         for start in range(0, documents - 1, len(lengths)):
             part = lengths[: documents - 1 - start]
             file.write(part.tobytes())

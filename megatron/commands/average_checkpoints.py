@@ -4,25 +4,19 @@ The result is a checkpoint of weights alone, without optimizer state: it can be 
 --finetune. It is written block by block, so memory does not grow with the model.
 """
 
-import shlex
-import signal
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
-import tyro
-
+from megatron.commands.tool import run_tool
 from megatron.commands.weight_checkpoints import (
     Progress,
     check_unused,
-    model_flags,
-    progress_bar,
+    derived_weights,
+    save_weights,
     verified_checkpoint,
 )
-from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.errors import ConfigError, UserError, report
-from megatron.flags import changed_words
+from megatron.errors import ConfigError
 from megatron.ranges import require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls
 
@@ -67,9 +61,8 @@ def average(config: Average, progress: Progress) -> str:
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
-    from megatron.checkpoint.streaming import save_streaming
-    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
-    from megatron.training.checkpoints.saved_run import check_architecture, state_of_weights
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
+    from megatron.training.checkpoints.saved_run import check_architecture
 
     check_unused(Path(config.save))
     saved = [verified_checkpoint(config.load, iteration) for iteration in config.iterations]
@@ -80,42 +73,20 @@ def average(config: Average, progress: Progress) -> str:
         check_architecture(asdict(architecture), asdict(state.architecture), where, "average checkpoints of one run")
     model = AveragedModel(saved, config.weights or [1.0] * len(saved), progress.advance)
     tokenizer = tokenizer_of(states[0], path_of(config.load), saved[0].iteration)
-    copied = flags_of_copy(tokenizer, iteration_directory(Path(config.save), config.iteration).resolve() / COPY)
-    groups = {
-        "model": asdict(ModelConfig.of(architecture)),
-        "tokenizer": asdict(copied),
-        "precision": asdict(states[0].flag_group("precision", PrecisionConfig)),
-    }
-    progress.expect(model.nbytes)
-    directory = save_streaming(
-        Path(config.save),
-        config.iteration,
-        model.tensors,
-        model.read,
-        state_of_weights(config.iteration, architecture, groups).to_json(),
-        furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
-    )
-    flags = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(copied)]
+    source = replace(states[0], generation_config=None)
+    state, furnish = derived_weights(source, tokenizer, architecture, config.iteration, config.save)
+    command = save_weights(config.save, model, state, progress, furnish)
     return (
-        f"wrote the average of iterations {', '.join(map(str, config.iterations))} to {directory}, without optimizer "
-        f"state\ntrain on with: pretrain_llama.py {shlex.join(flags)}"
+        f"wrote the average of iterations {', '.join(map(str, config.iterations))} to "
+        f"{iteration_directory(Path(config.save), config.iteration)}, without optimizer state\n{command}"
     )
 
 
-def main() -> int:
-    """Run the tool; the exit code."""
-    config = tyro.cli(Average, description=__doc__)
-    # A terminated run, too, removes what it has written.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        config.check()
-        with progress_bar() as progress:
-            message = average(config, progress)
-        print(message)
-    except UserError as error:
-        report(error, rank=0)
-        return 1
-    except KeyboardInterrupt:
-        print("ERROR: interrupted; nothing has been written.", file=sys.stderr)
-        return 130
-    return 0
+def run(config: Average) -> None:
+    config.check()
+    with Progress() as progress:
+        message = average(config, progress)
+    print(message)
+
+
+main = partial(run_tool, Average, run, __doc__, interrupted="nothing has")

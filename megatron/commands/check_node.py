@@ -19,6 +19,7 @@ from typing import Literal
 
 import tyro
 
+from megatron.commands.tool import write_file
 from megatron.errors import ExitCode, UserError, report
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
@@ -78,7 +79,7 @@ def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode
                     "seconds": round(preflight.seconds, 3),
                     "results": [one.to_json() for one in preflight.results],
                 }
-                Path(config.json).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+                write_file("--json", config.json, json.dumps(record, indent=1) + "\n")
             sys.stdout.flush()
         board.wait_for_rank0("printed")
         if code != ExitCode.COMPLETE:

@@ -8,12 +8,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import tyro
-
 from megatron.commands.plot_metrics import read_curve
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.commands.tool import run_tool
+from megatron.errors import ConfigError, DataError
 from megatron.urls import refuse_urls
 
 
@@ -129,8 +129,8 @@ def row(curve: Curve, window: int, distance: Distance | None, band: float) -> st
     return f"| {' | '.join(cells)} |"
 
 
-def compare(config: CompareConfig) -> list[str]:
-    """Print the table; the names of the runs that leave their bands."""
+def compare(config: CompareConfig) -> int:
+    """Print the table; 1 if a run leaves its band."""
     for flag, path in (("--reference", config.reference), *(("--metrics", path) for path in config.metrics)):
         refuse_urls({flag: path}, "copy the file to a local path")
     reference, curves = read_run(config.reference), [read_run(path) for path in config.metrics]
@@ -144,16 +144,9 @@ def compare(config: CompareConfig) -> list[str]:
         print(row(curve, config.window, distance, band))
         if band < math.inf and not distance.is_within(band / 100.0):
             outside.append(curve.name)
-    return outside
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare; the exit code."""
-    try:
-        outside = compare(tyro.cli(CompareConfig, args=arguments, description=__doc__))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
     if outside:
         print(f"ERROR: outside its band: {', '.join(outside)}.", file=sys.stderr)
     return 1 if outside else 0
+
+
+main = partial(run_tool, CompareConfig, compare, __doc__)

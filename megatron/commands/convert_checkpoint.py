@@ -5,32 +5,30 @@ complete.
 """
 
 import re
-import shlex
-import signal
-import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands.tool import run_tool
 from megatron.commands.weight_checkpoints import (
     DtypeName,
     Progress,
     check_unused,
-    flags_of_weights,
-    model_flags,
-    progress_bar,
+    derived_weights,
+    precision_of,
+    save_weights,
     tokenizer_size,
     torch_dtype,
     verified_checkpoint,
+    weights_state,
 )
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
-from megatron.flags import changed_words
+from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.ranges import require_at_least
 from megatron.urls import check_place, refuse_urls
 
@@ -181,12 +179,10 @@ Command = (
 
 
 def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
-    """Convert; what to tell the user."""
+    """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceImport
-    from megatron.checkpoint.streaming import save_streaming
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer
-    from megatron.training.checkpoints.saved_run import state_of_weights
 
     source, root = Path(config.hf), Path(config.save)
     check_unused(root)
@@ -196,26 +192,13 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
     generation = model.model.description.generation_config
-    progress.expect(model.nbytes)
-    save_streaming(
-        root,
-        config.iteration,
-        model.tensors,
-        model.read,
-        state_of_weights(
-            config.iteration,
-            model.architecture,
-            flags_of_weights(model.architecture, model.dtype, tokenizer),
-            generation,
-        ).to_json(),
-        furnish=lambda saving: copy_tokenizer(source, saving / COPY),
-    )
-    flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *changed_words(tokenizer)]
+    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer, generation)
+    command = save_weights(config.save, model, state, progress, lambda saving: copy_tokenizer(source, saving / COPY))
     left_out = model.model.describe_left_out()
     return (
         f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
         + (left_out and f"{left_out}\n")
-        + f"train on with: pretrain_llama.py {shlex.join(flags)}"
+        + command
     )
 
 
@@ -233,7 +216,7 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
 
 
 def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
-    """Convert; what to tell the user."""
+    """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import check_free, fresh_directory
     from megatron.checkpoint.hugging_face.mapping.write import HuggingFaceExport, write_weights
     from megatron.checkpoint.remote_path import path_of
@@ -293,12 +276,10 @@ def write_description(
 
 
 def from_megatron(config: FromMegatron, progress: Progress) -> str:
-    """Convert; what to tell the user."""
+    """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
     from megatron.checkpoint.megatron_lm.torch_dist import find_iteration
-    from megatron.checkpoint.streaming import save_streaming
-    from megatron.training.checkpoints.saved_run import state_of_weights
 
     root, directory = Path(config.save), find_iteration(Path(config.load), config.ckpt_step)
     check_unused(root)
@@ -307,24 +288,15 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
     model = MegatronImport(source, config.vocab_size or ids, torch_dtype(config.dtype), progress.advance)
     rows = model.architecture.vocab_size
     tokenizer = TokenizerConfig() if ids is None else sized(saved_tokenizer, ids, rows)
-    progress.expect(model.nbytes)
-    save_streaming(
-        root,
-        config.iteration,
-        model.tensors,
-        model.read,
-        state_of_weights(
-            config.iteration, model.architecture, flags_of_weights(model.architecture, model.dtype, tokenizer)
-        ).to_json(),
-    )
-    flags = ["--load", config.save, "--finetune", *model_flags(model.architecture), *changed_words(tokenizer)]
+    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer)
+    command = save_weights(config.save, model, state, progress)
     return "\n".join(
         [
             f"wrote {model.architecture.num_parameters():,} parameters of {directory} to "
             f"{iteration_directory(root, config.iteration)}, without the state of the optimizer",
             vocabulary_note(model, is_known=(config.vocab_size or ids) is not None),
             *rotary_notes(model.architecture),
-            f"train on with: pretrain_llama.py {shlex.join(flags)}",
+            command,
         ]
     )
 
@@ -380,14 +352,12 @@ def vocabulary_note(model: "MegatronImport", is_known: bool) -> str:
 
 
 def upcycle(config: Upcycle, progress: Progress) -> str:
-    """Convert; what to tell the user."""
+    """Convert; returns the message for the user."""
     from megatron.checkpoint.derived_models import UpcycledModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
-    from megatron.checkpoint.streaming import save_streaming
-    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
-    from megatron.training.checkpoints.saved_run import state_of_weights
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     root = Path(config.save)
     check_unused(root)
@@ -396,25 +366,11 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
     tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
-    copied = flags_of_copy(tokenizer, iteration_directory(root, config.iteration).resolve() / COPY)
-    groups = {
-        "model": asdict(ModelConfig.of(architecture)),
-        "tokenizer": asdict(copied),
-        "precision": asdict(state.flag_group("precision", PrecisionConfig)),
-    }
-    progress.expect(model.nbytes)
-    save_streaming(
-        root,
-        config.iteration,
-        model.tensors,
-        model.read,
-        state_of_weights(config.iteration, architecture, groups, state.generation_config).to_json(),
-        furnish=lambda saving: copy_tokenizer_of(tokenizer, saving / COPY),
-    )
-    words = ["--load", config.save, "--finetune", *model_flags(architecture), *changed_words(copied)]
+    derived, furnish = derived_weights(state, tokenizer, architecture, config.iteration, config.save)
+    command = save_weights(config.save, model, derived, progress, furnish)
     return (
         f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
-        f"train on with: pretrain_llama.py {shlex.join(words)}"
+        f"{command}"
     )
 
 
@@ -438,29 +394,18 @@ def with_experts(dense: TransformerConfig, config: Upcycle) -> TransformerConfig
 
 
 def convert(config: FromHuggingFace | ToHuggingFace | FromMegatron | Upcycle) -> str:
-    """Run a subcommand; what to tell the user."""
+    """Run a subcommand; returns the message for the user."""
     config.check()
-    with progress_bar() as progress:
-        if isinstance(config, FromHuggingFace):
-            return from_hugging_face(config, progress)
-        if isinstance(config, ToHuggingFace):
-            return to_hugging_face(config, progress)
-        if isinstance(config, FromMegatron):
-            return from_megatron(config, progress)
-        return upcycle(config, progress)
+    with Progress() as progress:
+        match config:
+            case FromHuggingFace():
+                return from_hugging_face(config, progress)
+            case ToHuggingFace():
+                return to_hugging_face(config, progress)
+            case FromMegatron():
+                return from_megatron(config, progress)
+            case Upcycle():
+                return upcycle(config, progress)
 
 
-def main() -> int:
-    """Run the tool; the exit code."""
-    config = tyro.cli(Command, description=__doc__)
-    # A terminated conversion, too, removes what it has written.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        print(convert(config))
-    except UserError as error:
-        report(error, rank=0)
-        return 1
-    except KeyboardInterrupt:
-        print("ERROR: interrupted; nothing has been written.", file=sys.stderr)
-        return 130
-    return 0
+main = partial(run_tool, Command, lambda config: print(convert(config)), __doc__, interrupted="nothing has")

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
 from megatron.commands import pretrain_llama
+from megatron.commands.tool import write_file
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import DataConfig, TokenizerConfig
@@ -232,7 +232,7 @@ class Results:
                 "texts": rows,
                 "total": total,
             }
-            write_json(self.evaluate.json, result)
+            write_file("--json", self.evaluate.json, json.dumps(result, indent=2) + "\n")
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -263,15 +263,6 @@ def describe(name: str, row: dict[str, Any]) -> str:
     ]
     counts = [f"{row[key]:,} {key}" for key in ("tokens", "bytes", "documents") if row[key] is not None]
     return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"
-
-
-def write_json(path: str, result: dict[str, Any]) -> None:
-    """Write the results; raises :class:`ConfigError`."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written ({error.strerror}): use another file.") from error
 
 
 def main(arguments: Sequence[str]) -> int:

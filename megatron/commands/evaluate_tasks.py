@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import tyro
 
-from megatron.commands.tool import exit_at_once, exit_code_of
+from megatron.commands.tool import exit_at_once, exit_code_of, write_file
 from megatron.config.loaded_model import LoadedModelConfig
 from megatron.errors import ConfigError
 from megatron.flags import values_of
@@ -103,12 +103,7 @@ def show(results: dict[str, Any], config: EvaluateTasksConfig) -> None:
     if config.json is not None:
         kept = {name: results.get(name) for name in ("results", "groups", "versions", "n-shot", "n-samples")}
         model = config.load if config.load is not None else config.load_hf
-        try:
-            Path(config.json).write_text(json.dumps({"model": model, **kept}, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--json {config.json} cannot be written ({error.strerror}): use another file."
-            ) from error
+        write_file("--json", config.json, json.dumps({"model": model, **kept}, indent=2) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,21 +7,20 @@ a Llama recipe may use.
 
 import csv
 import re
-import sys
 from collections.abc import Container
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
-import tyro
-
+from megatron.commands.tool import run_tool
 from megatron.config.compatibility import REFUSALS
 from megatron.config.flag_docs import Flag, docstrings, flags_of
 from megatron.config.megatron_families import FAMILIES
 from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -169,11 +168,4 @@ def write(config: ReferenceConfig) -> None:
         print(f"wrote {path}")
 
 
-def main() -> int:
-    """Run the tool; returns the exit status."""
-    try:
-        write(tyro.cli(ReferenceConfig, description=__doc__))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+main = partial(run_tool, ReferenceConfig, write, __doc__)

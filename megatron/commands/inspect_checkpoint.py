@@ -4,14 +4,14 @@ Reads only the manifest, unless --verify compares every file with its digests.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from megatron.errors import CheckpointError, UserError, report
+from megatron.commands.tool import run_tool
+from megatron.errors import CheckpointError
 from megatron.ranges import require_at_least
 from megatron.urls import check_place
 
@@ -191,14 +191,12 @@ def size(count: int) -> str:
     return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Inspect as ``arguments`` say (by default, the command line); the exit code."""
-    try:
-        config = tyro.cli(InspectConfig, description=__doc__, args=arguments)
-        config.check()
-        found = inspect(config)
-    except UserError as error:
-        report(error, rank=0)
-        return 1
+def print_report(config: InspectConfig) -> int:
+    """Print the report; 1 for a damaged checkpoint."""
+    config.check()
+    found = inspect(config)
     print(json.dumps(found, indent=1) if config.json else "\n".join(lines(found)))
     return 1 if found["damage"] else 0
+
+
+main = partial(run_tool, InspectConfig, print_report, __doc__)

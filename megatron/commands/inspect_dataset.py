@@ -1,9 +1,9 @@
 """Inspect a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and damage."""
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from megatron.commands.tool import check_matplotlib
+from megatron.commands.tool import check_matplotlib, run_tool
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import (
     check_blocks,
@@ -23,7 +23,7 @@ from megatron.data.corpus_digests import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers import build_tokenizer
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url, refuse_urls
 
 _CHUNK = 1 << 22  # tokens checked at a time
@@ -174,6 +174,11 @@ def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokeni
     yield tokenizer.detokenize(ids) if tokenizer is not None else " ".join(map(str, ids))
 
 
+def print_all(config: InspectConfig) -> None:
+    for line in inspect(config):
+        print(line)
+
+
 def inspect(config: InspectConfig) -> Iterator[str]:
     """All that is to be said, line by line."""
     refuse_urls({"--plot": config.plot}, "name a local file")
@@ -202,13 +207,4 @@ def _inspect(config: InspectConfig, dataset: IndexedDataset) -> Iterator[str]:
         yield from check_digests(dataset)
 
 
-def main() -> int:
-    """Run the tool; returns the exit status."""
-    config = tyro.cli(InspectConfig, description=__doc__)
-    try:
-        for line in inspect(config):
-            print(line)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+main = partial(run_tool, InspectConfig, print_all, __doc__)

@@ -1,13 +1,12 @@
 """Merge .bin/.idx datasets of one tokenizer, in the given order; datasets of a directory are sorted by name."""
 
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import tyro
-
+from megatron.commands.tool import run_tool
 from megatron.data.corpus_writer import merge_datasets
-from megatron.errors import DataError, UserError
+from megatron.errors import DataError
 from megatron.urls import refuse_urls
 
 
@@ -37,15 +36,11 @@ def find_prefixes(inputs: tuple[str, ...]) -> list[str]:
     return prefixes
 
 
-def main() -> int:
-    """Run the tool; returns the exit status."""
-    config = tyro.cli(MergeConfig, description=__doc__)
-    try:
-        refuse_urls({"--output-prefix": config.output_prefix}, "name a local prefix, and copy the result")
-        prefixes = find_prefixes(config.input)
-        sequences, tokens = merge_datasets(prefixes, config.output_prefix)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
+def merge(config: MergeConfig) -> None:
+    refuse_urls({"--output-prefix": config.output_prefix}, "name a local prefix, and copy the result")
+    prefixes = find_prefixes(config.input)
+    sequences, tokens = merge_datasets(prefixes, config.output_prefix)
     print(f"{config.output_prefix}: {len(prefixes)} datasets, {sequences:,} sequences, {tokens:,} tokens")
-    return 0
+
+
+main = partial(run_tool, MergeConfig, merge, __doc__)

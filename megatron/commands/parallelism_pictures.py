@@ -3,19 +3,18 @@
 The positions come from the functions that divide weights, positions, experts and buffers in a run.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import tyro
-
 from megatron.commands.rank_groups import COLORS
+from megatron.commands.tool import run_tool, write_file
 from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import RankGrid
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ExitCode
 from megatron.urls import refuse_urls
 
 RANKS = 4
@@ -210,28 +209,13 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 }
 
 
-def draw_all(directory: Path) -> Iterator[Path]:
-    """Write all pictures; their paths."""
+def draw_all(config: PicturesConfig) -> None:
+    """Write all pictures, and print their paths."""
+    refuse_urls({"--output": config.output}, "name a local directory")
     for name, draw in PICTURES.items():
-        path = directory / f"{name}.svg"
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            path.write_text(draw(), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--output {path} cannot be written ({error.strerror}): use another directory."
-            ) from error
-        yield path
+        path = Path(config.output) / f"{name}.svg"
+        write_file("--output", path, draw())
+        print(path)
 
 
-def main() -> int:
-    """Draw; the exit code."""
-    try:
-        config = tyro.cli(PicturesConfig, description=__doc__)
-        refuse_urls({"--output": config.output}, "name a local directory")
-        for path in draw_all(Path(config.output)):
-            print(path)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+main = partial(run_tool, PicturesConfig, draw_all, __doc__, failed=ExitCode.ACTION_REQUIRED)

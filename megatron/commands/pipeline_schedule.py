@@ -4,18 +4,15 @@ Times are per stage; each chunk of a stage takes an equal share.
 """
 
 import json
-import os
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.commands.tool import run_tool, write_file
+from megatron.errors import ConfigError, DataError
 from megatron.ranges import require_at_least
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError, Shape
@@ -307,43 +304,20 @@ def picture(study: Study, picture_format: PictureFormat) -> bytes:
     return draw(panels, "time" if study.measured is None else "time (s)", picture_format)
 
 
-def write(flag: str, path: str, content: bytes) -> None:
-    """Write a file as a whole or not at all; raises :class:`ConfigError` where it cannot be written."""
-    target = Path(path)
+def study(config: PipelineScheduleConfig) -> None:
+    """Study the schedule, print and write what was found."""
+    config.check()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_symlink() or (target.exists() and not target.is_file()):
-            target.write_bytes(content)  # /dev/stdout and its like are to be written to, not replaced
-        else:
-            _replace(target, content)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
+        found = study_on_paper(config) if config.measured is None else study_of_trace(config, config.measured)
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from error
+    if config.json is not None:
+        write_file("--json", config.json, json.dumps(to_json(found), indent=1) + "\n")
+    if config.svg is not None:
+        write_file("--svg", config.svg, picture(found, "svg"))
+    if config.png is not None:
+        write_file("--png", config.png, picture(found, "png"))
+    print(summary(found, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns))
 
 
-def _replace(target: Path, content: bytes) -> None:
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Study the schedule as ``arguments`` say (by default, the command line), print and write what was found; the exit
-    code."""
-    try:
-        config = tyro.cli(PipelineScheduleConfig, description=__doc__, args=arguments)
-        config.check()
-        study = study_on_paper(config) if config.measured is None else study_of_trace(config, config.measured)
-        if config.json is not None:
-            write("--json", config.json, (json.dumps(to_json(study), indent=1) + "\n").encode())
-        if config.svg is not None:
-            write("--svg", config.svg, picture(study, "svg"))
-        if config.png is not None:
-            write("--png", config.png, picture(study, "png"))
-        print(summary(study, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns))
-    except (UserError, ScheduleError) as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+main = partial(run_tool, PipelineScheduleConfig, study, __doc__)

@@ -2,16 +2,14 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from megatron.commands.tool import check_matplotlib
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.errors import ConfigError, DataError, ExitCode
 from megatron.metrics.history import History, Point, read_history
 from megatron.urls import refuse_urls
 
@@ -136,11 +134,4 @@ def _columns(points: Sequence[Point]) -> tuple[list[float], list[float]]:
     return [place for place, _ in points], [value for _, value in points]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw; the exit code."""
-    try:
-        draw(tyro.cli(PlotConfig, args=arguments, description=__doc__))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+main = partial(run_tool, PlotConfig, draw, __doc__, failed=ExitCode.ACTION_REQUIRED)

@@ -1,15 +1,15 @@
 """Print the groups of ranks of a layout, also those of experts, and how many nodes each touches; --svg draws them."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import tyro
 
+from megatron.commands.tool import run_tool, write_file
 from megatron.config.parallel import ParallelConfig
 from megatron.core.topology import EXPERT_AXES, RankGrid
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError
 from megatron.training.initialize import rank_grid
 from megatron.urls import refuse_urls
 
@@ -92,16 +92,12 @@ def draw(grid: RankGrid, node_size: int) -> str:
     return "\n".join([*lines, "</svg>\n"])
 
 
-def main() -> int:
-    """Print and draw; the exit code."""
-    try:
-        config = tyro.cli(RankGroupsConfig, description=__doc__)
-        refuse_urls({"--svg": config.svg}, "name a local file")
-        grid = grid_of(config)
-        print("\n".join(describe(grid, config.node_size)))
-        if config.svg is not None:
-            Path(config.svg).write_text(draw(grid, config.node_size), encoding="utf-8")
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+def print_groups(config: RankGroupsConfig) -> None:
+    refuse_urls({"--svg": config.svg}, "name a local file")
+    grid = grid_of(config)
+    print("\n".join(describe(grid, config.node_size)))
+    if config.svg is not None:
+        write_file("--svg", config.svg, draw(grid, config.node_size))
+
+
+main = partial(run_tool, RankGroupsConfig, print_groups, __doc__)

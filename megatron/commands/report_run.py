@@ -5,11 +5,10 @@ Reads the records in the run directory (--run-dir of the training, by default it
 """
 
 import json
-import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,8 @@ import tyro
 
 from megatron.commands.pages.run_charts import Curves, Report
 from megatron.commands.pages.run_report import report_page, report_text
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.commands.tool import run_tool, write_file
+from megatron.errors import DataError, ExitCode
 from megatron.metrics.history import History, Record, read_history
 from megatron.operation.run_summary import read_run, summarize, to_json
 from megatron.reports.svg import Point
@@ -90,33 +90,15 @@ def build_report(config: ReportConfig) -> Report:
     return Report(config.name or name_of(directory, history), run, summarize(run), curves, history)
 
 
-def write(flag: str, path: str, content: str) -> None:
-    """Write a file as a whole; raises :class:`ConfigError` if it cannot be written."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, target)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
+def write_report(config: ReportConfig) -> None:
+    report = build_report(config)
+    if config.json is not None:
+        attempts = [{**asdict(attempt), "hosts": len(attempt.hosts)} for attempt in report.run.attempts]
+        figures = {**to_json(report.summary), "records": attempts}
+        write_file("--json", config.json, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+    if config.html is not None:
+        write_file("--html", config.html, report_page(report))
+    print(report_text(report))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Report; the exit code."""
-    try:
-        config = tyro.cli(ReportConfig, args=arguments, description=__doc__)
-        report = build_report(config)
-        if config.json is not None:
-            attempts = [{**asdict(attempt), "hosts": len(attempt.hosts)} for attempt in report.run.attempts]
-            figures = {**to_json(report.summary), "records": attempts}
-            write("--json", config.json, json.dumps(figures, indent=1, allow_nan=False) + "\n")
-        if config.html is not None:
-            write("--html", config.html, report_page(report))
-        print(report_text(report))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+main = partial(run_tool, ReportConfig, write_report, __doc__, failed=ExitCode.ACTION_REQUIRED)

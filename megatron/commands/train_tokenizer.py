@@ -8,14 +8,14 @@ text survives a round trip unchanged.
 import base64
 import io
 import os
-import sys
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from megatron.commands.tool import run_tool, write_file
 from megatron.data.text_inputs import (
     InputFormat,
     Separation,
@@ -26,7 +26,7 @@ from megatron.data.text_inputs import (
     whole_ranges,
 )
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT, byte_characters
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError
 from megatron.urls import refuse_urls
 
 # Text is fed in pieces of whole lines up to this many bytes, so that newlines are part of what is learned.
@@ -101,7 +101,7 @@ def train(config: TrainTokenizerConfig) -> str:
         raise ConfigError(f"--input-sentence-size is for --kind sentencepiece, not {config.kind}: remove it.")
     trainers = {"sentencepiece": train_sentencepiece, "huggingface": train_hugging_face, "tiktoken": train_tiktoken}
     path = f"{config.model_prefix}.{'json' if config.kind == 'huggingface' else 'model'}"
-    _write_atomically(path, trainers[config.kind](config))
+    write_file("--model-prefix", path, trainers[config.kind](config))
     return path
 
 
@@ -183,27 +183,6 @@ def _reason(error: RuntimeError) -> str:
     return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
 
 
-def _write_atomically(path: str, content: bytes) -> None:
-    temporary = f"{path}.{uuid.uuid4().hex[:8]}.incomplete"
-    try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written ({error.strerror}): choose another --model-prefix.") from error
-    finally:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-
-
-def main() -> int:
-    """Run the tool; returns the exit status."""
-    config = tyro.cli(TrainTokenizerConfig, description=__doc__)
-    try:
-        path = train(config)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    print(f"{path}: {config.vocab_size:,} ids")
-    return 0
+main = partial(
+    run_tool, TrainTokenizerConfig, lambda config: print(f"{train(config)}: {config.vocab_size:,} ids"), __doc__
+)

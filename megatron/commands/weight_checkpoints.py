@@ -1,10 +1,10 @@
 """What the commands that write checkpoints of weights have in common."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shlex
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from megatron.architectures.registry import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
@@ -16,59 +16,108 @@ from megatron.flags import changed_words
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+    from megatron.checkpoint.schema import SavedState
     from megatron.checkpoint.streaming import SavedTensors
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 
 
 class Progress:
-    """A bar on standard error that counts bytes."""
+    """A bar on standard error that counts bytes, in a ``with`` statement."""
 
     def __init__(self) -> None:
         from tqdm import tqdm
 
         self._bar = tqdm(unit="B", unit_scale=True, desc="converting", disable=None)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
     def expect(self, total: int) -> None:
-        """Say how many bytes there will be."""
         self._bar.reset(total)
 
     def advance(self, count: int) -> None:
-        """Count bytes."""
         self._bar.update(count)
 
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
+
+class StreamedModel(Protocol):
+    """A model whose tensors are read chunk by chunk."""
+
+    @property
+    def tensors(self) -> "Mapping[str, TensorStorageMetadata]": ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, name: str, chunk: "ChunkStorageMetadata", /) -> "Tensor": ...
 
 
-@contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A bar for the time of a conversion."""
-    progress = Progress()
-    try:
-        yield progress
-    finally:
-        progress.close()
+def save_weights(
+    save: str,
+    model: StreamedModel,
+    state: "SavedState",
+    progress: Progress,
+    furnish: Callable[[Path], object] = lambda directory: None,
+) -> str:
+    """Copy ``model`` to a checkpoint in ``save``, with the files that ``furnish`` adds.
+
+    Returns the command with which training continues from it.
+    """
+    from megatron.checkpoint.streaming import save_streaming
+
+    progress.expect(model.nbytes)
+    save_streaming(Path(save), state.iteration, model.tensors, model.read, state.to_json(), furnish=furnish)
+    tokenizer = changed_words(state.flag_group("tokenizer", TokenizerConfig))
+    flags = ["--load", save, "--finetune", *model_flags(state.architecture), *tokenizer]
+    return f"train on with: pretrain_llama.py {shlex.join(flags)}"
 
 
-def flags_of_weights(
-    architecture: TransformerConfig, dtype: "torch.dtype", tokenizer: TokenizerConfig
-) -> dict[str, object]:
-    """The groups of flags that weights and their tokenizer determine."""
+def weights_state(
+    iteration: int,
+    architecture: TransformerConfig,
+    precision: PrecisionConfig,
+    tokenizer: TokenizerConfig,
+    generation_config: str | None = None,
+) -> "SavedState":
+    """The state of a checkpoint of weights, with the groups of flags that weights and their tokenizer determine."""
+    from megatron.training.checkpoints.saved_run import state_of_weights
+
+    groups = {"model": ModelConfig.of(architecture), "tokenizer": tokenizer, "precision": precision}
+    flags = {name: asdict(group) for name, group in groups.items()}
+    return state_of_weights(iteration, architecture, flags, generation_config)
+
+
+def derived_weights(
+    source: "SavedState",
+    tokenizer: TokenizerConfig,
+    architecture: TransformerConfig,
+    iteration: int,
+    save: str,
+) -> "tuple[SavedState, Callable[[Path], object]]":
+    """The state of weights made from the checkpoint of ``source``, and a function that copies its tokenizer to them."""
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy
+
+    copied = flags_of_copy(tokenizer, iteration_directory(Path(save), iteration).resolve() / COPY)
+    precision = source.flag_group("precision", PrecisionConfig)
+    state = weights_state(iteration, architecture, precision, copied, source.generation_config)
+    return state, lambda saving: copy_tokenizer_of(tokenizer, saving / COPY)
+
+
+def precision_of(dtype: "torch.dtype") -> PrecisionConfig:
     import torch
 
-    precision = PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
-    return {
-        "model": asdict(ModelConfig.of(architecture)),
-        "tokenizer": asdict(tokenizer),
-        "precision": asdict(precision),
-    }
+    return PrecisionConfig(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
 
 
 def torch_dtype(name: DtypeName) -> "torch.dtype | None":
-    """The number format; None keeps the source's format."""
+    """The dtype to store; None keeps the dtype of the source."""
     import torch
 
     return {"keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]

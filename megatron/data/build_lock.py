@@ -17,6 +17,13 @@ from contextlib import contextmanager, suppress
 from glob import escape, glob
 from typing import Any, BinaryIO, TypeVar
 
+# Two processes need the same result:
+#
+#   A   load: nothing   create STEM.lock   load again, build and store        remove STEM.lock
+#   B   load: nothing   STEM.lock exists   load every 0.2 s, watch A's heartbeat     load: found
+#
+# If A dies, its heartbeat stops, or on one host its process id is gone: B removes the lock, and builds.
+
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
@@ -135,6 +142,7 @@ class _Watch:
                 text = file.read()
         except FileNotFoundError:
             return True
+        # Clocks of two hosts differ: only a change of the text counts, timed by this process.
         if text != self._text:
             self._text, self._seen = text, time.monotonic()
         return time.monotonic() - self._seen < self._stale_after and not self._owner_has_ended()

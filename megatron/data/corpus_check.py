@@ -15,18 +15,86 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron.data.corpus_check import Integers, block_uses, corpora_of
-from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, damage_of, read_digests
-from megatron.data.gpt_dataset import Dataset
+from megatron.data.corpus_digests import BLOCK_BYTES, CorpusDigests, check_file, check_size, damage_of, read_digests
+from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset
 from megatron.data.indexed_dataset import FILES_OF_CORPUS, IndexedDataset, allow_open_files
+
+Integers = npt.NDArray[np.int64]
+
+_BLOCK_BITS = 44  # the lower bits of a key are the block, the upper ones the corpus
+
+
+class BlockUses(NamedTuple):
+    """Reads of blocks, in the order of the samples; each block once per call of :func:`block_uses`."""
+
+    # [uses] index of a sample among the requested ones
+    positions: Integers
+    # [uses] index of the corpus in corpora_of
+    corpora: Integers
+    # [uses] index of the block in its .bin file
+    blocks: Integers
+
+
+def corpora_of(dataset: Dataset) -> list[IndexedDataset]:
+    """The corpora of a dataset, each once; none for synthetic data."""
+    if isinstance(dataset, BlendedDataset):
+        return list({child.corpus.prefix: child.corpus for child in dataset.datasets}.values())
+    return [dataset.corpus] if isinstance(dataset, CorpusDataset) else []
+
+
+def block_uses(dataset: Dataset, samples: Integers) -> BlockUses:
+    """The blocks that ``samples`` ``[n]`` of ``dataset`` read, each at the first sample that reads it."""
+    if isinstance(dataset, CorpusDataset):
+        positions, blocks = _blocks_of_one(dataset, samples)
+        uses = BlockUses(positions, np.zeros_like(blocks), blocks)
+    elif isinstance(dataset, BlendedDataset):
+        uses = _blocks_of_blend(dataset, samples)
+    else:
+        nothing = np.zeros(0, np.int64)
+        uses = BlockUses(nothing, nothing, nothing)
+    # The first use of every block, in the order of the samples.
+    order = np.argsort(uses.positions, kind="stable")
+    keys = (uses.corpora << _BLOCK_BITS) + uses.blocks
+    _, first = np.unique(keys[order], return_index=True)
+    kept = order[np.sort(first)]
+    return BlockUses(uses.positions[kept], uses.corpora[kept], uses.blocks[kept])
+
+
+def _blocks_of_blend(blend: BlendedDataset, samples: Integers) -> BlockUses:
+    prefixes = [corpus.prefix for corpus in corpora_of(blend)]
+    children, rows = blend.dataset_index[samples], blend.dataset_sample_index[samples].astype(np.int64)
+    parts = []
+    for number in np.unique(children).tolist():
+        child = blend.datasets[number]
+        (places,) = np.nonzero(children == number)
+        positions, blocks = _blocks_of_one(child, rows[places])
+        corpora = np.full(len(blocks), prefixes.index(child.corpus.prefix))
+        parts.append(BlockUses(places[positions], corpora, blocks))
+    return BlockUses(*(np.concatenate(arrays) for arrays in zip(*parts)))
+
+
+def _blocks_of_one(dataset: CorpusDataset, samples: Integers) -> tuple[Integers, Integers]:
+    """For every read of a block: the index of the sample in ``samples``, and the block."""
+    # Byte ranges in .bin, one for every part of a document that a sample has: [r] each.
+    positions, documents, first_token, stop_token = dataset.document_ranges(samples)
+    offsets, size = dataset.corpus.byte_offsets[documents], dataset.corpus.dtype.itemsize
+    starts, stops = offsets + first_token * size, offsets + stop_token * size
+    read = stops > starts
+    positions, starts, stops = positions[read], starts[read], stops[read]
+    first, last = starts // BLOCK_BYTES, (stops - 1) // BLOCK_BYTES
+    counts = last - first + 1  # blocks of each range
+    place = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)  # in its range: 0, 1, ...
+    return np.repeat(positions, counts), np.repeat(first, counts) + place
+
 
 _SAMPLES_AT_A_TIME = 64
 _PATIENCE = 10.0  # seconds to wait for the thread to end
 _LARGEST_SHARE_OF_A_CORE = 0.2  # of a thread without blocks to compare
 
 Digests = Mapping[str, CorpusDigests | None]
-"""By prefix; None for a corpus without digests."""
+"""The digests of corpora by prefix; None for a corpus without digests."""
 
 
 class Share(NamedTuple):
@@ -65,19 +133,15 @@ class SampleRange(NamedTuple):
     dataset: Dataset
     start: int
     stop: int
-    samples: Callable[[int, int], Integers]
-    """The samples of ``dataset`` in a range of positions."""
+    samples: Callable[[int, int], Integers]  # the samples of ``dataset`` in a range of positions
 
 
 @dataclass(frozen=True)
 class Damage:
     path: str
-    description: str
-    """The beginning of a sentence: file, bytes, block."""
-    split: str
-    """The split whose samples read the block."""
-    position: int
-    """Position of the first of these samples in the sample order."""
+    description: str  # the beginning of a sentence: file, bytes, block
+    split: str  # whose samples read the block
+    position: int  # of the first of these samples in the sample order
 
 
 class BlockComparison:
@@ -87,13 +151,12 @@ class BlockComparison:
         self._digests = {prefix: found for prefix, found in digests.items() if found is not None}
         sizes = [len(found.tokens.blocks) for found in self._digests.values()]
         firsts = np.cumsum([0, *sizes])
+        # By prefix, [blocks] bool: whether a block belongs to this rank and is not compared yet.
         self._pending = {
             prefix: (np.arange(first, first + size) % share.world_size) == share.rank
             for prefix, first, size in zip(self._digests, firsts, sizes)
         }
-        """Whether a block belongs to this rank and is not compared yet, by prefix."""
         self.remaining = sum(int(pending.sum()) for pending in self._pending.values())
-        """Number of blocks to compare."""
 
     def compare(self, wanted: SampleRange) -> Iterator[Damage | int]:
         """Compare the blocks of these samples, in order. Yields after each step: the bytes read (0 for arithmetic), or
@@ -126,8 +189,8 @@ class BackgroundComparison:
         self._ranges = ranges
         self._bytes_per_s = bytes_per_s
         self._stop = threading.Event()
+        # The first damage, or the error that ended the thread.
         self.found: Damage | Exception | None = None
-        """The first damage, or the error that ended the thread."""
         self._thread = threading.Thread(target=self._run, name="compare-corpora", daemon=True)
         self._thread.start()
 

@@ -29,10 +29,9 @@ _KEY = "digests"
 class FileDigests:
     """Size and digests of a file as it was written."""
 
-    size: int
-    """In bytes."""
+    size: int  # bytes
+    # [blocks] XXH3-64 of each block of BLOCK_BYTES bytes; the last may be shorter
     blocks: npt.NDArray[np.uint64]
-    """XXH3-64 of each block of :data:`BLOCK_BYTES` bytes; the last may be shorter."""
 
     def range_of(self, block: int) -> tuple[int, int]:
         """First byte and end of a block."""
@@ -46,17 +45,15 @@ class FileDigests:
 
 @dataclass(frozen=True)
 class CorpusDigests:
-    tokens: FileDigests
-    """The digests of ``P.bin``."""
-    index: FileDigests
-    """The digests of ``P.idx``."""
+    tokens: FileDigests  # of P.bin
+    index: FileDigests  # of P.idx
 
     def fingerprint(self) -> str:
         """One digest for the whole corpus: XXH3-128 of all sizes and digests, in hexadecimal."""
         digest = xxhash.xxh3_128()
         for file in (self.tokens, self.index):
             digest.update(file.size.to_bytes(8, "big"))
-            digest.update(_big_endian(file.blocks))
+            digest.update(file.blocks.astype(">u8").tobytes())
         return digest.hexdigest()
 
 
@@ -101,7 +98,8 @@ def decode_digests(text: str) -> CorpusDigests:
 
 def encode_file(file: FileDigests) -> dict[str, int | str]:
     """The digests of a file as a JSON object."""
-    return {"bytes": file.size, "blocks": _big_endian(file.blocks).hex()}
+    # Big endian, so that the text of a block is the usual hexadecimal form of its digest.
+    return {"bytes": file.size, "blocks": file.blocks.astype(">u8").tobytes().hex()}
 
 
 def decode_file(record: dict[str, int | str]) -> FileDigests:
@@ -110,10 +108,6 @@ def decode_file(record: dict[str, int | str]) -> FileDigests:
     if len(blocks) != -(-size // BLOCK_BYTES):
         raise ValueError(f"{len(blocks)} blocks for {size} bytes")
     return FileDigests(size, blocks.astype(np.uint64))
-
-
-def _big_endian(blocks: npt.NDArray[np.uint64]) -> bytes:
-    return blocks.astype(">u8").tobytes()
 
 
 def read_digests(prefix: str) -> CorpusDigests | None:
@@ -143,25 +137,24 @@ def write_digests(prefix: str, digests: CorpusDigests) -> None:
 
 def compute_digests(prefix: str) -> CorpusDigests:
     """The digests of the present files of a local corpus; reads them completely. Errors are ``OSError``."""
-    return CorpusDigests(_compute_file(f"{prefix}.bin"), _compute_file(f"{prefix}.idx"))
-
-
-def _compute_file(path: str) -> FileDigests:
-    digests = new_digests()
-    with open(path, "rb", buffering=0) as file:
-        digests.read(file)
-    return file_digests(digests)
+    found = []
+    for kind in (".bin", ".idx"):
+        digests = new_digests()
+        with open(f"{prefix}{kind}", "rb", buffering=0) as file:
+            digests.read(file)
+        found.append(file_digests(digests))
+    return CorpusDigests(*found)
 
 
 def corpus_fingerprint(prefix: str) -> str | None:
-    """:meth:`CorpusDigests.fingerprint` from the digests file of a local or remote corpus; None if there is none. Reads
-    only the digests file: :func:`check_file` compares the corpus."""
+    """The fingerprint in the digests file of a local or remote corpus; None if there is none. The corpus is not read:
+    :func:`check_file` compares it."""
     digests = read_digests(prefix)
     return None if digests is None else digests.fingerprint()
 
 
 def check_file(path: str, digests: FileDigests, blocks: Iterable[int] | None = None, name: str | None = None) -> None:
-    """:func:`check_blocks` of the local file ``path``; errors name ``name`` (``path`` may be a copy)."""
+    """Compare ``blocks`` of the local file ``path``; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb", buffering=0) as file:
 

@@ -15,7 +15,7 @@ import xxhash
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint, digests_path
-from megatron.data.dataset_builder import Blend, Sources
+from megatron.data.dataset_builder import Sources
 from megatron.data.digests import BlockDigests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import SPLIT_NAMES, normalize, parse_split
@@ -126,22 +126,21 @@ def build_record(
     if data.mock_data:
         return record
     prefixes = list(corpora)
-    blends = {SPLIT_NAMES[index]: sources.blends[index] for index in used_splits}
+    blends = {}
+    for index in used_splits:
+        if (blend := sources.blends[index]) is not None:
+            weights = blend.weights or [None] * len(blend.prefixes)
+            blends[SPLIT_NAMES[index]] = [
+                {"corpus": prefixes.index(prefix), "weight": weight}
+                for prefix, weight in zip(blend.prefixes, weights, strict=True)
+            ]
     return record | {
         "split": sources.split,
         "sample_order": data.sample_order,
         "mid_level_dataset_surplus": data.mid_level_dataset_surplus,
         "corpora": list(corpora.values()),
-        "blends": {split: _record_blend(blend, prefixes) for split, blend in blends.items() if blend is not None},
+        "blends": blends,
     }
-
-
-def _record_blend(blend: Blend, prefixes: Sequence[str]) -> list[dict[str, Any]]:
-    weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
-    return [
-        {"corpus": prefixes.index(prefix), "weight": weight}
-        for prefix, weight in zip(blend.prefixes, weights, strict=True)
-    ]
 
 
 # --- comparing two records ------------------------------------------------------------------------------------
@@ -153,11 +152,9 @@ def training_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> li
     for field, name in _SETTINGS.items():
         if field in saved and field in now:
             pair = saved[field], now[field]
-            if field == "split" and None not in pair:
-                is_same = parse_split(pair[0]) == parse_split(pair[1])
-            else:
-                is_same = pair[0] == pair[1]
-            if not is_same:
+            # 99,1,0 and 99:1 are the same split.
+            before, after = map(parse_split, pair) if field == "split" and None not in pair else pair
+            if before != after:
                 settings.append(_both(name, *pair))
     return settings + blend_differences(saved, now, "train")
 
@@ -168,15 +165,18 @@ def evaluation_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def blend_differences(saved: Mapping[str, Any], now: Mapping[str, Any], split: str) -> list[str]:
-    """Differences of the corpora of a split and their weights."""
+    """Differences of the corpora of a split and their weights; none if a record lacks the split."""
     if split not in saved.get("blends", {}) or split not in now.get("blends", {}):
         return []
     ours, theirs = _parts(saved, split), _parts(now, split)
     pairs, gone, added = _pair(ours, theirs)
     lines = [line for one, other in pairs for line in _content_differences(one.corpus, other.corpus)]
-    lines += [f"corpus {part.path}: {part.role} in the checkpoint, absent now" for part in gone]
-    lines += [f"corpus {part.path}: absent in the checkpoint, {part.role} now" for part in added]
-    if gone or added or any(not _is_same_share(one.share, other.share) for one, other in pairs):
+    lines += [f"corpus {part.path}: weight {part.weight_in_words} in the checkpoint, absent now" for part in gone]
+    lines += [f"corpus {part.path}: absent in the checkpoint, weight {part.weight_in_words} now" for part in added]
+    # Weights 1 and 2 give the order of weights 10 and 20: only shares count. None: by number of samples.
+    shares = [(one.share, other.share) for one, other in pairs]
+    is_same = all(one == other or (one and other and math.isclose(one, other, rel_tol=1e-12)) for one, other in shares)
+    if gone or added or not is_same:
         lines += [
             _both(f"weight of {other.path}", one.weight_in_words, other.weight_in_words)
             for one, other in pairs
@@ -204,10 +204,6 @@ class _Part(NamedTuple):
     def weight_in_words(self) -> str:
         return "by number of samples" if self.weight is None else f"{self.weight:.15g}"
 
-    @property
-    def role(self) -> str:
-        return f"weight {self.weight_in_words}"
-
 
 def _parts(record: Mapping[str, Any], split: str) -> list[_Part]:
     entries = record["blends"][split]
@@ -223,7 +219,11 @@ def _pair(ours: Sequence[_Part], theirs: Sequence[_Part]) -> tuple[list[tuple[_P
     """Corpora of both records with equal content or else equal path, in the order of ``ours``; and all others."""
     partner: dict[int, _Part] = {}
     left = {part.place: part for part in theirs}
-    keys: tuple[Callable[[_Part], Hashable], ...] = _content, lambda part: part.path
+
+    def content(part: _Part) -> Hashable:
+        return (*(part.corpus[field] for field in _CONTENT), *part.corpus["block_xxh3_128"])
+
+    keys: tuple[Callable[[_Part], Hashable], ...] = content, lambda part: part.path
     for key in keys:
         waiting = defaultdict(list)
         for other in left.values():
@@ -234,10 +234,6 @@ def _pair(ours: Sequence[_Part], theirs: Sequence[_Part]) -> tuple[list[tuple[_P
                 del left[partner[part.place].place]
     pairs = [(part, partner[part.place]) for part in ours if part.place in partner]
     return pairs, [part for part in ours if part.place not in partner], list(left.values())
-
-
-def _content(part: _Part) -> Hashable:
-    return (*(part.corpus[field] for field in _CONTENT), *part.corpus["block_xxh3_128"])
 
 
 def _content_differences(saved: CorpusRecord, now: CorpusRecord) -> list[str]:
@@ -257,10 +253,6 @@ def _content_differences(saved: CorpusRecord, now: CorpusRecord) -> list[str]:
     if not lines and None not in digests and digests[0] != digests[1]:
         lines.append(_both(f"content of {digests_path(path)}", *digests))
     return lines
-
-
-def _is_same_share(one: float | None, other: float | None) -> bool:
-    return one is other is None or (one is not None and other is not None and math.isclose(one, other, rel_tol=1e-12))
 
 
 def _both(name: str, saved: object, now: object) -> str:

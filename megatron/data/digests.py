@@ -12,8 +12,7 @@ class BlockDigests:
     """Computes the digests of a file's blocks from its bytes in order; with ``block_bytes`` None, of all bytes."""
 
     def __init__(self, block_bytes: int | None, algorithm: Literal["xxh3_64", "xxh3_128"] = "xxh3_128") -> None:
-        self.size = 0
-        """Bytes so far."""
+        self.size = 0  # bytes so far
         self._block_bytes = block_bytes
         self._digests: list[bytes] = []
         self._current = getattr(xxhash, algorithm)()
@@ -21,6 +20,7 @@ class BlockDigests:
     def update(self, content: bytes | bytearray | memoryview) -> None:
         rest = memoryview(content).cast("B")
         while rest:
+            # Up to the end of the block that was begun.
             part = rest if self._block_bytes is None else rest[: self._block_bytes - self.size % self._block_bytes]
             self._current.update(part)
             self.size += len(part)
@@ -48,7 +48,7 @@ class Writable(Protocol):
 
 
 class DigestedWriter:
-    """Writes to ``file`` and updates ``digests``."""
+    """Writes to ``file`` and updates ``digests`` from the bytes in memory."""
 
     def __init__(self, file: Writable, digests: BlockDigests) -> None:
         self._file, self.digests = file, digests
@@ -56,6 +56,11 @@ class DigestedWriter:
     def write(self, content: bytes, /) -> int:
         self.digests.update(content)
         return self._file.write(content)
+
+
+# A sealed text is one JSON object; the digest is that of CONTENT, byte for byte:
+#
+#   {"xxh3_128": "0123...", "NAME": CONTENT}
 
 
 def seal(name: str, content: str) -> str:

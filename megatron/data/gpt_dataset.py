@@ -19,7 +19,6 @@ from megatron.data.indexed_dataset import IndexedDataset, TokenRange
 from megatron.data.order_cache import Arrays, Description, load_or_build
 from megatron.data.sample_order import (
     SPLIT_NAMES,
-    EpochPlan,
     SampleOrder,
     blend_order,
     build_sample_order,
@@ -69,14 +68,13 @@ class SampleSettings:
 class DocumentRanges(NamedTuple):
     """The parts of documents that some samples read; a sample has several."""
 
+    # [r] index of the sample among the requested ones
     positions: npt.NDArray[np.int64]
-    """[r] index of the sample among the requested ones."""
+    # [r] sequence number in the corpus
     documents: npt.NDArray[np.int32]
-    """[r] sequence number in the corpus."""
+    # [r] first token in the document, and the end of the tokens
     first: npt.NDArray[np.int64]
-    """[r] first token in the document."""
     stop: npt.NDArray[np.int64]
-    """[r] end of the tokens."""
 
 
 class CorpusDataset(ABC):
@@ -127,15 +125,15 @@ class GPTDataset(CorpusDataset):
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
         super().__init__(corpus, split_index, num_samples, settings)
-        sequences = self.sequences
-        tokens = int(corpus.sequence_lengths[slice(*sequences)].sum(dtype=np.int64))
+        first, end = self.sequences
+        tokens = int(corpus.sequence_lengths[first:end].sum(dtype=np.int64))
         if tokens <= settings.seq_length and num_samples:
             remedy = "give it more data"
             if settings.split is not None:
                 remedy = f"give it a larger share in --split {settings.split!r}"
             raise DataError(
                 f"The {SPLIT_NAMES[split_index]} split of {corpus.prefix} has {tokens} tokens in "
-                f"{sequences[1] - sequences[0]} documents, but one sample needs {settings.seq_length + 1}: {remedy}, "
+                f"{end - first} documents, but one sample needs {settings.seq_length + 1}: {remedy}, "
                 "use a shorter --seq-length, or ask for no samples of this split."
             )
         plan = plan_epochs(tokens, settings.seq_length, num_samples or None)
@@ -145,32 +143,30 @@ class GPTDataset(CorpusDataset):
             changes = {"num_samples": None, "sample_order": "extendable", "num_epochs": plan.num_epochs}
         self.description = describe_order(corpus, split_index, num_samples, settings, changes)
         self._num_epochs = plan.num_epochs
-        self.order = self._load_or_build_order(sequences, plan, num_samples or None, settings)
-
-    def _load_or_build_order(
-        self, sequences: tuple[int, int], plan: EpochPlan, num_samples: int | None, settings: SampleSettings
-    ) -> SampleOrder:
-        shapes: dict[str, tuple[int | None, ...]] = {
-            "document_index": (plan.num_epochs * (sequences[1] - sequences[0]),),
-            "sample_index": (plan.num_samples + 1, 2),
-            "shuffle_index": (plan.num_samples,),
-        }
 
         def build() -> Arrays:
-            self.corpus.check_sequences()
+            corpus.check_sequences()
             return build_sample_order(
-                self.corpus.sequence_lengths,
-                sequences,
+                corpus.sequence_lengths,
+                self.sequences,
                 seq_length=settings.seq_length,
-                num_samples=num_samples,
+                num_samples=num_samples or None,
                 seed=settings.seed,
                 extendable=settings.extendable,
             )._asdict()
 
-        newer_than, directory = self.corpus.modification_time, settings.cache_directory
-        return SampleOrder(
-            **load_or_build(directory, self.description, shapes=shapes, newer_than=newer_than, build=build)
+        arrays = load_or_build(
+            settings.cache_directory,
+            self.description,
+            shapes={
+                "document_index": (plan.num_epochs * (end - first),),
+                "sample_index": (plan.num_samples + 1, 2),
+                "shuffle_index": (plan.num_samples,),
+            },
+            newer_than=corpus.modification_time,
+            build=build,
         )
+        self.order = SampleOrder(**arrays)
 
     @property
     def num_epochs(self) -> int:
@@ -180,24 +176,23 @@ class GPTDataset(CorpusDataset):
         return len(self.order.shuffle_index)
 
     def __getitem__(self, index: int) -> Sample:
-        return build_sample(self._text(int(self.order.shuffle_index[index])), self._masked_token, self._document_end)
-
-    def _text(self, row: int) -> npt.NDArray[np.int64]:
-        """The s + 1 tokens of one row of the sample index."""
+        row = int(self.order.shuffle_index[index])
+        # From a token of the first document to a token of the last one, which the next sample begins with.
         (first, offset), (last, last_offset) = self.order.sample_index[row : row + 2].tolist()
         documents = self.order.document_index[first : last + 1].tolist()
         ranges: list[TokenRange] = [(document, 0, None) for document in documents]
         ranges[-1] = (documents[-1], 0, last_offset + 1)
         ranges[0] = (documents[0], offset, last_offset + 1 - offset if first == last else None)
-        return np.concatenate(self.corpus.ranges(ranges), dtype=np.int64, casting="unsafe")
+        text = np.concatenate(self.corpus.ranges(ranges), dtype=np.int64, casting="unsafe")  # [s + 1]
+        return build_sample(text, self._masked_token, self._document_end)
 
     def document_ranges(self, samples: npt.NDArray[np.int64]) -> DocumentRanges:
-        """See :meth:`_text`."""
+        # The arithmetic of __getitem__, for many samples at a time.
         order = self.order
         rows = order.shuffle_index[samples].astype(np.int64)
         begin, end = order.sample_index[rows].astype(np.int64), order.sample_index[rows + 1].astype(np.int64)  # [n, 2]
         counts = end[:, 0] - begin[:, 0] + 1  # documents of each sample
-        positions = np.repeat(np.arange(len(rows)), counts)
+        positions = np.repeat(np.arange(len(rows)), counts)  # [r]
         place = np.arange(len(positions)) - np.repeat(np.cumsum(counts) - counts, counts)
         documents = order.document_index[begin[positions, 0] + place]
         first = np.where(place == 0, begin[positions, 1], 0)
@@ -320,7 +315,7 @@ class MockDataset:
         random = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, self.split_index]))
         length = self.seq_length + 1
         start, stride = random.integers(self.vocab_size), random.integers(1, _MOCK_STRIDES + 1)
-        text = (start + stride * np.arange(length, dtype=np.int64)) % self.vocab_size
+        text = (start + stride * np.arange(length, dtype=np.int64)) % self.vocab_size  # [s + 1]
         noisy = random.random(length, dtype=np.float32) < _MOCK_NOISE
         text[noisy] = random.integers(self.vocab_size, size=int(noisy.sum()))
         return build_sample(text, self.masked_token, self.document_end)
@@ -328,8 +323,8 @@ class MockDataset:
 
 def build_sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
     """A sample from its s + 1 tokens."""
-    tokens = text[:-1]
-    loss_mask = np.ones(len(tokens), dtype=np.float32)
+    tokens = text[:-1]  # [s]
+    loss_mask = np.ones(len(tokens), dtype=np.float32)  # [s]
     if masked_token is not None:
         # As in Megatron-LM, at the input token: the token after the end of a document cannot be predicted.
         loss_mask[tokens == masked_token] = 0.0

@@ -1,30 +1,32 @@
-"""Token files in Megatron-LM's format: ``P.bin`` has the tokens, ``P.idx`` the position of every sequence.
+"""Token files in Megatron-LM's format: ``P.bin`` has the tokens, ``P.idx`` the position of every sequence."""
 
-``.bin`` is all tokens back to back. ``.idx``, little endian: a 34-byte header (magic, version, dtype code,
-number of sequences S, length of the document array D), then int32 x S sequence lengths, int64 x S byte
-offsets, int64 x D sequence numbers where documents start, and optionally int8 x S modes (ignored here).
-"""
+# P.bin   all tokens back to back, uint16 or int32
+#
+# P.idx   little endian, for S sequences and D - 1 documents:
+#
+#   | 9 s   | Q       | B     | Q | Q | int32 x S        | int64 x S    | int64 x D          | int8 x S        |
+#   | magic | version | dtype | S | D | sequence lengths | byte offsets | sequence at which  | modes, optional |
+#   |            34 bytes             |                  | in P.bin     | a document starts  | (ignored here)  |
 
 import difflib
 import mmap as memory_map
 import os
+import resource
 import struct
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, Self
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_writer import NewCorpus
-from megatron.data.digests import Writable
 from megatron.data.storage import RemoteFile
-from megatron.errors import DataError
+from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_VERSION = 1
+INDEX_HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
@@ -35,12 +37,10 @@ _DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
+CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 
 # Megatron-LM's writer leaves a margin under 65,536.
 _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 = 65_500
-
-_WRITE_CHUNK = 1 << 20  # sequences per write of an index array
 _CHECKED_RUNS = 256  # checked by check_token_range in one corpus, evenly spread, ...
 _LEAST_CHECKED_RUNS = 16
 _CHECKED_RUNS_OF_ALL = 16 * _CHECKED_RUNS  # ... and in all corpora of a blend, where these suffice
@@ -54,11 +54,10 @@ class _Index(NamedTuple):
     """The arrays of an ``.idx`` file, as views of the mapped file."""
 
     dtype: np.dtype[Any]
-    sequence_lengths: npt.NDArray[np.int32]
-    byte_offsets: npt.NDArray[np.int64]
-    document_indices: npt.NDArray[np.int64]
-    has_modes: bool
-    """Whether every sequence has a mode (multimodal data)."""
+    sequence_lengths: npt.NDArray[np.int32]  # [S]
+    byte_offsets: npt.NDArray[np.int64]  # [S]
+    document_indices: npt.NDArray[np.int64]  # [D]
+    has_modes: bool  # whether every sequence has a mode (multimodal data)
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -83,11 +82,11 @@ class IndexedDataset:
         self._mmap, self._index_cache = mmap, index_cache
         self._remote: RemoteFile | None = None
         self._tokens: npt.NDArray[Any] | None = None
+        # The order cache compares these: remote data has a version of its content, local data a time.
         self.modification_time = 0.0
         self.version: str | None = None
-        """Content version of remote data; local data has a :attr:`modification_time`."""
+        # The .idx file, or the local copy of a remote one.
         self.index_path = f"{prefix}.idx"
-        """The ``.idx`` file, or the local copy of a remote one."""
         if is_url(prefix):
             if index_cache is None:
                 raise DataError(
@@ -98,14 +97,15 @@ class IndexedDataset:
             self.index_path, self.version = index_file.copy_to(index_cache), index_file.version
         index = _read_index(self.index_path, f"{prefix}.idx")
         self.dtype, self.has_modes = index.dtype, index.has_modes
+        # Tokens of each sequence, [S] int32, and its first byte in .bin, [S] int64.
         self.sequence_lengths, self.byte_offsets = index.sequence_lengths, index.byte_offsets
-        """Tokens of each sequence, [S] int32, and its start in ``.bin``, [S] int64."""
+        # Sequence number where each document starts, [documents + 1] int64; first 0, last S.
         self.document_indices = index.document_indices
-        """Sequence number where each document starts, [documents + 1] int64; first 0, last S."""
+        # The size of .bin; bytes after the last sequence are ignored.
+        self.stored_bytes: int
         if is_url(prefix):
             self._remote = RemoteFile(f"{prefix}.bin")
             self.stored_bytes = self._remote.size
-            """Size of ``.bin``; bytes after the last sequence are ignored."""
         else:
             self.modification_time = os.path.getmtime(self.index_path)
             try:
@@ -113,16 +113,14 @@ class IndexedDataset:
             except OSError as error:
                 raise DataError(_cannot_open(f"{prefix}.bin", error)) from error
             self.stored_bytes = os.fstat(self._bin_file.fileno()).st_size
-        needed = 0
-        if len(self):
-            needed = int(self.byte_offsets[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize
+        needed = self.num_tokens * self.dtype.itemsize
         if self.stored_bytes < needed:
             raise DataError(
                 f"{prefix}.bin has {self.stored_bytes} bytes, but {prefix}.idx requires {needed}: copy it again, or "
                 f"{_ANEW}."
             )
-        if mmap and self._remote is None and self.num_tokens:
-            self._tokens = _map_file(self._bin_file)[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
+        if mmap and self._remote is None and needed:
+            self._tokens = _map_file(self._bin_file)[:needed].view(self.dtype)
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
         """A worker process opens the files again instead of receiving their content."""
@@ -144,16 +142,15 @@ class IndexedDataset:
 
     def ranges(self, ranges: Sequence[TokenRange]) -> list[npt.NDArray[Any]]:
         """Tokens of each range, in :attr:`dtype`; remote ranges are requested concurrently."""
-        return self.runs([self._position(*one) for one in ranges])
-
-    def _position(self, index: int, offset: int, length: int | None) -> tuple[int, int]:
-        """Position in ``.bin`` and number of tokens of a range."""
-        available = int(self.sequence_lengths[index])
-        if length is None:
-            length = available - offset
-        if offset < 0 or length < 0 or offset + length > available:
-            raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
-        return int(self.byte_offsets[index]) // self.dtype.itemsize + offset, length
+        places, size = [], self.dtype.itemsize
+        for index, offset, length in ranges:
+            available = int(self.sequence_lengths[index])
+            if length is None:
+                length = available - offset
+            if offset < 0 or length < 0 or offset + length > available:
+                raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
+            places.append((int(self.byte_offsets[index]) // size + offset, length))
+        return self.runs(places)
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
         """``length`` tokens from position ``start`` of ``.bin``, across sequences."""
@@ -216,6 +213,7 @@ def check_token_range(dataset: IndexedDataset, vocab_size: int, prefix: str, cor
     total = dataset.num_tokens
     most = min(_CHECKED_RUNS, max(_LEAST_CHECKED_RUNS, _CHECKED_RUNS_OF_ALL // corpora))
     runs = min(most, -(-total // _CHECKED_RUN_LENGTH))
+    # Runs of tokens across sequences, evenly spread over the file.
     starts = np.linspace(0, max(total - _CHECKED_RUN_LENGTH, 0), runs, dtype=np.int64).tolist()
     for tokens in dataset.runs([(start, min(_CHECKED_RUN_LENGTH, total)) for start in starts]):
         lowest, highest = int(tokens.min()), int(tokens.max())
@@ -247,82 +245,6 @@ def check_document_ends(dataset: IndexedDataset, document_end: int) -> None:
         )
 
 
-class IndexedDatasetWriter:
-    """Writes ``prefix.bin``, ``prefix.idx`` and their digests, one sequence per document, byte-equal to Megatron-LM.
-
-    A context manager: the files appear at the end, and are removed after an exception. Tokens stream to disk; a
-    document needs four bytes of memory.
-    """
-
-    def __init__(self, prefix: str, vocab_size: int) -> None:
-        self.prefix = prefix
-        self._vocab_size = vocab_size
-        self._dtype = token_dtype(vocab_size)
-        self._lengths = array("i")
-        self._files = NewCorpus(prefix)
-
-    def add_document(self, tokens: npt.ArrayLike) -> None:
-        array_of_tokens = np.asarray(tokens)
-        self.add_documents(array_of_tokens, np.array([array_of_tokens.size]))
-
-    def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Append several documents: concatenated ``tokens``, and the ``lengths`` of each."""
-        flat, sizes = np.asarray(tokens).reshape(-1), np.asarray(lengths, dtype=np.int32)
-        if int(sizes.sum(dtype=np.int64)) != flat.size:
-            raise ValueError(f"{flat.size} tokens, but documents of {int(sizes.sum(dtype=np.int64))} in all")
-        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self._vocab_size:
-            raise DataError(
-                f"Token ids {int(flat.min())}..{int(flat.max())} do not fit {self.prefix}.bin, which is "
-                f"written for a vocabulary of {self._vocab_size} ids: use the tokenizer of the corpus."
-            )
-        self._files.write_tokens(flat.astype(self._dtype, copy=False).tobytes())
-        self._lengths.frombytes(sizes.tobytes())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error_type: object, error: object, traceback: object) -> None:
-        with self._files:
-            if error_type is None:
-                self._files.commit(self._write_index)
-            else:
-                self._files.abort()
-
-    def _write_index(self, index_file: Writable) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        count = len(lengths)
-        starts = range(0, count + 1, _WRITE_CHUNK)
-        documents = (np.arange(start, min(start + _WRITE_CHUNK, count + 1)) for start in starts)
-        write_index(
-            index_file, self._dtype, [lengths], _byte_offsets(lengths, self._dtype.itemsize), documents, count, count
-        )
-
-
-def write_index(
-    index_file: Writable,
-    dtype: np.dtype[Any],
-    lengths: Iterable[npt.NDArray[Any]],
-    offsets: Iterable[npt.NDArray[Any]],
-    documents: Iterable[npt.NDArray[Any]],
-    num_sequences: int,
-    num_documents: int,
-) -> None:
-    """Write an ``.idx`` file from arrays in parts; see :class:`IndexedDataset`."""
-    index_file.write(_HEADER.pack(_MAGIC, _VERSION, _CODE_OF_DTYPE[dtype], num_sequences, num_documents + 1))
-    for parts, stored in ((lengths, "<i4"), (offsets, "<i8"), (documents, "<i8")):
-        for part in parts:
-            index_file.write(part.astype(stored, copy=False).tobytes())
-
-
-def _byte_offsets(lengths: npt.NDArray[np.int32], itemsize: int) -> Iterator[npt.NDArray[np.int64]]:
-    """Start of each sequence in ``.bin``, in chunks."""
-    position = 0
-    for start in range(0, len(lengths), _WRITE_CHUNK):
-        ends = position + np.cumsum(lengths[start : start + _WRITE_CHUNK], dtype=np.int64) * itemsize
-        yield np.concatenate(([position], ends[:-1]))
-        position = int(ends[-1])
-
-
 def _map_file(file: BinaryIO) -> npt.NDArray[np.uint8]:
     return np.frombuffer(memory_map.mmap(file.fileno(), 0, access=memory_map.ACCESS_READ), dtype=np.uint8)
 
@@ -331,19 +253,19 @@ def _read_index(path: str, name: str) -> _Index:
     """Map and check an index; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size < _HEADER.size:
+            if os.fstat(file.fileno()).st_size < INDEX_HEADER.size:
                 raise DataError(f"{name} is too short to be an index: {_ANEW}.")
             content = _map_file(file)
     except OSError as error:
         raise DataError(_cannot_open(path, error)) from error
-    magic, version, code, sequences, documents = _HEADER.unpack(content[: _HEADER.size].tobytes())
-    if magic != _MAGIC:
+    magic, version, code, sequences, documents = INDEX_HEADER.unpack(content[: INDEX_HEADER.size].tobytes())
+    if magic != INDEX_MAGIC:
         raise DataError(f"{name} is not an index of tokens (wrong magic bytes): {_ANEW}.")
-    if version != _VERSION:
-        raise DataError(f"{name} has format version {version}, but only {_VERSION} is supported: {_ANEW}.")
+    if version != INDEX_VERSION:
+        raise DataError(f"{name} has format version {version}, but only {INDEX_VERSION} is supported: {_ANEW}.")
     if code not in _DTYPE_OF_CODE:
         raise DataError(f"{name} has unknown token dtype code {code} (known: 1 to 8): {_ANEW}.")
-    offsets_at = _HEADER.size + 4 * sequences
+    offsets_at = INDEX_HEADER.size + 4 * sequences
     documents_at = offsets_at + 8 * sequences
     end = documents_at + 8 * documents
     if len(content) not in (end, end + sequences):
@@ -351,12 +273,12 @@ def _read_index(path: str, name: str) -> _Index:
     document_indices = content[documents_at:end].view("<i8")
     if not documents or int(document_indices[-1]) != sequences:
         raise DataError(f"{name} has document boundaries that do not match its {sequences} sequences: {_ANEW}.")
-    lengths, offsets = content[_HEADER.size : offsets_at].view("<i4"), content[offsets_at:documents_at].view("<i8")
+    lengths, offsets = content[INDEX_HEADER.size : offsets_at].view("<i4"), content[offsets_at:documents_at].view("<i8")
     return _Index(_DTYPE_OF_CODE[code], lengths, offsets, document_indices, len(content) > end)
 
 
 def _remedy(prefix: str) -> str:
-    """What to do about a corpus that is not there."""
+    """The end of the message about a corpus that does not exist: what the user may have meant."""
     if prefix.endswith((".idx", ".bin")) and os.path.isfile(prefix):
         return f"set --data-path to {prefix[: -len('.idx')]}, the prefix of both files."
     if os.path.isfile(prefix):
@@ -365,21 +287,46 @@ def _remedy(prefix: str) -> str:
             "set --data-path to P_text_document."
         )
     folder, name = (prefix, "") if os.path.isdir(prefix) else os.path.split(prefix)
-    there = sorted(file[: -len(".idx")] for file in _files_in(folder) if file.endswith(".idx"))
+    there: list[str] = []
+    with suppress(OSError):
+        there = sorted(file[: -len(".idx")] for file in os.listdir(folder or ".") if file.endswith(".idx"))
     near = [one for one in there if one.startswith(name)] or difflib.get_close_matches(name, there, 1)
     if near and name not in there:
         return f"did you mean {os.path.join(folder, near[0])}?"
     return "set --data-path to prefixes without .bin or .idx, and make the files with tools/preprocess_data.py."
 
 
-def _files_in(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder or ".")
-    except OSError:
-        return []
-
-
 def _cannot_open(path: str, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{path} does not exist: {_remedy(path[: -len('.idx')])}"
     return f"{path} cannot be opened ({error.strerror}): make it readable."
+
+
+# Open files of a corpus: .bin, and the mappings of .bin and .idx, for which Python keeps a file descriptor each.
+FILES_OF_CORPUS = 3
+# The mapped arrays of a sample order, at most.
+FILES_OF_ORDER = 5
+_OTHERS = 1024  # files of the run that are not of corpora: sockets, checkpoints, libraries
+
+
+def allow_open_files(num_corpora: int, files_of_each: int) -> None:
+    """Let this process open the files of ``num_corpora``, in place of the 1,024 that many systems allow at first.
+
+    Raises :class:`ConfigError` if the hard limit is too low.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_corpora * files_of_each
+    wanted = needed + _OTHERS
+    if _covers(soft, wanted):
+        return
+    limit = wanted if _covers(hard, wanted) else hard
+    if limit <= needed:
+        raise ConfigError(
+            f"{num_corpora} corpora need {wanted} open files in each process, but the hard limit is {hard}: raise it "
+            "(ulimit -Hn), or merge corpora with tools/merge_datasets.py."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def _covers(limit: int, count: int) -> bool:
+    return limit == resource.RLIM_INFINITY or limit >= count

@@ -25,11 +25,16 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-POLL = 1.0
-"""Seconds between two polls; also the ``timeout`` of the ``DataLoader``."""
-GRACE = 10.0
-"""Seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it."""
+#   loader processes --pipe, shared memory--> thread: next(batches) --replies--> rank: __next__
+#                                                    ^---------- requests -----------'
+#
+# The rank polls the replies, and raises when the limits of its Patience are exceeded; the thread may then still be
+# blocked in the pipe, and ends with the process.
+
+POLL = 1.0  # seconds between two polls; also the ``timeout`` of the ``DataLoader``
+GRACE = 10.0  # seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it
 _JOIN = 5.0  # seconds to wait for a killed process
+_READING, _HAS_READ = 1, 2  # stages of a loader process; 0: started
 
 
 class LoaderStalledError(LoaderError):
@@ -41,40 +46,32 @@ class LoaderNotStartedError(LoaderStalledError):
 
 
 class Starts:
-    """How far each of the loader processes has come, in memory that they share with the rank."""
+    """The stage of each loader process, in memory that they share with the rank."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self._stages = torch.zeros(num_workers, dtype=torch.uint8).share_memory_()
 
-    def begin_to_read(self) -> None:
-        """In a loader process, before its first sample."""
-        self._set(1)
-
-    def end_to_read(self) -> None:
-        """In a loader process, when it has a microbatch."""
-        self._set(2)
-
-    def _set(self, stage: int) -> None:
+    def record(self, has_microbatch: bool) -> None:
+        """Record in a loader process that it begins to read, or has read a microbatch."""
         info = get_worker_info()
         if info is not None:
-            self._stages[info.id] = stage
+            self._stages[info.id] = _HAS_READ if has_microbatch else _READING
 
     def is_reading(self, worker: int) -> bool:
         """Whether a process reads its first microbatch: storage may be slow for as long as ``Patience`` allows."""
-        return int(self._stages[worker]) == 1
+        return int(self._stages[worker]) == _READING
 
 
 @dataclass(frozen=True)
 class Patience:
     """How long a rank waits for a microbatch."""
 
-    limit: float = 0.0
-    """Seconds (``--dataloader-timeout``); 0: no limit."""
+    limit: float = 0.0  # seconds (--dataloader-timeout); 0: no limit
+    # Returns the name of the signal that requested a stop, if any.
     stop_signal: Callable[[], str | None] = lambda: None
-    """Returns the name of the signal that requested a stop, if any."""
+    # Seconds after which loader processes are started again that have delivered nothing and are not reading.
     start_limit: float = 60.0
-    """Seconds after which loader processes are started again that have delivered nothing and are not reading."""
 
 
 UNLIMITED = Patience()
@@ -88,7 +85,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """Since the wait began."""
+        """Seconds since the wait began."""
         return self._clock() - self._began
 
     def check(self, process: int | None) -> None:
@@ -97,6 +94,7 @@ class Wait:
         seconds = self.seconds
         if stop_signal is not None:
             self._stop_requested_at = now if self._stop_requested_at is None else self._stop_requested_at
+            # The iteration that is under way should end before the run saves and stops.
             if now - self._stop_requested_at >= GRACE:
                 raise LoaderStalledError(
                     f"{stop_signal} asked the run to stop, but loader process {process} has delivered no microbatch "
@@ -165,37 +163,37 @@ class LoaderProcesses(Iterator[T]):
                     raise reply
                 self._num_delivered += 1
                 return reply
-            process = self._awaited_process()
+            # The worker, an index, that delivers the next batch; torch numbers batches in the order of delivery.
+            task = self._batches._task_info.get(self._batches._rcvd_idx)
+            worker = None if task is None else int(task[0])
+            process = None if worker is None else self._batches._workers[worker].pid
             wait.check(process)
-            self._check_start(wait.seconds, process)
+            if worker is not None and self._is_lost(worker, wait.seconds):
+                raise LoaderNotStartedError(
+                    f"Loader process {process} was started {wait.seconds:.0f} s ago, and neither reads nor delivers a "
+                    "microbatch."
+                )
 
-    def _check_start(self, seconds: float, process: int | None) -> None:
-        worker = self._awaited_worker()
-        # Processes deliver in turn, so each of them has its first microbatch among as many as there are processes.
+    def _is_lost(self, worker: int, seconds: float) -> bool:
+        """Whether a worker that was started ``seconds`` ago or more neither reads nor has delivered."""
+        # Workers deliver in turn, so each of them has its first microbatch among as many as there are workers.
         if self._starts is None or self._num_delivered >= self._starts.num_workers:
-            return
-        if worker is None or seconds < self._patience.start_limit or self._starts.is_reading(worker):
-            return
-        raise LoaderNotStartedError(
-            f"Loader process {process} was started {seconds:.0f} s ago, and neither reads nor delivers a microbatch."
-        )
-
-    def _awaited_worker(self) -> int | None:
-        """Index of the process that delivers the next batch."""
-        task = self._batches._task_info.get(self._batches._rcvd_idx)
-        return None if task is None else int(task[0])
-
-    def _awaited_process(self) -> int | None:
-        """Number of that process."""
-        worker = self._awaited_worker()
-        return None if worker is None else self._batches._workers[worker].pid
+            return False
+        return seconds >= self._patience.start_limit and not self._starts.is_reading(worker)
 
     def close(self) -> None:
         self._is_closed = True
         self._requests.release()
         self._reader.join(2 * POLL)
         if self._reader.is_alive():
-            self._give_up()
+            # torch's shutdown without its waits for the processes: a killed one may hold a lock forever.
+            self._batches._shutdown = True
+            if self._batches._worker_pids_set:
+                # Else torch reports the death of a loader process as an error, in whatever the main thread does.
+                forget_workers(self._batches)
+                self._batches._worker_pids_set = False
+            for indices in self._batches._index_queues:
+                indices.cancel_join_thread()
         else:
             # Loader processes ignore the signal with which Python ends them at exit.
             self._batches._shutdown_workers()
@@ -205,16 +203,6 @@ class LoaderProcesses(Iterator[T]):
                 process.kill()
         for process in self._batches._workers:
             process.join(_JOIN)
-
-    def _give_up(self) -> None:
-        """torch's shutdown without its waits for the processes: a killed one may hold a lock forever."""
-        batches, self._batches._shutdown = self._batches, True
-        if batches._worker_pids_set:
-            # Else torch reports the death of a loader process as an error, in whatever the main thread does.
-            forget_workers(batches)
-            batches._worker_pids_set = False
-        for indices in batches._index_queues:
-            indices.cancel_join_thread()
 
 
 def started(start: Callable[[Starts], Any], num_workers: int, patience: Patience) -> Iterator[Any]:

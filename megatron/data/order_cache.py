@@ -25,6 +25,15 @@ from megatron.data.digests import DigestedWriter, is_sealed, seal
 from megatron.data.sample_order import IndexArray
 from megatron.errors import DataError
 
+# An entry of the cache, KEY being the md5 of the description:
+#
+#   KEY-GPTDataset-train-description.txt       what was asked for
+#   KEY-GPTDataset-train-document_index.npy    the arrays of a SampleOrder (PackedOrder, a blend's two)
+#   KEY-GPTDataset-train-sample_index.npy
+#   KEY-GPTDataset-train-shuffle_index.npy
+#   KEY-GPTDataset-train-digests.json          written last and removed first: without it there is no entry
+#   KEY-GPTDataset-train.lock                  while a process builds
+
 _logger = logging.getLogger(__name__)
 
 _FORMAT_VERSION = 2
@@ -35,11 +44,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 def description_hash(description: Description) -> str:
     """Cache key of a description: the md5 of its JSON text, in which the order of fields matters."""
-    return hashlib.md5(_description_text(description).encode(), usedforsecurity=False).hexdigest()
-
-
-def _description_text(description: Description) -> str:
-    return json.dumps(description, indent=4)
+    return hashlib.md5(json.dumps(description, indent=4).encode(), usedforsecurity=False).hexdigest()
 
 
 def load_or_build(
@@ -91,16 +96,12 @@ class _UnusableEntry(Exception):
     """An entry that exists but must not be used; the message begins with the file."""
 
 
-def _digests_path(stem: str) -> str:
-    return f"{stem}-digests.json"
-
-
 def _store(stem: str, description: Description, arrays: Arrays, newer_than: float) -> None:
     # Only arrays that a start does not compare completely are synced: a blend of 1,000 corpora has 5,000 files.
     # Without this file there is no entry, so waiting processes do not read unfinished arrays.
     with suppress(FileNotFoundError):
-        os.remove(_digests_path(stem))
-    text = _description_text(description).encode()
+        os.remove(f"{stem}-digests.json")
+    text = json.dumps(description, indent=4).encode()
     write_atomically(f"{stem}-description.txt", lambda file: file.write(text), sync=False)
     records = {}
     for name, array in arrays.items():
@@ -115,7 +116,7 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
 
         records[name] = write_atomically(f"{stem}-{name}.npy", save, sync=array.nbytes > BLOCK_BYTES)
     sealed = seal("digests", json.dumps({"format_version": _FORMAT_VERSION, "files": records})).encode()
-    write_atomically(_digests_path(stem), lambda file: file.write(sealed), sync=False)
+    write_atomically(f"{stem}-digests.json", lambda file: file.write(sealed), sync=False)
 
 
 def _load(
@@ -133,11 +134,13 @@ def _load(
     for name, path in paths.items():
         try:
             with open(path, "rb", buffering=0) as file:
-                if os.fstat(file.fileno()).st_mtime < newer_than:
+                status, digests = os.fstat(file.fileno()), records.get(name)
+                if status.st_mtime < newer_than:
                     return None
-                size, digests = os.fstat(file.fileno()).st_size, records.get(name)
-                if digests is None or size != digests.size:
-                    raise _UnusableEntry(f"{path} has {size} bytes, a different size than when it was written")
+                if digests is None or status.st_size != digests.size:
+                    raise _UnusableEntry(
+                        f"{path} has {status.st_size} bytes, a different size than when it was written"
+                    )
                 array = _VerifiedArray(path, file, digests)
         except OSError as error:
             raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
@@ -152,7 +155,7 @@ def _load(
 
 def _read_digests(stem: str, has_arrays: bool) -> dict[str, FileDigests] | None:
     """The digests of each array, from ``…-digests.json``; None if there is no entry."""
-    path = _digests_path(stem)
+    path = f"{stem}-digests.json"
     try:
         text = Path(path).read_text(encoding="utf-8")
         document = json.loads(text)
@@ -211,6 +214,7 @@ class _VerifiedArray:
         if isinstance(rows, np.ndarray):
             starts = self._header_bytes + rows % len(self) * row_bytes
             return np.unique(np.stack((starts, starts + row_bytes - 1)) // BLOCK_BYTES).tolist()
+        # For row -1 the slice ends at None, not at 0.
         chosen = range(len(self))[rows if isinstance(rows, slice) else slice(rows, rows + 1 or None)]
         if not chosen:  # no rows, or an index that NumPy refuses
             return ()

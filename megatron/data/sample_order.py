@@ -6,6 +6,14 @@ cuts the stream every ``seq_length`` tokens. The *shuffle index* maps sample i t
 then maps each sample to a corpus.
 """
 
+# Four sequences of 5, 3, 2 and 6 tokens, one epoch, --seq-length 4:
+#
+#   document index     2   0         3           1
+#   stream             a a b b b b b c c c c c c d d d
+#   sample index       ^       ^       ^       ^          rows (0, 0), (1, 2), (2, 1), (2, 5)
+#   sample of row 1            b b b c c                  5 tokens: 4 inputs, and their labels one place on
+#   shuffle index      e.g. 1 0 2: sample 0 is row 1
+
 import math
 import re
 from collections.abc import Sequence
@@ -28,16 +36,17 @@ _BLEND_SEGMENT = 2048  # sequential steps of the blend order
 _MAX_BLEND_LANES = 4096  # parallel segments ...
 _MAX_BLEND_STATES = 1 << 20  # ... but at most this many lanes x corpora
 
+Weights = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
 
 class EpochPlan(NamedTuple):
     """Number of epochs for a number of samples."""
 
     num_epochs: int
-    num_samples: int
-    """All whole samples of these epochs; at least the requested number."""
+    num_samples: int  # all whole samples of these epochs; at least the requested number
     samples_before_last_epoch: int
-    last_epoch_apart: bool
-    """Whether the last epoch is shuffled separately, after the others."""
+    last_epoch_apart: bool  # whether the last epoch is shuffled separately, after the others
 
 
 class IndexArray(Protocol):
@@ -52,12 +61,12 @@ class IndexArray(Protocol):
 class SampleOrder(NamedTuple):
     """The three index arrays of one split of one corpus, for n samples."""
 
+    # [epochs x sequences] int32: sequence numbers
     document_index: IndexArray
-    """[epochs x sequences] int32 sequence numbers."""
+    # [n + 1, 2]: position in the document index, and token offset there, of the stream's token k x s
     sample_index: IndexArray
-    """[n + 1, 2] position in the document index, and token offset there, of the stream's token k x s."""
+    # [n]: row of the sample index where sample i starts
     shuffle_index: IndexArray
-    """[n] row of the sample index where sample i starts."""
 
 
 def parse_split(split: str) -> SplitMatrix:
@@ -129,17 +138,19 @@ def build_sample_order(
     first epoch is Megatron-LM's for a run of one epoch. A sample across two epochs belongs to the later one.
     """
     first, end = sequences
+    per_epoch = end - first
     sequence_lengths = np.require(sequence_lengths, requirements="A")  # unaligned gathers are slow
     tokens_per_epoch = int(sequence_lengths[first:end].sum(dtype=np.int64))
     plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
     # One generator for all shuffles, which continue its state.
     generator = np.random.RandomState(seed)
     if extendable:
-        documents = np.empty(plan.num_epochs * (end - first), dtype=np.int32)
+        documents = np.empty(plan.num_epochs * per_epoch, dtype=np.int32)
         shuffled = np.arange(plan.num_samples, dtype=_shuffle_dtype(plan.num_samples))
         done = 0
         for epoch in range(plan.num_epochs):
-            documents[epoch * (end - first) :][: end - first] = build_document_index(sequences, 1, False, generator)
+            documents[epoch * per_epoch :][:per_epoch] = build_document_index(sequences, 1, False, generator)
+            # Samples that end in this epoch; the one across its end belongs to the next epoch.
             complete = max(0, ((epoch + 1) * tokens_per_epoch - 1) // seq_length)
             generator.shuffle(shuffled[done:complete])
             done = complete
@@ -157,10 +168,9 @@ def build_document_index(
     """The sequences [first, end), once per epoch, shuffled together; or the last epoch separately."""
     # Without a second array of this size: a corpus of a billion documents needs 4 GB for each.
     documents = np.arange(*sequences, dtype=np.int32)
-    per_epoch = len(documents)
+    apart = len(documents) if last_epoch_apart and num_epochs > 1 else 0
     if num_epochs > 1:
         documents = np.tile(documents, num_epochs)
-    apart = per_epoch if last_epoch_apart and num_epochs > 1 else 0
     generator.shuffle(documents[: len(documents) - apart])
     if apart:
         generator.shuffle(documents[-apart:])
@@ -217,7 +227,7 @@ def blend_targets(
     ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size`` by less than one per corpus.
     """
     targets = [math.ceil(size * weight) for weight in weights]
-    return targets, [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
+    return targets, [math.ceil(target * (1 + surplus)) for target in targets]
 
 
 def blend_order(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
@@ -225,7 +235,7 @@ def blend_order(weights: Sequence[float], size: int) -> tuple[npt.NDArray[np.int
 
     Step k takes the corpus with the largest weight * max(k, 1) - samples so far; ties take the lowest index.
     """
-    return _greedy_order(np.array(weights, dtype=np.float64), size, None)
+    return _greedy_order(np.array(weights, dtype=np.float64), size, np.inf)
 
 
 def exhaustive_blend_order(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
@@ -234,10 +244,8 @@ def exhaustive_blend_order(sizes: Sequence[int]) -> tuple[npt.NDArray[np.int16],
     return _greedy_order(limits / max(float(sum(sizes)), 1.0), sum(sizes), limits)
 
 
-def _greedy_order(
-    weights: npt.NDArray[np.float64], size: int, limits: npt.NDArray[np.float64] | None
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]:
-    """The greedy order, computed in segments in parallel.
+def _greedy_order(weights: Weights, size: int, limits: Weights | float) -> tuple[npt.NDArray[np.int16], Integers]:
+    """The greedy order, computed in segments in parallel; no corpus serves more samples than its limit.
 
     Each step depends on the previous one, but the influence of the past is short. The order is divided into segments
     that start from estimated counts; each segment whose estimate differs from the end of its predecessor is computed
@@ -248,6 +256,7 @@ def _greedy_order(
     corpus_samples = np.zeros(size, dtype=np.int64)
     counts = np.zeros(len(weights))
     segment = max(1, min(_BLEND_SEGMENT, size))
+    # A block is as many segments as are walked at a time: lanes of arrays [lanes, corpora].
     block = segment * max(1, min(_MAX_BLEND_LANES, _MAX_BLEND_STATES // len(weights)))
     for begin in range(0, size, block):
         end = min(begin + block, size)
@@ -259,43 +268,31 @@ def _greedy_order(
 
 
 def _walk_until_consistent(
-    weights: npt.NDArray[np.float64],
-    limits: npt.NDArray[np.float64] | None,
-    starts: npt.NDArray[np.int64],
-    segment: int,
-    first_counts: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    weights: Weights, limits: Weights | float, starts: Integers, segment: int, first_counts: Weights
+) -> tuple[npt.NDArray[np.int16], Integers, Weights]:
     """Picks and samples served, [segment, starts] each, and the counts [corpora] after the last segment."""
     picks = np.empty((segment, len(starts)), dtype=np.int16)
     served = np.empty((segment, len(starts)), dtype=np.int64)
-    counts = _guess_counts(weights, starts)
+    # Estimated counts [starts, corpora]: shares rounded down, and the remainder to the largest fractions.
+    shares = starts[:, None] * weights
+    counts = np.floor(shares)
+    rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")
+    counts += rank < (starts - counts.sum(axis=1))[:, None]
     counts[0] = first_counts
     ends = np.empty_like(counts)
     stale = np.arange(len(starts))
     while len(stale):
         walked, samples, ends[stale] = _walk(weights, limits, starts[stale], segment, counts[stale])
         picks[:, stale], served[:, stale] = walked, samples
+        # Segments that did not start with the counts with which their predecessors ended.
         stale = 1 + np.flatnonzero((counts[1:] != ends[:-1]).any(axis=1))
         counts[stale] = ends[stale - 1]
     return picks, served, ends[-1]
 
 
-def _guess_counts(weights: npt.NDArray[np.float64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Estimated counts [steps, corpora]: shares rounded down, and the remainder to the largest fractions."""
-    shares = steps[:, None] * weights
-    counts = np.floor(shares)
-    rank = np.argsort(np.argsort(counts - shares, axis=1, kind="stable"), axis=1, kind="stable")
-    counts += rank < (steps - counts.sum(axis=1))[:, None]
-    return counts
-
-
 def _walk(
-    weights: npt.NDArray[np.float64],
-    limits: npt.NDArray[np.float64] | None,
-    starts: npt.NDArray[np.int64],
-    segment: int,
-    counts: npt.NDArray[np.float64],
-) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    weights: Weights, limits: Weights | float, starts: Integers, segment: int, counts: Weights
+) -> tuple[npt.NDArray[np.int16], Integers, Weights]:
     """Picks and samples served after each start, from ``counts`` [starts, corpora]; also the last counts."""
     picks = np.empty((segment, len(starts)), dtype=np.int16)
     served = np.empty((segment, len(starts)), dtype=np.int64)
@@ -305,7 +302,7 @@ def _walk(
         # Double precision and this order of operations are part of the format: ties decide.
         np.multiply(weights, np.maximum(steps + row, 1.0), out=error)
         error -= counts
-        if limits is not None:
+        if isinstance(limits, np.ndarray):
             error[counts >= limits] = -np.inf
         pick = error.argmax(axis=1)
         picks[row] = pick

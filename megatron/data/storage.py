@@ -1,14 +1,17 @@
-"""Read files at local paths or URLs (s3://, gs://, https://, memory:// ...) with fsspec.
+"""Files at local paths or URLs (s3://, gs://, https://, memory:// ...), with fsspec: listed, read, and copied once.
 
 Files ending in .gz and .zst are decompressed.
 """
 
 import glob
 import gzip
+import hashlib
 import io
 import os
+from collections.abc import Sequence
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
+from megatron.data.build_lock import load_or_build_once, write_atomically
 from megatron.errors import DataError
 from megatron.urls import is_url
 
@@ -28,10 +31,8 @@ _COMPRESSIONS = (".gz", ".zst")
 
 
 class SourceFile(NamedTuple):
-    """A file and its size in bytes, as stored."""
-
     path: str
-    size: int
+    size: int  # bytes, as stored
 
 
 def is_compressed(path: str) -> bool:
@@ -106,3 +107,89 @@ def file_system(url: str) -> tuple[Any, str]:
     except (ValueError, OSError) as error:
         raise DataError(f"{url} cannot be opened ({error}): check the URL.") from error
     return system, str(place)
+
+
+# What file systems call the property that changes with the content; the first that a file has counts.
+_VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified", "updated", "created")
+
+_COPY_BYTES = 1 << 26  # bytes
+
+
+class RemoteFile:
+    """A file in an object store or remote file system, read by ranges. Errors are :class:`DataError`."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._system: Any = None
+        self._path = ""
+        self._process = 0
+        try:
+            information = self._open().info(self._path)
+            self.size = int(information["size"])
+        except Exception as error:  # every file system has its own
+            raise self._cannot_read(error) from error
+        # The version changes with the content.
+        named = next((information[name] for name in _VERSION_FIELDS if information.get(name) is not None), "")
+        self.version = f"{self.size} {named}"
+
+    def __reduce__(self) -> tuple[type["RemoteFile"], tuple[str]]:
+        """A worker process opens its own connection."""
+        return RemoteFile, (self.url,)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes at each (position, size), requested concurrently if the file system supports it."""
+        wanted = [(start, start + size) for start, size in ranges if size]
+        try:
+            system = self._open()
+            starts, ends = [start for start, _ in wanted], [end for _, end in wanted]
+            found = system.cat_ranges([self._path] * len(wanted), starts, ends, on_error="raise")
+        except Exception as error:
+            raise self._cannot_read(error) from error
+        for (start, end), content in zip(wanted, found, strict=True):
+            if len(content) != end - start:
+                raise DataError(f"{self.url} was truncated while it was read: copy it there again.")
+        contents = iter(found)
+        return [next(contents) if size else b"" for _, size in ranges]
+
+    def copy_to(self, directory: str) -> str:
+        """Copy this version to a local ``directory``, in one process while others wait; returns the path."""
+        key = hashlib.md5(f"{self.url} {self.version}".encode(), usedforsecurity=False).hexdigest()
+        path = os.path.join(directory, f"{key}-{os.path.basename(self._path)}")
+
+        def find() -> str | None:
+            return path if os.path.exists(path) and os.path.getsize(path) == self.size else None
+
+        def write_parts(file: BinaryIO) -> None:
+            # In parts: an index of billions of documents has tens of gigabytes.
+            for start in range(0, self.size, _COPY_BYTES):
+                file.write(self.read_ranges([(start, min(_COPY_BYTES, self.size - start))])[0])
+
+        def download() -> str:
+            write_atomically(path, write_parts)
+            return path
+
+        try:
+            return load_or_build_once(path, find, download)
+        except OSError as error:
+            raise DataError(
+                f"Cannot write a copy of {self.url} to {directory} ({error.strerror or error}): use a writable "
+                "directory with --object-storage-cache-path or --data-cache-path."
+            ) from error
+
+    def _open(self) -> Any:
+        """The file system, opened in every process: connections and threads do not survive a fork."""
+        if self._process != os.getpid():
+            self._system, self._path = file_system(self.url)
+            self._process = os.getpid()
+        return self._system
+
+    def _cannot_read(self, error: Exception) -> DataError:
+        if isinstance(error, DataError):
+            return error
+        if isinstance(error, FileNotFoundError):
+            return DataError(
+                f"{self.url} does not exist: set --data-path to prefixes without .bin or .idx, and copy both files "
+                "there."
+            )
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return DataError(f"{self.url} cannot be read ({reason}): check the address, the network and your credentials.")

@@ -24,6 +24,15 @@ from megatron.data.storage import (
 from megatron.errors import DataError
 from megatron.urls import is_url
 
+# Who reads and who parses:
+#
+#   a local file of lines        the receiver gets a SourceRange, reads it with read_batches, and parses
+#   .gz, .zst, parquet, URLs,    the sender reads, the receiver gets a Batch and parses
+#   Hugging Face datasets
+#
+# A range has the lines that begin in it, so ranges need no index: with ranges [0, 20) and [20, 40) the line at byte 15
+# belongs to the first one, which reads on behind byte 20, and the second one begins behind the next newline.
+
 _loads: Callable[[bytes], Any] = json.loads
 with suppress(ImportError):  # it is in the extra "data"
     import orjson
@@ -40,16 +49,13 @@ _KNOWN_ENDINGS = (*_TEXT_ENDINGS, *_JSON_ENDINGS, ".parquet")
 
 
 class InputFormat(NamedTuple):
-    keys: tuple[str, ...] = ("text",)
-    """JSON keys or columns with text."""
-    separation: Separation = "file"
-    """How plain-text files are divided into documents."""
+    keys: tuple[str, ...] = ("text",)  # JSON keys or columns with text
+    separation: Separation = "file"  # how plain-text files are divided into documents
     dataset_config: str | None = None
     dataset_split: str = "train"
-    batch_bytes: int = 1 << 22
-    """Of a :class:`Batch`, about."""
+    batch_bytes: int = 1 << 22  # approximate size of a batch
+    # Longer documents are refused: there is probably no end of a document in the file.
     max_document_bytes: int = 1 << 28
-    """Longer documents are refused: there is probably no end of a document in the file."""
 
 
 class SourceRange(NamedTuple):
@@ -57,8 +63,7 @@ class SourceRange(NamedTuple):
 
     path: str
     start: int
-    stop: int
-    """The size of the source if it is read completely."""
+    stop: int  # the size of the source if it is read completely
 
 
 class Batch(NamedTuple):
@@ -66,14 +71,10 @@ class Batch(NamedTuple):
 
     path: str
     kind: Literal["json", "line", "row", "document"]
-    first: int
-    """Number of the first line (row, document), from 1 at ``range_start``."""
-    range_start: int
-    """Byte of the source from which lines are numbered."""
-    stored_bytes: int
-    """Stored bytes that were read for the batch."""
-    records: bytes | list[tuple[Any, ...]]
-    """Whole lines; or the texts of each document, one per key."""
+    first: int  # number of the first line (row, document), from 1 at range_start
+    range_start: int  # byte of the source from which lines are numbered
+    stored_bytes: int  # stored bytes that were read for the batch
+    records: bytes | list[tuple[Any, ...]]  # whole lines; or the texts of each document, one per key
 
 
 class BadDocument(NamedTuple):
@@ -120,6 +121,7 @@ def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separat
 
     Uncompressed files of lines are cut; other files belong to the partition in which they begin.
     """
+    # All sources, one after the other, are one range of bytes with ``count - 1`` cuts; a source without size is at 0.
     total = sum(source.size for source in sources)
     edges = [total * number // count for number in range(count)] + [total + 1]
     return [list(_ranges_between(sources, *ends, separation)) for ends in pairwise(edges)]
@@ -147,8 +149,10 @@ def _can_be_cut(path: str, separation: Separation) -> bool:
 
 
 def divide_among_workers(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[Batch | SourceRange]:
-    """What a worker does at a time, in order: a range that it reads itself, so that its text crosses no pipe; of
-    sources that cannot be cut, and of URLs, a batch that is read here."""
+    """The work of a worker at a time, in order: a range that it reads itself, so that its text crosses no pipe.
+
+    Sources that cannot be cut, and URLs, are read here, in batches.
+    """
     for source in ranges:
         if _can_be_cut(source.path, form.separation) and not is_url(source.path):
             for start in range(source.start, source.stop, form.batch_bytes):
@@ -177,9 +181,16 @@ def _read_range(source: SourceRange, form: InputFormat) -> Iterator[Batch]:
                 yield from _read_lines(source, stored, "json", form)
             elif form.separation == "line":
                 yield from _read_lines(source, stored, "line", form)
+            elif form.separation == "paragraph":
+                yield from _read_paragraphs(source, stored, form)
             else:
-                read = _read_whole if form.separation == "file" else _read_paragraphs
-                yield from read(source, stored, form)
+                text = decompressed(path, stored).read(form.max_document_bytes + 1)
+                if len(text) > form.max_document_bytes:
+                    raise DataError(
+                        f"{path} has more than {form.max_document_bytes >> 20} MiB, which is too long for one "
+                        "document: say with --text-documents paragraph, or line, where documents end."
+                    )
+                yield Batch(path, "document", 1, 0, source.stop, [(text,)])
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a complete gzip file ({error}): copy it again.") from error
     except FileNotFoundError as error:
@@ -206,6 +217,7 @@ def _read_lines(
         if not block:
             break
         if not block.endswith(b"\n"):
+            # The line that begins in this block ends behind it.
             block += _rest_of_line(content, source, form)
         at = stored.tell() if content is not stored else position + len(block)
         # Counting lines is left to place_of where it can find the batch again.
@@ -224,16 +236,6 @@ def _rest_of_line(content: IO[bytes], source: SourceRange, form: InputFormat) ->
             f"names' endings ({', '.join(_KNOWN_ENDINGS)}), all others as jsonl; rename or correct it."
         )
     return rest
-
-
-def _read_whole(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:
-    text = decompressed(source.path, stored).read(form.max_document_bytes + 1)
-    if len(text) > form.max_document_bytes:
-        raise DataError(
-            f"{source.path} has more than {form.max_document_bytes >> 20} MiB, which is too long for one document: say "
-            "with --text-documents paragraph, or line, where documents end."
-        )
-    yield Batch(source.path, "document", 1, 0, source.stop, [(text,)])
 
 
 def _read_paragraphs(source: SourceRange, stored: BinaryIO, form: InputFormat) -> Iterator[Batch]:

@@ -4,6 +4,7 @@ Special tokens are never parsed from text: they are ordinary text in a document.
 nothing in them is unpickled or executed, and nothing is downloaded.
 """
 
+import functools
 import json
 import os
 import re
@@ -20,10 +21,7 @@ from megatron.data.tokenizer_formats import (
     END_OF_TEXT,
     LLAMA3_SPLIT,
     ByteLengths,
-    cut_blank_runs,
-    encode_in_parts,
     gpt2_description,
-    has_new_characters,
     lengths_of_bytes,
     lengths_of_pieces,
     llama3_special_tokens,
@@ -38,9 +36,12 @@ from megatron.data.verified_encoder import (
     Encode,
     TokenizedTexts,
     VerifiedEncoder,
+    cut_blank_runs,
+    encode_in_parts,
     fast_sentencepiece,
     fast_tiktoken,
     fast_tokenizer_json,
+    has_new_characters,
     is_panic,
 )
 from megatron.errors import ConfigError, DataError
@@ -58,12 +59,9 @@ _MEGATRON_TOKENIZER_CLASS = "megatron.core.tokenizers.text.text_tokenizer.Megatr
 class Tokenizer(ABC):
     """Maps text to ids in 0..vocab_size-1 and back."""
 
-    vocab_size: int
-    """Number of ids, including special ones."""
-    eod: int
-    """End-of-document id."""
-    bos: int | None
-    """Beginning-of-text id, if any. Never added by :meth:`tokenize`."""
+    vocab_size: int  # number of ids, including special ones
+    eod: int  # end of document
+    bos: int | None  # beginning of text, if any; never added by ``tokenize``
 
     @property
     def encoded_by(self) -> str:
@@ -96,7 +94,7 @@ class Tokenizer(ABC):
     def _decode(self, ids: list[int]) -> str: ...
 
     def byte_lengths(self) -> ByteLengths | None:
-        """Bytes of the tokens' text, 0 for special tokens; None if they cannot be told token by token."""
+        """Bytes of the tokens' text, 0 for special tokens; None if a token has no bytes of its own."""
         return None
 
     def tokenizer_json(self) -> bytes | None:
@@ -105,8 +103,7 @@ class Tokenizer(ABC):
 
 
 class _LibraryTokenizer(Tokenizer):
-    """A tokenizer of a library. Arrays of ids come from a faster library, if available, which is verified against
-    it."""
+    """A tokenizer of a library. Arrays of ids come from a faster library, if available, verified against it."""
 
     _library: str
     _path: str
@@ -122,6 +119,7 @@ class _LibraryTokenizer(Tokenizer):
         if fast is None:
             return None
         encoder = VerifiedEncoder(fast, super().tokenize_to_arrays, self._library)
+        # Before its first use: awkward texts, and a part of the vocabulary.
         tokens = [self.detokenize([token]) for token in range(0, self.vocab_size, _TOKENS_PER_COMPARED)]
         return encoder if encoder.agree_on([*AWKWARD_TEXTS, *tokens]) else None
 
@@ -205,9 +203,6 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         return content if found == self.tokenize_batch(texts) else None
 
 
-Llama2Tokenizer = SentencePieceTokenizer
-
-
 class TikTokenizer(_LibraryTokenizer):
     """Llama 3's ``tokenizer.model``: one token in base64 and its rank per line; special tokens follow."""
 
@@ -235,6 +230,7 @@ class TikTokenizer(_LibraryTokenizer):
             new = [place for place, text in enumerate(texts) if has_new_characters(text)]
             if not new:
                 return encode_in_parts(encode, texts)
+            # Texts with characters that the libraries split differently are left to tiktoken.
             left_out = ["" if place in new else text for place, text in enumerate(texts)]
             tokens, lengths = encode_in_parts(encode, left_out)
             ids = np.split(tokens, np.cumsum(lengths)[:-1])
@@ -269,8 +265,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
     """
 
     _library = "tokenizers"
-    description: bytes
-    """The content of ``tokenizer.json``."""
+    description: bytes  # the content of tokenizer.json
 
     def __init__(self, path: str) -> None:
         path = _tokenizer_json(path)
@@ -322,9 +317,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         texts = {token: "" if one.special else one.content for token, one in added}
         if "ByteLevel" in kinds:  # a character of a piece stands for a byte
             lengths = {token: len(piece) for token, piece in pieces.items()}
-            return lengths_of_bytes(
-                lengths | {token: len(text.encode()) for token, text in texts.items()}, self.vocab_size
-            )
+            lengths |= {token: len(text.encode()) for token, text in texts.items()}
+            return lengths_of_bytes(lengths, self.vocab_size)
         if not {"ByteFallback", "Metaspace"} & set(kinds):
             return None
         single_bytes = {token for token, piece in pieces.items() if _BYTE_PIECE.fullmatch(piece)}
@@ -420,6 +414,8 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
         "class": _MEGATRON_TOKENIZER_CLASS,
         "tokenizer_path": config.tokenizer_model,
     }
+    # Spelling and order are Megatron-LM's: the md5 of the description's text is the key.
+    fast = {"use_fast": "True", "trust_remote_code": "False", "include_special_tokens": "True"}
     match config.canonical_type:
         case "NullTokenizer":
             description |= {"tokenizer_path": None, "vocab_size": str((config.vocab_size or 0) + 1)}
@@ -434,19 +430,10 @@ def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
                 "additional_special_tokens": "[]",
                 "vocab_file": str(config.vocab_file),
                 "merges_file": str(config.merge_file),
-                "use_fast": "True",
-                "trust_remote_code": "False",
-                "include_special_tokens": "True",
+                **fast,
             }
         case "HuggingFaceTokenizer":
-            description |= {
-                "vocab_file": "None",
-                "merges_file": "None",
-                "additional_special_tokens": "[]",
-                "use_fast": "True",
-                "trust_remote_code": "False",
-                "include_special_tokens": "True",
-            }
+            description |= {"vocab_file": "None", "merges_file": "None", "additional_special_tokens": "[]", **fast}
     return description
 
 
@@ -462,10 +449,9 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: correct it, or remove it.") from error
         for role, token in content.items() if isinstance(content, dict) else ():
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                named[role] = token
+            name = token.get("content") if isinstance(token, dict) else token
+            if isinstance(name, str):
+                named[role] = name
     return named
 
 
@@ -475,3 +461,11 @@ def _first_known(vocabulary: dict[str, int], named: str | None, usual: Sequence[
         if token in vocabulary:
             return vocabulary[token]
     return None
+
+
+@functools.cache
+def shared_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """One tokenizer per process; forked workers inherit their parent's."""
+    tokenizer = build_tokenizer(config)
+    tokenizer.tokenize_to_arrays([])
+    return tokenizer

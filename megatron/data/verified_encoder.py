@@ -6,7 +6,8 @@ Vocabularies that are not known to be equal use the reference library.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,15 +21,13 @@ from megatron.errors import TokenizerMismatchError
 class TokenizedTexts(NamedTuple):
     """The ids of several texts as arrays."""
 
-    tokens: npt.NDArray[np.int32]
-    """All texts, concatenated."""
-    lengths: npt.NDArray[np.int32]
-    """Tokens of each text, [texts]."""
+    tokens: npt.NDArray[np.int32]  # [tokens] all texts, concatenated
+    lengths: npt.NDArray[np.int32]  # [texts] tokens of each text
 
 
 Encode = Callable[[Sequence[str]], TokenizedTexts]
-"""The ids of texts."""
 
+# Texts that tokenizers often handle differently.
 AWKWARD_TEXTS = (
     "",
     " ",
@@ -40,7 +39,6 @@ AWKWARD_TEXTS = (
     "nul \0 bell \a \x7f \x85 \u2028",
     "</s> <s> <unk> <0x0A> <|end_of_text|> <|begin_of_text|> <|endoftext|>",
 )
-"""Texts that tokenizers often handle differently."""
 
 _COMPARED_CHARACTERS = 1000  # of one text per batch: about a percent of the time
 _STRIDE = 7919  # a prime, so that different parts of texts of similar lengths are compared
@@ -62,18 +60,18 @@ class VerifiedEncoder:
     def encode_batch(self, texts: Sequence[str]) -> TokenizedTexts:
         """The ids of each text. Raises :class:`TokenizerMismatchError` if the two encoders differ."""
         if texts:
-            self._compare(texts[self._batches % len(texts)])
+            # A part of one text, another one in every batch.
+            text = texts[self._batches % len(texts)]
+            start = self._batches * _STRIDE % max(1, len(text) - _COMPARED_CHARACTERS + 1)
+            part = text[start : start + _COMPARED_CHARACTERS]
+            self._batches += 1
+            if not self.agree_on([part]):
+                raise TokenizerMismatchError(
+                    f"gigatoken and {self._library} give different ids for the text {part[:80]!r}...: install the "
+                    f"versions in requirements.txt, or uninstall gigatoken to use {self._library} alone, and start "
+                    "again."
+                )
         return self._encode(texts)
-
-    def _compare(self, text: str) -> None:
-        start = self._batches * _STRIDE % max(1, len(text) - _COMPARED_CHARACTERS + 1)
-        part = text[start : start + _COMPARED_CHARACTERS]
-        self._batches += 1
-        if not self.agree_on([part]):
-            raise TokenizerMismatchError(
-                f"gigatoken and {self._library} give different ids for the text {part[:80]!r}...: install the versions "
-                f"in requirements.txt, or uninstall gigatoken to use {self._library} alone, and start again."
-            )
 
     def _encode(self, texts: Sequence[str]) -> TokenizedTexts:
         try:
@@ -99,7 +97,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 class GigaTokenEncoder:
-    """The ids of a ``gigatoken.Tokenizer``."""
+    """Encodes with a ``gigatoken.Tokenizer``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -117,8 +115,10 @@ def fast_tiktoken(ranks: Mapping[bytes, int], split: str) -> GigaTokenEncoder | 
 
 
 def fast_tokenizer_json(content: bytes) -> GigaTokenEncoder | None:
-    """GigaToken's encoder for a tokenizer.json; None unless it is byte-level BPE without a normalizer. GigaToken
-    refuses splits that it does not know. Entries that add or parse special tokens are removed."""
+    """GigaToken's encoder for a tokenizer.json; None unless it is byte-level BPE without a normalizer.
+
+    GigaToken refuses unknown splits. Entries that add or parse special tokens are removed.
+    """
     description = json.loads(content)
     if not _is_plain_byte_level(description):
         return None
@@ -194,3 +194,46 @@ def _is_plain_sentencepiece(model: Any, proto: Any) -> bool:
         and not normalizer.remove_extra_whitespaces
         and {piece.type for piece in model.pieces} <= {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
     )
+
+
+# tiktoken's regular expressions overflow their stack on about 300,000 consecutive blanks.
+_MAX_BLANK_RUN = 100_000
+_LONG_BLANK_RUN = re.compile(rf"(?<!\s)\s{{{_MAX_BLANK_RUN + 1},}}+")
+# Letters and digits of Unicode 17, in UTF-8: they are letters for gigatoken, not for tiktoken's regular expressions.
+_NEW_CHARACTERS = (
+    re.compile(rb"\xe0(?:\xa2\x8f|[\xb1\xb3]\x9c)"),
+    re.compile(rb"\xea\x9f[\x8e-\xb1]"),
+    re.compile(
+        rb"\xf0(?:\x90[\xa5\xbb]|\x91[\xb6\xb7]|\x96[\xba\xbb\xbf]|\x98[\x9f\xb4\xb6\xb7]|\x9e\x9b|\xab\x9c|\xac\xba|[\xb2\xb3])"
+    ),
+)
+
+
+def cut_blank_runs(text: str) -> Iterator[str]:
+    """``text`` in parts, cut only inside very long runs of whitespace."""
+    if len(text) <= _MAX_BLANK_RUN:
+        yield text
+        return
+    start = 0
+    for run in _LONG_BLANK_RUN.finditer(text):
+        for cut in range(run.start() + _MAX_BLANK_RUN, run.end(), _MAX_BLANK_RUN):
+            yield text[start:cut]
+            start = cut
+    yield text[start:]
+
+
+def has_new_characters(text: str) -> bool:
+    if text.isascii():
+        return False
+    content = text.encode("utf-8", "surrogatepass")
+    return any(characters.search(content) for characters in _NEW_CHARACTERS)
+
+
+def encode_in_parts(encode: Encode, texts: Sequence[str]) -> TokenizedTexts:
+    """The ids of texts that :func:`cut_blank_runs` cuts."""
+    if max(map(len, texts), default=0) <= _MAX_BLANK_RUN:
+        return encode(texts)
+    parts = [[*cut_blank_runs(text)] for text in texts]
+    tokens, lengths = encode([part for of_text in parts for part in of_text])
+    starts = np.cumsum([0, *map(len, parts[:-1])])
+    return TokenizedTexts(tokens, np.add.reduceat(lengths, starts))

@@ -15,7 +15,7 @@ import pytest
 from megatron.commands import convert_checkpoint, evaluate, generate_text
 from megatron.commands.average_checkpoints import Average, average
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.commands.weight_checkpoints import progress_bar
+from megatron.commands.weight_checkpoints import Progress
 from megatron.core.topology import single_process
 from megatron.errors import DataError
 from megatron.inference.loading import load_model
@@ -181,7 +181,7 @@ def test_tools_read_a_checkpoint_from_another_directory(copied: Path, capsys: py
     # The copies of the checkpoints have it, too, and so has what a tool makes of them.
     (copied / "there" / "tokenizer.model").unlink()
     assert generated(str(copied / "mirror")) == generated(f"file://{copied}/store") == text
-    with progress_bar() as progress:
+    with Progress() as progress:
         message = average(Average(f"file://{copied}/store", (1, 2), str(copied / "average")), progress)
     # What is fetched from a URL is gone when the tool has ended.
     assert f"--tokenizer-model {copied}/average/iter_0000002/tokenizer/tokenizer.model" in message

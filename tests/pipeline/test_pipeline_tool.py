@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron.commands import pipeline_schedule
+from megatron.commands.tool import write_file
 from megatron.errors import DataError
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
@@ -241,7 +242,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     path.write_text("old")
     open_before = path.open()
-    pipeline_schedule.write("--json", str(path), b"new")
+    write_file("--json", str(path), b"new")
     assert path.read_text() == "new"
     assert open_before.read() == "old"
     assert os.listdir(tmp_path) == ["out.json"]
@@ -252,7 +253,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
-    pipeline_schedule.write("--json", str(link), b"new")
+    write_file("--json", str(link), b"new")
     assert link.is_symlink()
     assert target.read_text() == "new"
 

@@ -116,7 +116,7 @@ def command_lines(script: str) -> list[Any]:
         sys.exit()
 
     entry = REPOSITORY / "tools" / f"{script}.py" if script in COMMANDS else SCRIPTS[script]
-    parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "local_ranks"))
+    parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "run_tool(", "local_ranks"))
     if parses and "__main__" in entry.read_text():
         with mock.patch.object(tyro, "cli", note), pytest.raises(SystemExit):
             runpy.run_path(str(entry), run_name="__main__")

@@ -1,1 +1,0 @@
-"""Tokenizing of inputs in processes and partitions."""
