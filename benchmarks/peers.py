@@ -32,7 +32,7 @@ from benchmarks.lib.peers.job import Job
 from benchmarks.lib.peers.processes import PACKAGES, ContenderError, RankProcesses, make_environment
 from benchmarks.lib.results import error_line
 from megatron.errors import ConfigError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES
 from megatron.urls import refuse_urls
 

@@ -17,7 +17,7 @@ from megatron.commands.weight_checkpoints import (
     verified_checkpoint,
 )
 from megatron.errors import ConfigError
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls
 
 

@@ -21,7 +21,7 @@ import tyro
 
 from megatron.commands.tool import write_file
 from megatron.errors import ExitCode, UserError, report
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 

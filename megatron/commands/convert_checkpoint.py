@@ -29,7 +29,7 @@ from megatron.commands.weight_checkpoints import (
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.commands.tool import run_tool
 from megatron.errors import CheckpointError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:

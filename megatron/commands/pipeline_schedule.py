@@ -13,7 +13,7 @@ from typing import Any
 from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import ConfigError, DataError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate, verify

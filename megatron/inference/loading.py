@@ -18,8 +18,8 @@ from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hu
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
-from megatron.config.loaded_model import LoadedModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.inference import LoadedModelConfig
+from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0

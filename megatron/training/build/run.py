@@ -15,7 +15,7 @@ from megatron.core.kernels.selection import Kernels, build_kernels, check_kernel
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.metrics.validation import ValidationHistory
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.sections import Sections
