@@ -39,7 +39,7 @@ from benchmarks.checkpoint_contenders import COMPARISONS, CONTENDERS, Bench, Con
 from megatron.core.topology import RankGrid, Topology
 from megatron.errors import UserError
 from megatron.errors import report as report_error
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.urls import refuse_urls
 

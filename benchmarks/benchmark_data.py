@@ -52,7 +52,7 @@ from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.data.verified_encoder import fast_sentencepiece, fast_tiktoken, fast_tokenizer_json
 from megatron.errors import DataError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 Benchmark = Literal["preprocessing", "gigatoken", "orders", "reading", "loader", "verification"]

@@ -41,7 +41,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.device import device_name
 from megatron.core.kernels.selection import Kernels
 from megatron.errors import ConfigError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.training.flops import achieved_tflops, mfu, resolve_peak
 from megatron.training.initialize import Process, choose_device, prepare_cpu
 from megatron.urls import refuse_urls

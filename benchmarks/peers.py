@@ -33,7 +33,7 @@ from benchmarks.peer_environments import PACKAGES, make_environment
 from benchmarks.peer_job import Job
 from benchmarks.peer_processes import ContenderError, RankProcesses
 from megatron.errors import ConfigError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES
 from megatron.urls import refuse_urls
 

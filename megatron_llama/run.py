@@ -239,7 +239,7 @@ class Run:
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation by the present weights, which are copied through a temporary checkpoint; the
         same on all ranks. A collective. ``sampling`` are the fields of
-        :class:`~megatron.config.generation.GenerationConfig`."""
+        :class:`~megatron.config.inference.GenerationConfig`."""
         return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:

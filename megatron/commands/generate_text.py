@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 import tyro
 
 from megatron.commands.rank_tool import exit_at_once, exit_code_of
-from megatron.config.generation import GenerationConfig
-from megatron.config.loaded_model import LoadedModelConfig
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.errors import ConfigError, RankError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import tyro
 
 from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate

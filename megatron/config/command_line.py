@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.all_checks import flags_in, without_sentences_on
-from megatron.config.checks import check_run
+from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.compatibility import DESCRIPTIVE
-from megatron.config.flag_docs import docstrings
-from megatron.config.flag_files import FlagFileConfig
-from megatron.config.flag_names import fields_by_flag, is_switch, suggestion
-from megatron.config.help_text import help_text
-from megatron.config.megatron_families import remedy_of_family
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
+from megatron.config.dry_run import FlagFileConfig
+from megatron.config.help import docstrings, help_text
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import read_run_yaml
-from megatron.config.words import Given, split_words, surplus, value_of
+from megatron.config.words import Given, fields_by_flag, is_switch, one_of, split_words, suggestion, surplus, value_of
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
@@ -80,7 +76,7 @@ def parse_line(
     for one in given:
         try:
             if one.flag in NO_EFFECT:
-                NO_EFFECT[one.flag].check(one)
+                _check_without_effect(one)
                 no_effect.append(one.as_typed)
                 continue
             name, value = _parsed(one)
@@ -134,6 +130,22 @@ def _parsed(given: Given) -> tuple[str, Any]:
         if reason is not None:
             raise ConfigError(f"{given.flag} {word} of Megatron-LM is not supported: {reason}")
     return field.name, value_of(given.flag, _types(RunConfig)[field.name], given.values)
+
+
+def _check_without_effect(given: Given) -> None:
+    """Raise :class:`ConfigError` unless a flag without effect is ``given`` with values that it can have."""
+    known = NO_EFFECT[given.flag]
+    most = 0 if known.values is None else 1
+    if known.values != "*" and len(given.values) > most:
+        raise ConfigError(surplus(given.values[most]))
+    if known.values is not None and not given.values:
+        raise ConfigError(f"{given.flag} has no value: add one after it, or remove {given.flag}.")
+    choices = (known.values or "").split("|")
+    if known.values not in (None, "", "*") and given.values[0] not in choices:
+        raise ConfigError(
+            f"{given.as_typed} of Megatron-LM is not supported, because {known.reason}: use {one_of(choices)}, or "
+            "remove it."
+        )
 
 
 def _refuse_values(given: Given) -> None:

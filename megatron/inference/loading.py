@@ -17,8 +17,8 @@ from megatron.checkpoint.hugging_face_model import HuggingFaceModel
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
-from megatron.config.loaded_model import LoadedModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.inference import LoadedModelConfig
+from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.data_parallel.strategy import whole_params

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.context_parallel import ContextParallelType, Exchange
+from megatron.config.parallel import ContextParallelType, Exchange
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import (
     AllGatherAttention,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.inference.sampling import Sampler
 
 CONFIG = GenerationConfig(temperature=1.0, top_p=1.0)

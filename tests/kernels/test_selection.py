@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
+from megatron.config.precision import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.device import device_is_broken
 from megatron.core.kernels.choice import Candidate, Choice, choose, table
 from megatron.core.kernels.request import (

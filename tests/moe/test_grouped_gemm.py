@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import KernelConfig
+from megatron.config.precision import KernelConfig
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import Choice

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.commands import flag_reference
 from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
-from megatron.config import flag_docs
-from megatron.config.flag_names import flag_names
-from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config.help import describe_values
+from megatron.config.megatron_lm import NOT_SUPPORTED
+from megatron.config.words import flag_names
 from megatron.errors import ConfigError
 
 DOCS = flag_reference.REPOSITORY / "docs"
@@ -109,7 +109,7 @@ def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     ],
 )
 def test_values_are_described(kind: object, expected: str) -> None:
-    assert flag_docs.describe_values(kind) == expected
+    assert describe_values(kind) == expected
 
 
 def test_help_cannot_break_a_table() -> None:

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatron.config.kernels import Wanted
+from megatron.config.precision import Wanted
 from megatron.core.device import device_is_broken
 from megatron.core.ops.compiler import Compiler
 from megatron.core.packages import Unavailable

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron.config.kernels import KernelConfig
+from megatron.config.precision import KernelConfig
 from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import BrokenDevice, Candidate, Choice, attempt, choose
 from megatron.core.kernels.request import KernelRequest

@@ -16,7 +16,7 @@ from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
-from megatron.metrics.validation import ValidationHistory
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.sections import Sections

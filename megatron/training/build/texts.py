@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from megatron.config.evaluate import EvaluateConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Share
 from megatron.data.evaluation_samples import WholePasses, Windows

@@ -1,4 +1,4 @@
-"""Checks of mixture of experts against the model, the layout, precision and recompute."""
+"""Checks of the model: attention, the maximal update parametrization, mixture of experts."""
 
 from dataclasses import fields
 
@@ -6,7 +6,50 @@ from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
-from megatron.update_rules.registry import update_rules
+from megatron.update_rules.registry import build_rule, update_rules
+
+
+def check_attention(run: RunConfig, world_size: int) -> None:
+    model = run.model
+    tuned = changed_flags(model, "attention_temperature_floor", "attention_temperature_scale")
+    require_flag("--attention-temperature-tuning", model.attention_temperature_tuning, tuned)
+    if model.qk_l2_norm and model.qk_layernorm:
+        raise ConfigError(
+            "--qk-l2-norm contradicts --qk-layernorm, which normalises the same heads with a gain: remove one of them."
+        )
+    has_rope = model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1).rope_layers()
+    for flag in changed_flags(model, "qk_l2_norm", "attention_chunk_size"):
+        if not any(has_rope):
+            raise ConfigError(
+                f"{flag} has no effect with --no-rope-freq {model.no_rope_freq}, where no layer has rotary position "
+                "embedding: remove one of them."
+            )
+    if model.attention_temperature_tuning and all(has_rope):
+        raise ConfigError(
+            "--attention-temperature-tuning has no effect without layers that have no rotary position embedding: add "
+            "--no-rope-freq, or remove it."
+        )
+
+
+def check_mup(run: RunConfig, world_size: int) -> None:
+    model, optimizer = run.model, run.optimizer
+    if not model.use_mup:
+        return
+    if model.mup_output_mult == 1.0 and model.mup_base_hidden_size not in (None, model.hidden_size):
+        raise ConfigError(
+            "--mup-output-mult 1 means 1 / width multiplier in Megatron-LM: remove it, which has the same effect."
+        )
+    # The scale of attention is a factor of the rotation, and conversion to Hugging Face needs weights to multiply.
+    for flag in changed_flags(model, "qk_l2_norm", "no_rope_freq"):
+        raise ConfigError(f"--use-mup does not support {flag}: remove one of them.")
+    obstacle = build_rule(optimizer).mup_obstacle()
+    if obstacle is not None:
+        raise ConfigError(f"--use-mup does not support --optimizer {optimizer.optimizer} here: {obstacle}")
+    if optimizer.optimizer == "sgd" and model.qk_layernorm:
+        raise ConfigError(
+            "--use-mup with --optimizer sgd does not support --qk-layernorm, whose gains are shared by all heads: use "
+            "adam, or remove one of them."
+        )
 
 
 def check_experts(run: RunConfig, world_size: int) -> None:
