@@ -4,21 +4,10 @@
 import sys
 from importlib.util import find_spec
 
-MODULES = (
-    "torch",
-    "numpy",
-    "tyro",
-    "rich",
-    "safetensors",
-    "xxhash",
-    "sentencepiece",
-    "tiktoken",
-    "google.protobuf",
-    "tokenizers",
-    "fsspec",
-    "tqdm",
-    "yaml",
-)
+_MODULES = """
+    torch numpy tyro rich safetensors xxhash sentencepiece tiktoken google.protobuf tokenizers fsspec tqdm yaml
+"""
+MODULES = _MODULES.split()
 """Of the packages that pyproject.toml requires."""
 
 

@@ -69,11 +69,11 @@ def parse_line(
     arguments: Sequence[str], model_defaults: ModelConfig | None = None, defaults: RunConfig | None = None
 ) -> ParsedLine:
     """Parse ``arguments``, and collect the mistakes."""
-    given = split_words(arguments)
     values: dict[str, Any] = {}
     mistakes: list[ConfigError] = []
     no_effect: list[str] = []
-    for one in given:
+    idle = _fields_without_effect(RunConfig)
+    for one in split_words(arguments):
         try:
             if one.flag in NO_EFFECT:
                 _check_without_effect(one)
@@ -84,28 +84,24 @@ def parse_line(
             mistakes.append(error)
             continue
         values[name] = value
-        if _has_no_effect(name):
+        if name in idle:
             no_effect.append(one.as_typed)
     default = replace(defaults or RunConfig(), model=preset_of(arguments) or model_defaults or ModelConfig())
-    groups = {group.name: getattr(default, group.name) for group in fields(default)}
-    changed = {
-        name: replace(group, **{flag.name: values[flag.name] for flag in fields(group) if flag.name in values})
-        for name, group in groups.items()
-    }
+    changed = {}
+    for group in fields(default):
+        flags = getattr(default, group.name)
+        given = {flag.name: values[flag.name] for flag in fields(flags) if flag.name in values}
+        changed[group.name] = replace(flags, **given)
     config = RunConfig(**changed)
     inferred = []
     if config.has_two_tokenizer_files_alone:
         config = replace(config, tokenizer=replace(config.tokenizer, tokenizer_type="GPT2BPETokenizer"))
         inferred.append("--tokenizer-type GPT2BPETokenizer: --vocab-file and --merge-file are its files")
-    no_effect += [*_without_experts(config), *config.tokenizer.without_effect]
+    if not config.model.num_experts and not config.checkpoint.use_checkpoint_args:
+        # Without experts it has no effect, and Megatron-LM accepts it, too.
+        no_effect += changed_flags(config.parallel, "expert_tensor_parallel_size")
+    no_effect += config.tokenizer.without_effect
     return ParsedLine(config, tuple(mistakes), tuple(dict.fromkeys(no_effect)), tuple(inferred))
-
-
-def _without_experts(config: RunConfig) -> list[str]:
-    """Flags that have no effect on a model without experts, where Megatron-LM accepts them, too."""
-    if config.model.num_experts or config.checkpoint.use_checkpoint_args:
-        return []
-    return changed_flags(config.parallel, "expert_tensor_parallel_size")
 
 
 def _parsed(given: Given) -> tuple[str, Any]:
@@ -115,13 +111,17 @@ def _parsed(given: Given) -> tuple[str, Any]:
     if " " in given.flag:
         raise ConfigError(f"{given.flag!r} is one word with a blank: write two words, or take the quotes away.")
     known = fields_by_flag(RunConfig)
-    positive = f"--{given.flag.removeprefix('--no-')}"
     field = known.get(given.flag)
-    if field is None and given.flag.startswith("--no-") and positive in known and is_switch(known[positive]):
-        _refuse_values(given)
-        return known[positive].name, False
+    if field is None and given.flag.startswith("--no-"):
+        positive = known.get(f"--{given.flag.removeprefix('--no-')}")
+        if positive is not None and is_switch(positive):
+            _refuse_values(given)
+            return positive.name, False
     if field is None:
-        raise ConfigError(_unknown_flag_message(given.flag))
+        remedy = NOT_SUPPORTED.get(given.flag) or remedy_of_family(given.flag)
+        if remedy is not None:
+            raise ConfigError(f"{given.flag} of Megatron-LM is not supported: {remedy}")
+        raise ConfigError(f"{given.flag} is not a flag of pretrain_llama.py: {suggestion(given.flag)}")
     if is_switch(field):
         _refuse_values(given)
         return field.name, True
@@ -162,13 +162,6 @@ def _refuse_values(given: Given) -> None:
     raise ConfigError(f"{given.flag} {word} has a value, which a switch does not take: write {wanted}.")
 
 
-def _unknown_flag_message(flag: str) -> str:
-    remedy = NOT_SUPPORTED.get(flag) or remedy_of_family(flag)
-    if remedy is not None:
-        return f"{flag} of Megatron-LM is not supported: {remedy}"
-    return f"{flag} is not a flag of pretrain_llama.py: {suggestion(flag)}"
-
-
 @cache
 def _types(run_config: type[RunConfig]) -> dict[str, Any]:
     """The type of every field."""
@@ -179,23 +172,20 @@ def _types(run_config: type[RunConfig]) -> dict[str, Any]:
 
 
 @cache
-def _compatible(run_config: type[RunConfig]) -> frozenset[str]:
-    """The fields that are accepted for compatibility alone."""
+def _fields_without_effect(run_config: type[RunConfig]) -> frozenset[str]:
+    """The fields that are accepted for compatibility alone, and do not describe the model."""
     texts: dict[str, str] = {}
     for group in get_type_hints(run_config).values():
         texts |= docstrings(group)
-    return frozenset(name for name, text in texts.items() if text.startswith("Accepted for Megatron-LM"))
-
-
-def _has_no_effect(name: str) -> bool:
-    return name in _compatible(RunConfig) and name not in DESCRIPTIVE
+    accepted = {name for name, text in texts.items() if text.startswith("Accepted for Megatron-LM")}
+    return frozenset(accepted.difference(DESCRIPTIVE))
 
 
 def _found_by_checks(line: ParsedLine, world_size: int) -> list[ConfigError]:
     """What the checks find, without sentences about a flag that has a mistake."""
-    named = {flag for error in line.mistakes for sentence in error.sentences for flag in flags_in(sentence)}
     if line.config.checkpoint.load_hf is not None:
         return []  # The directory has sizes that the checks need.
+    named = {flag for error in line.mistakes for sentence in error.sentences for flag in flags_in(sentence)}
     try:
         check_run(line.config, line.config.dry_run.num_gpus or world_size)
     except ConfigError as error:

@@ -114,6 +114,7 @@ class TokenizerConfig:
 class DataConfig:
     """Corpora, sample order and data loader."""
 
+    # Corpora
     data_path: tuple[str, ...] = ()
     """Corpus prefixes (P for P.bin and P.idx), or weight-prefix pairs: 0.7 corpus_a 0.3 corpus_b."""
     split: str = DEFAULT_SPLIT
@@ -128,11 +129,13 @@ class DataConfig:
     """File with the value of --data-path, for long blends."""
     per_split_data_args_path: str | None = None
     """JSON file with the corpora of each split: {"train": [...], "valid": [...], "test": [...]}."""
+    # Caches
     data_cache_path: str | None = None
     """Directory for the cached sample order (default: cache/GPTDataset_indices beside the first corpus)."""
     object_storage_cache_path: str | None = None
     """Directory for copies of the .idx files of remote corpora, such as s3://bucket/corpus (default:
     --data-cache-path); .bin files are read where they are."""
+    # Order of the samples
     sample_order: Literal["megatron", "extendable", "best-fit"] = "megatron"
     """Sample order over several epochs: megatron is Megatron-LM's order, which changes from sample 0 on when a longer
     run needs one more epoch; extendable shuffles every epoch separately, so that a longer run begins with the samples
@@ -151,6 +154,7 @@ class DataConfig:
     """Train on synthetic samples, a function of (seed, sample index), instead of --data-path."""
     seq_length: int | None = None
     """Tokens per sample (required for training)."""
+    # Loader processes
     num_workers: int = 2
     """Data loader processes per rank; 0 loads in the training process."""
     dataloader_timeout: int | None = None

@@ -21,16 +21,19 @@ class DryRunConfig:
     report layout, memory, communication, pipeline bubble and FLOPs."""
     num_gpus: int | None = None
     """Dry run, --plan and --explain-flags: number of ranks of the run."""
+    # What is simulated
     dry_run_rank: int | None = None
     """Dry run: simulate this rank only (default: one rank of every pipeline stage)."""
     dry_run_whole: bool = False
     """Dry run: simulate every layer and microbatch, instead of one layer of each kind whose memory and collectives are
     repeated for the others. The result is the same."""
+    # Reports
     dry_run_json: str | None = None
     """Dry run: file for the report in JSON."""
     dry_run_html: str | None = None
     """Dry run: file for the report as a page: charts of memory, bytes sent and schedule, in one HTML file that loads
     nothing."""
+    # The cluster
     gpu_memory_gb: float | None = None
     """Dry run and --plan: memory of a GPU in GiB (default: 80; with --plan the memory of the cluster's
     GPUs)."""

@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from textwrap import dedent, fill
 from types import NoneType, UnionType
@@ -24,6 +24,17 @@ class Flag(NamedTuple):
     default: str
     """Empty for None."""
     help: str
+
+    @property
+    def usage(self) -> str:
+        """The flag with its values, as it is typed."""
+        if self.values == "on, off":
+            return self.name
+        values = self.values.removeprefix("one or more: ")
+        is_list = values != self.values
+        if set(values.split()) <= {"integer", "number", "text"}:
+            values = values.upper()
+        return f"{self.name} {values.replace(', ', '|')}{' ...' if is_list else ''}"
 
     @property
     def default_in_words(self) -> str:
@@ -57,16 +68,12 @@ def docstrings(config: type) -> dict[str, str]:
     return found
 
 
-def help_texts_of(config: type) -> dict[str, str]:
-    """The help of every flag of a group: its docstring, or computed text in ``tyro.conf.arg``."""
-    hints = get_type_hints(config, include_extras=True)
-    computed = {name: part.help for name, hint in hints.items() for part in getattr(hint, "__metadata__", ())}
-    return docstrings(config) | computed
-
-
 def flags_of(config: type) -> Iterator[Flag]:
     """The flags of a group, in order."""
-    kinds, help_texts = get_type_hints(config), help_texts_of(config)
+    kinds, hints = get_type_hints(config), get_type_hints(config, include_extras=True)
+    # The help is the docstring, or a text that is computed from a table and stands in tyro.conf.arg.
+    computed = {name: part.help for name, hint in hints.items() for part in getattr(hint, "__metadata__", ())}
+    help_texts = docstrings(config) | computed
     for field in fields(config):
         values, default = describe_values(kinds[field.name]), describe_default(field.default)
         yield Flag(flag_of(field.name), values, default, help_texts[field.name])
@@ -109,41 +116,14 @@ Pretrain a Llama model.
   Several:       torchrun --nproc-per-node N pretrain_llama.py FLAGS
   A first run:   bash examples/quickstart.sh"""
 
-MOST_USED = (
-    "--model",
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--data-path",
-    "--mock-data",
-    "--tokenizer-type",
-    "--tokenizer-model",
-    "--seq-length",
-    "--micro-batch-size",
-    "--global-batch-size",
-    "--train-iters",
-    "--lr",
-    "--min-lr",
-    "--lr-decay-style",
-    "--lr-warmup-iters",
-    "--weight-decay",
-    "--bf16",
-    "--tensor-model-parallel-size",
-    "--pipeline-model-parallel-size",
-    "--context-parallel-size",
-    "--use-distributed-optimizer",
-    "--recompute-activations",
-    "--save",
-    "--save-interval",
-    "--load",
-    "--eval-interval",
-    "--log-interval",
-    "--dry-run",
-    "--config",
-)
+MOST_USED = """
+    --model --num-layers --hidden-size --num-attention-heads --data-path --mock-data --tokenizer-type --tokenizer-model
+    --seq-length --micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-decay-style --lr-warmup-iters
+    --weight-decay --bf16 --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+    --use-distributed-optimizer --recompute-activations --save --save-interval --load --eval-interval --log-interval
+    --dry-run --config
+"""
 """Flags of the overview."""
-
-_INDENT = " " * 6
 
 
 def help_text(topic: str) -> str:
@@ -153,49 +133,42 @@ def help_text(topic: str) -> str:
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     name = topic.removeprefix("--").replace("_", "-")
+    titles = docstrings(RunConfig)
+    groups = {field.name.replace("_", "-"): titles[field.name].rstrip(".") for field in fields(RunConfig)}
     if name == "":
-        return _overview(width)
+        return _overview(groups, width)
     if name == "all":
-        return "\n\n".join([_INTRODUCTION, *(_group(group, width) for group in group_names())])
-    if name in group_names():
-        return _group(name, width)
-    for group, title in group_names().items():
-        for flag in _flags(group):
-            if flag.name == f"--{name.removeprefix('no-')}" or flag.name == f"--{name}":
+        return "\n\n".join([_INTRODUCTION, *(_group(group, title, width) for group, title in groups.items())])
+    if name in groups:
+        return _group(name, groups[name], width)
+    for group, title in groups.items():
+        for flag in flags_of(_group_type(group)):
+            if flag.name in (f"--{name}", f"--{name.removeprefix('no-')}"):
                 return f"{_entry(flag, width)}\n\n{title}: --help {group} shows the flags beside it."
     raise ConfigError(
         f"--help {topic} is no group and no flag: {suggestion('--' + name).replace('see --help.', 'use --help alone.')}"
     )
 
 
-def group_names() -> dict[str, str]:
-    """The title of every group by its name for ``--help``, flags for compatibility last."""
-    titles = docstrings(RunConfig)
-    return {field.name.replace("_", "-"): titles[field.name].rstrip(".") for field in fields(RunConfig)}
+def _group_type(group: str) -> type:
+    return get_type_hints(RunConfig)[group.replace("-", "_")]  # type: ignore[no-any-return]
 
 
-def _flags(group: str) -> Iterable[Flag]:
-    return flags_of(get_type_hints(RunConfig)[group.replace("-", "_")])
-
-
-def _overview(width: int) -> str:
-    by_name = {flag.name: flag for group in group_names() for flag in _flags(group)}
-    left = max(len(_usage(by_name[name])) for name in MOST_USED if len(_usage(by_name[name])) <= 40) + 2
+def _overview(titles: Mapping[str, str], width: int) -> str:
+    members = {group: list(flags_of(_group_type(group))) for group in titles}
+    by_name = {flag.name: flag for flags in members.values() for flag in flags}
+    most_used = [by_name[name] for name in MOST_USED.split()]
+    left = max(len(flag.usage) for flag in most_used if len(flag.usage) <= 40) + 2
     lines = [_INTRODUCTION, "", "Flags that most runs need:"]
-    for name in MOST_USED:
-        lines += _two_columns(_usage(by_name[name]), _first_sentence(by_name[name].help), left, width)
+    for flag in most_used:
+        first_sentence = re.split(r"(?<=\.) ", flag.help)[0]
+        lines += _two_columns(flag.usage, first_sentence, left, width)
     lines += ["", "Groups of flags:"]
-    groups = group_names()
-    left = max(map(len, groups)) + 2
-    for group, title in groups.items():
-        lines += _two_columns(group, f"{title} ({len(list(_flags(group)))} flags)", left, width)
+    left = max(map(len, titles)) + 2
+    for group, title in titles.items():
+        lines += _two_columns(group, f"{title} ({len(members[group])} flags)", left, width)
     lines += ["", "--help GROUP shows a group, --help FLAG a flag, --help all everything; docs/flags.md is the same."]
     return "\n".join(lines)
-
-
-def _first_sentence(text: str) -> str:
-    end = text.find(". ")
-    return text if end < 0 else text[: end + 1]
 
 
 def _two_columns(name: str, text: str, left: int, width: int) -> list[str]:
@@ -205,32 +178,16 @@ def _two_columns(name: str, text: str, left: int, width: int) -> list[str]:
     return fill(f"  {name:{left}}{text}", width, subsequent_indent=hanging, break_on_hyphens=False).split("\n")
 
 
-def _group(group: str, width: int) -> str:
-    kind = get_type_hints(RunConfig)[group.replace("-", "_")]
-    title = f"{group_names()[group]}: {' '.join((kind.__doc__ or '').split())}"
-    return "\n".join([fill(title, width), *(_entry(flag, width) for flag in _flags(group))])
+def _group(group: str, title: str, width: int) -> str:
+    kind = _group_type(group)
+    title = f"{title}: {' '.join((kind.__doc__ or '').split())}"
+    return "\n".join([fill(title, width), *(_entry(flag, width) for flag in flags_of(kind))])
 
 
 def _entry(flag: Flag, width: int) -> str:
     described = flag.help if not flag.default else f"{flag.help} (default: {flag.default})"
-    if flag.values == "on, off":
-        described = f"{flag.help} (default: {flag.default}; --no-{flag.name[2:]} turns it off)"
-        if flag.default == "off":
-            described = f"{flag.help} (default: off)"
-    text = fill(described, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
-    return f"  {_usage(flag)}\n{text}"
-
-
-def _usage(flag: Flag) -> str:
-    """A flag with its values, as it is typed."""
-    names = {"on, off": "", "integer": "INTEGER", "number": "NUMBER", "text": "TEXT", "True, False": "True|False"}
-    if flag.values in names:
-        return f"{flag.name} {names[flag.values]}".rstrip()
-    values = flag.values
-    is_list = values.startswith("one or more: ")
-    values = values.removeprefix("one or more: ")
-    if values in names or set(values.split()) <= {"integer", "number", "text"}:
-        values = " ".join(word.upper() for word in values.split())
-    else:
-        values = values.replace(", ", "|")
-    return f"{flag.name} {values}{' ...' if is_list else ''}"
+    if flag.values == "on, off" and flag.default == "on":
+        described = f"{flag.help} (default: on; --no-{flag.name[2:]} turns it off)"
+    indent = " " * 6
+    text = fill(described, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return f"  {flag.usage}\n{text}"

@@ -36,6 +36,7 @@ _SCHEDULE_HELP = f"Pipeline schedule. No effect without pipeline parallelism. Ch
 class PipelineConfig:
     """Pipeline schedule, and division of the layers among the pipeline stages."""
 
+    # Schedule and chunks of a rank
     pipeline_schedule: Annotated[ScheduleName | None, tyro.conf.arg(help=_SCHEDULE_HELP)] = None
     """Pipeline schedule. No effect without pipeline parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = None
@@ -45,6 +46,7 @@ class PipelineConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved: consecutive microbatches of a chunk before the next chunk (default and minimum:
     --pipeline-model-parallel-size)."""
+    # Division of the layers
     decoder_first_pipeline_num_layers: int | None = None
     """Layers on the first pipeline rank, in all its chunks; the others share the remaining layers evenly."""
     decoder_last_pipeline_num_layers: int | None = None
@@ -57,6 +59,7 @@ class PipelineConfig:
     """Layers of each stage as a quoted string: E is the embedding, t a layer, L the output layer with the loss, | ends
     a stage, t*3 and (tt|)*3 repeat: "Et*3|(tt|)*6tL" has 3, six times 2, and 1 layers. The number of stages is the
     number of pipeline ranks, or a multiple of it for several chunks per rank."""
+    # Communication
     overlap_p2p_communication: bool = True
     """Overlap receives of activations and gradients with computation."""
 

@@ -17,10 +17,12 @@ FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 class PrecisionConfig:
     """Precision; the default is fp32."""
 
+    # Format of the model; fp32 without a flag
     bf16: bool = False
     """Compute in bf16, with master weights and by default gradients in fp32."""
     fp16: bool = False
     """Compute in fp16 with a loss scale, with master weights and by default gradients in fp32."""
+    # FP8 linear layers
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the linear layers of the transformer layers in FP8, and everything else in bf16 (needs --bf16): e4m3, or
     hybrid with e4m3 for inputs and weights and e5m2 for output gradients. See docs/precision.md."""
@@ -42,8 +44,10 @@ class PrecisionConfig:
     """Number of first layers in bf16, with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = 1
     """Number of last layers in bf16, with --first-last-layers-bf16."""
+    # Verification
     fp64: bool = False
     """Compute everything in fp64, to verify that every layout equals one process to 1e-9."""
+    # Loss scale of fp16
     loss_scale: float | None = None
     """Constant loss scale, preferably a power of 2 (default: dynamic with --fp16, otherwise 1)."""
     initial_loss_scale: float = 2.0**32
@@ -54,6 +58,7 @@ class PrecisionConfig:
     """Consecutive updates without an overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
     """Halve the dynamic loss scale at this many overflows after it has doubled, and at every later one."""
+    # Gradients
     grad_reduce_in_bf16: bool = False
     """Accumulate main gradients and reduce them over data-parallel ranks in bf16: half the memory and communication of
     gradients, with less precision."""

@@ -103,28 +103,15 @@ _KEYS = {
 }
 """Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys."""
 
-METRICS_WITH_SAMPLE_AXIS = frozenset(
-    {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "world-size",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-        "lm loss validation",
-        "lm loss validation ppl",
-        "lm loss test",
-        "lm loss test ppl",
-    }
-)
-"""Metrics that TensorBoard also shows over consumed samples, as Megatron-LM's ``... vs samples`` twins."""
+_SAMPLED = ("learning-rate", "batch-size", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
+_SAMPLED_LOSSES = ("lm loss", "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl")
 
 
 def has_sample_axis(key: str) -> bool:
-    """Whether TensorBoard also shows ``key`` over consumed samples; so it does the losses of named validation sets."""
-    return key in METRICS_WITH_SAMPLE_AXIS or key.startswith("lm loss validation-")
+    """Whether TensorBoard also shows ``key`` over consumed samples, as Megatron-LM's ``... vs samples`` twins."""
+    return key in (*_SAMPLED, *_SAMPLED_LOSSES) or key.startswith(
+        "lm loss validation-"
+    )  # the losses of named validation sets
 
 
 def iteration_scalars(record: IterationRecord) -> dict[str, float]:
