@@ -7,8 +7,8 @@ from importlib.util import find_spec
 _MODULES = """
     torch numpy tyro rich safetensors xxhash sentencepiece tiktoken google.protobuf tokenizers fsspec tqdm yaml
 """
+# Modules of the packages that pyproject.toml requires.
 MODULES = _MODULES.split()
-"""Of the packages that pyproject.toml requires."""
 
 
 def _is_installed(module: str) -> bool:

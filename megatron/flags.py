@@ -52,8 +52,8 @@ def require_flag(needed: str, is_given: bool, dependent: Iterable[str]) -> None:
         raise ConfigError(*(f"{flag} needs {needed}: add it, or remove {flag}." for flag in dependent))
 
 
+# Value by flag; None (not given) passes.
 Values = Mapping[str, float | int | None]
-"""Value by flag; None (not given) passes."""
 
 
 def require_at_least(minimum: int, values: Values) -> None:

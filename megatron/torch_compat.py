@@ -34,15 +34,15 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 
+# Context manager: operations inside are real, whatever dispatch modes are active.
 disable_dispatch_modes = _disable_current_modes
-"""Context manager: operations inside are real, whatever dispatch modes are active."""
 
 # torch 2.13 renamed the collectives on one contiguous tensor.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# The product of two FP8 matrices.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-"""The product of two FP8 matrices."""
 
 _aten = torch.ops.aten
 cpu_flash_attention: Any = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -53,8 +53,8 @@ varlen_flash_attention: Any = _aten._flash_attention_forward
 varlen_flash_attention_backward: Any = _aten._flash_attention_backward
 cudnn_attention: Any = _aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward: Any = _aten._scaled_dot_product_cudnn_attention_backward
+# What tensor.item() calls.
 local_scalar: Any = _aten._local_scalar_dense.default
-"""What ``tensor.item()`` calls."""
 
 
 def onednn_linear() -> Callable[..., Tensor] | None:

@@ -35,8 +35,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 OURS = Path(__file__).resolve().parent.parent / "megatron"
+# A file of megatron-core that is none of ours.
 FOREIGN_FILE = "core/package_info.py"
-"""A file of megatron-core that is none of ours."""
 
 
 def check_imports() -> None:

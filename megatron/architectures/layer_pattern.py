@@ -20,8 +20,8 @@ with the meaning that Python's lists give to it. The text is parsed, never evalu
 import re
 from collections.abc import Callable, Iterable
 
+# The pattern of --no-rope-freq that has no layer.
 NO_LAYER = "0"
-"""The pattern of ``--no-rope-freq`` that has no layer."""
 _LONGEST = 10_000  # layers of a pattern, so that a count cannot fill the memory
 _DEEPEST = 20  # levels of parentheses
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([][()+*,]))")

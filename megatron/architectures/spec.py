@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
 
+# The content of config.json.
 Fields = Mapping[str, Any]
-"""The content of ``config.json``."""
 
 
 def size(fields: Fields, name: str, default: int | None = None) -> int:
@@ -67,10 +67,6 @@ class WeightMapping:
     """Whether it is the gain of a norm."""
 
 
-LayerWeights = Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
-"""The weights of the layer with this number, by their names in the layer."""
-
-
 @dataclass(frozen=True)
 class MultimodalModel:
     """A multimodal model at Hugging Face that contains a text model of a family."""
@@ -94,7 +90,8 @@ class ArchitectureSpec:
     """``model_type`` at Hugging Face."""
     title: str
     """For messages."""
-    layer_weights: LayerWeights
+    layer_weights: Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
+    """The weights of the layer with this number, by their names in the layer."""
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`TransformerConfig` in which the family differs from the default."""
     variable_features: frozenset[str] = frozenset()
@@ -138,19 +135,20 @@ _FEATURES = """
     moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
     moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_apply_probs_on_input
 """
+# Fields of TransformerConfig that distinguish families, besides its MoE layers.
 FEATURES = _FEATURES.split()
-"""Fields of :class:`TransformerConfig` that distinguish families, besides its MoE layers."""
 
 
 def dense_layer(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
     """The weights that every layer with a SwiGLU MLP has."""
-    return (*attention(config), *swiglu_mlp(config))
+    return (*attention(config), *swiglu(config, config.ffn_hidden_size))
 
 
 def attention(config: TransformerConfig, *, rotates_halves: bool = True) -> tuple[WeightMapping, ...]:
     """The weights of attention and of the two norms, which every layer has. ``rotates_halves`` says whether the rotary
     pairs of transformers are half a head apart, not neighbours as here."""
     hidden, key_value = config.hidden_size, config.key_value_size
+    # linear_qkv stacks the rows of q, k and v: [(n + 2g) d, h].
     return (
         WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
@@ -171,23 +169,16 @@ def attention(config: TransformerConfig, *, rotates_halves: bool = True) -> tupl
 
 def qk_norm(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     """The gains of the norms of queries and keys."""
-    query_norm = HFTensor("self_attn.q_norm.weight", config.kv_channels, is_rotary=True)
-    key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
-    return (
-        WeightMapping("self_attention.q_layernorm.weight", (query_norm,), is_gain=True),
-        WeightMapping("self_attention.k_layernorm.weight", (key_norm,), is_gain=True),
+    gains = {name: HFTensor(f"self_attn.{name}_norm.weight", config.kv_channels, is_rotary=True) for name in ("q", "k")}
+    return tuple(
+        WeightMapping(f"self_attention.{name}_layernorm.weight", (gain,), is_gain=True) for name, gain in gains.items()
     )
 
 
-def swiglu_mlp(config: TransformerConfig) -> tuple[WeightMapping, ...]:
-    """The weights of the MLP of a dense layer."""
-    return swiglu(config, config.ffn_hidden_size, "mlp")
-
-
-def swiglu(config: TransformerConfig, ffn: int, block: str, ours: str = "mlp") -> tuple[WeightMapping, ...]:
+def swiglu(config: TransformerConfig, ffn: int, block: str = "mlp", ours: str = "mlp") -> tuple[WeightMapping, ...]:
     """The weights of an MLP of width ``ffn``, whose name is ``ours`` here and ``block`` at Hugging Face."""
     hidden = config.hidden_size
-    gate_up = HFTensor(f"{block}.gate_proj.weight", ffn), HFTensor(f"{block}.up_proj.weight", ffn)
+    gate_up = HFTensor(f"{block}.gate_proj.weight", ffn), HFTensor(f"{block}.up_proj.weight", ffn)  # [2f, h]
     return (
         WeightMapping(f"{ours}.linear_fc1.weight", gate_up, hidden),
         WeightMapping(f"{ours}.linear_fc2.weight", (HFTensor(f"{block}.down_proj.weight", hidden),), ffn),

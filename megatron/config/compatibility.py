@@ -6,6 +6,7 @@ from typing import Literal
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, words_of
 
+# Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value.
 REFUSALS = {
     "use_rotary_position_embeddings": "every model here has rotary position embeddings",
     "position_embedding": "every model here has rotary position embeddings, not learned ones",
@@ -29,15 +30,14 @@ REFUSALS = {
     "log_validation_ppl_to_tensorboard": "TensorBoard and wandb receive the validation perplexity",
     "create_attention_mask_in_dataloader": "attention kernels build the causal mask",
 }
-"""Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value."""
 
 _DESCRIPTIVE = """
     use_rotary_position_embeddings position_embedding rotary_percent normalization swiglu disable_bias_linear
     hidden_dropout attention_dropout attention_softmax_in_fp32 calculate_per_token_loss main_params_dtype
     accumulate_allreduce_grads_in_fp32
 """
+# Fields that describe the model and its numbers: the run is as they say.
 DESCRIPTIVE = _DESCRIPTIVE.split()
-"""Fields that describe the model and its numbers: the run is as they say."""
 
 
 @dataclass(frozen=True)

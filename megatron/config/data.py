@@ -18,11 +18,11 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 
+# Other names of a tokenizer.
 TOKENIZER_ALIASES: dict[str, TokenizerType] = {
     "Llama2Tokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
 }
-"""Other names of a tokenizer."""
 
 _STAGE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 

@@ -6,10 +6,10 @@ from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 from megatron.urls import refuse_urls
 
+# GiB of an H100.
 DEFAULT_GPU_MEMORY = 80.0
-"""GiB of an H100."""
+# Bytes outside of tensors: the CUDA context, buffers of NCCL and cuBLAS, memory inside kernels, fragmentation.
 ALLOWANCE = 4 * 2**30
-"""Bytes outside of tensors: the CUDA context, buffers of NCCL and cuBLAS, memory inside kernels, fragmentation."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,7 @@ Pretrain a Llama model.
   Several:       torchrun --nproc-per-node N pretrain_llama.py FLAGS
   A first run:   bash examples/quickstart.sh"""
 
+# Flags of the overview.
 MOST_USED = """
     --model --num-layers --hidden-size --num-attention-heads --data-path --mock-data --tokenizer-type --tokenizer-model
     --seq-length --micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-decay-style --lr-warmup-iters
@@ -123,7 +124,6 @@ MOST_USED = """
     --use-distributed-optimizer --recompute-activations --save --save-interval --load --eval-interval --log-interval
     --dry-run --config
 """
-"""Flags of the overview."""
 
 
 def help_text(topic: str) -> str:

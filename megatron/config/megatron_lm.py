@@ -74,6 +74,7 @@ _BY_REMEDY = {
 
 NOT_SUPPORTED = {flag: remedy for remedy, flags in _BY_REMEDY.items() for flag in flags.split()}
 
+# Values of Megatron-LM that an accepted flag does not have, with the reason and the remedy.
 NOT_SUPPORTED_VALUES = {
     "--moe-router-load-balancing-type": {
         "global_aux_loss": "its loss would depend on the number and the order of the microbatches: use seq_aux_loss.",
@@ -85,7 +86,6 @@ NOT_SUPPORTED_VALUES = {
         "flex": "it needs the packages DeepEP, HybridEP or NCCL-EP: use alltoall.",
     },
 }
-"""Values of Megatron-LM that an accepted flag does not have, with the reason and the remedy."""
 
 
 _NO_EFFECT_BY_REASON = {
@@ -198,14 +198,15 @@ class NoEffect(NamedTuple):
     """The values that it has: None for a switch, ``*`` for several, empty for any, else the choices between bars."""
 
 
+# Flags of Megatron-LM that are accepted, and named in a line at the start of the run.
 NO_EFFECT = {
     flag: NoEffect(reason, values if has_value else None)
     for reason, flags in _NO_EFFECT_BY_REASON.items()
     for flag, has_value, values in (entry.partition("=") for entry in flags.split())
 }
-"""Flags of Megatron-LM that are accepted, and named in a line at the start of the run."""
 
 
+# The patterns of flags by remedy.
 FAMILIES = {
     "it belongs to multi-latent attention (DeepSeek), which no model of the catalog has: remove it.": (
         "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim "
@@ -353,7 +354,6 @@ FAMILIES = {
     "the flags of a run are in the run.yaml of --run-dir: remove it.": "--config-logger-dir",
     "use --config instead.": "--yaml-cfg",
 }
-"""The patterns of flags by remedy."""
 
 
 def remedy_of_family(flag: str) -> str | None:

@@ -48,8 +48,8 @@ else:
     """The choices of --cp-comm-type."""
 
 
+# Axes of the rank grid, in the default order from neighbouring ranks to distant ones.
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
-"""Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 _TYPES = ", ".join(f"{name} ({spec.summary})" for name, spec in CONTEXT_PARALLEL_TYPES.items())

@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
+# Precisions in which the model computes.
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
-"""Precisions in which the model computes."""
 
+# Sizes of FP8 matrices must be multiples of this, by recipe.
 FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""Sizes of FP8 matrices must be multiples of this, by recipe."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ class PrecisionConfig:
         return self.name if self.fp8_format is None else "fp8"
 
 
+# Known implementations of every operation, whether installed or not (docs/kernels.md).
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
     "rms_norm": ("eager", "compiled", "triton", "apex", "te"),
@@ -133,14 +134,13 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "adam": ("torch", "apex", "te"),
     "l2_norm": ("torch", "apex", "te"),
 }
-"""Known implementations of every operation, whether installed or not (``docs/kernels.md``)."""
 
+# Operation and implementation of --no-... by field.
 _MEANING_OF_NO = {
     "bias_swiglu_fusion": ("swiglu", "eager"),
     "rope_fusion": ("rope", "eager"),
     "gradient_accumulation_fusion": ("weight_gradient", "separate"),
 }
-"""Operation and implementation of ``--no-...`` by field."""
 
 
 class Wanted(NamedTuple):

@@ -62,8 +62,8 @@ _SYNONYMS_BY_FLAG = {
     "--wandb-project": "wandb",
     "--tensorboard-dir": "tensorboard log-dir logging-dir",
 }
+# Names that other programs have for a flag, without hyphens in front.
 SYNONYMS = {name: flag for flag, names in _SYNONYMS_BY_FLAG.items() for name in names.split()}
-"""Names that other programs have for a flag, without hyphens in front."""
 
 
 @cache

@@ -19,8 +19,8 @@ from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 
+# Key of the description of the run in the first record of a process.
 RUN = "run"
-"""Key of the description of the run in the first record of a process."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,13 @@ class JsonlWriter:
         self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics}, run)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        self._append(record, _evaluation_values(record))
+        values = {}
+        # The figures over all sets, and the figures of each set by ".../name".
+        for suffix, one in {"": record, **{f"/{name}": one for name, one in record.sets.items()}}.items():
+            values[f"{record.split}_loss{suffix}"] = one.loss
+            if one.bits_per_byte is not None:
+                values[f"{record.split}_bits_per_byte{suffix}"] = one.bits_per_byte
+        self._append(record, values)
 
     def _append(
         self,
@@ -82,16 +88,6 @@ class JsonlWriter:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """The figures over all sets, and the figures of each set by ``…/name``."""
-    values = {}
-    for suffix, one in {"": record, **{f"/{name}": one for name, one in record.sets.items()}}.items():
-        values[f"{record.split}_loss{suffix}"] = one.loss
-        if one.bits_per_byte is not None:
-            values[f"{record.split}_bits_per_byte{suffix}"] = one.bits_per_byte
-    return values
 
 
 def _strict(value: Any) -> Any:
@@ -112,9 +108,9 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
     with path.open("r+b") as file:
         num_others, has_records, end, kept = 0, False, 0, b"\n"
         for start, line in _lines_from_the_end(file):
-            iteration = _iteration_of(line)
-            has_records = has_records or iteration is not None
-            if iteration is not None and (is_new_run or iteration <= resume_iteration):
+            iteration = _record(line.decode("utf-8", errors="replace")).get("iteration")
+            has_records = has_records or isinstance(iteration, int)
+            if isinstance(iteration, int) and (is_new_run or iteration <= resume_iteration):
                 end, kept = start + len(line), line
                 break
             num_others += 1
@@ -140,16 +136,6 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             end = start
 
 
-def _iteration_of(line: bytes) -> int | None:
-    """Iteration of a record; None for a line that is not a whole record."""
-    try:
-        record = json.loads(line.decode("utf-8", errors="replace"))
-    except (ValueError, RecursionError):
-        return None
-    iteration = record.get("iteration") if isinstance(record, dict) else None
-    return iteration if isinstance(iteration, int) else None
-
-
 Point = tuple[float, float]
 Record = Mapping[str, Any]
 
@@ -172,11 +158,11 @@ class History:
         return sorted(points)
 
     def place(self, record: Record, in_tokens: bool = True) -> float:
-        """Where a record is on the horizontal axis."""
+        """The place of a record on the horizontal axis: its tokens, or its iteration."""
         iteration = float(record["iteration"])
         if not in_tokens or self.tokens is None:
             return iteration
-        # An evaluation has the tokens of the record of its iteration, or of a place between two records.
+        # An evaluation has the tokens of the record of its iteration, or is interpolated between two records.
         known, tokens = self._known
         after = bisect.bisect_left(known, iteration)
         if after >= len(known):
@@ -233,17 +219,22 @@ def _tokens(iterations: Sequence[Record]) -> list[float] | None:
 
 
 def _flag(record: Record, group: str, name: str) -> Any:
-    run = record.get(RUN)
-    flags = run.get("flags") if isinstance(run, dict) else None
-    values = flags.get(group) if isinstance(flags, dict) else None
-    return values.get(name) if isinstance(values, dict) else None
+    value: Any = record
+    for key in (RUN, "flags", group, name):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+# Keys are the same strings in every record, which halves the memory of a history.
+_DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: {sys.intern(key): value for key, value in pairs})
+
+
 def _record(line: str) -> dict[str, Any]:
+    """The object of a line; empty for a line that is not a whole record."""
     try:
         found = _DECODER.decode(line)
     except (ValueError, RecursionError):
@@ -251,18 +242,7 @@ def _record(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _with_shared_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are the same strings in every record, which halves the memory of a history."""
-    return {sys.intern(key): value for key, value in pairs}
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_with_shared_keys)
-
-
-_KEY = "validation_loss"
-
-
-class ValidationHistory:
+class ValidationHistory(MetricsWriter):
     """A metrics writer that keeps the validation losses of this process.
 
     With ``metrics_jsonl``, the file of ``--metrics-jsonl``, it also reads the losses of earlier processes.
@@ -272,30 +252,18 @@ class ValidationHistory:
         self._path = metrics_jsonl
         self._losses: dict[int, float] = {}
 
-    def write_iteration(self, record: IterationRecord) -> None:
-        pass
-
     def write_evaluation(self, record: EvaluationRecord) -> None:
         if record.split == "validation":
             self._losses[record.iteration] = record.loss
 
-    def close(self) -> None:
-        pass
-
     def best(self) -> tuple[int, float] | None:
         """Iteration and loss of the best evaluation so far; None without one that is finite."""
-        earlier = {} if self._path is None else _read_losses(Path(self._path))
-        losses = {iteration: loss for iteration, loss in (earlier | self._losses).items() if math.isfinite(loss)}
+        losses: dict[int, float] = {}
+        if self._path is not None:
+            with suppress(OSError), Path(self._path).open(encoding="utf-8", errors="replace") as lines:
+                # Only the few lines of evaluations are decoded.
+                for record in (_record(line) for line in lines if '"validation_loss"' in line):
+                    with suppress(KeyError, TypeError, ValueError):
+                        losses[int(record["iteration"])] = float(record["validation_loss"])
+        losses = {iteration: loss for iteration, loss in (losses | self._losses).items() if math.isfinite(loss)}
         return min(losses.items(), key=lambda item: item[1], default=None)
-
-
-def _read_losses(path: Path) -> dict[int, float]:
-    """Validation losses by iteration in a metrics file; empty where it cannot be read."""
-    losses: dict[int, float] = {}
-    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if f'"{_KEY}"' in line:
-                with suppress(ValueError, KeyError, TypeError, RecursionError):
-                    record = json.loads(line)
-                    losses[int(record["iteration"])] = float(record[_KEY])
-    return losses

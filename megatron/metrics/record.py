@@ -5,11 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-_LARGEST_EXPONENT = 20.0
-"""Perplexities stop at exp(20): an untrained or broken model must not overflow the report."""
+_LARGEST_EXPONENT = 20.0  # perplexities stop at exp(20): an untrained or broken model must not overflow the report
 
+# Prefix of metrics of single layers, as in Megatron-LM, for example moe/z_loss_layer_3.
 LAYER_METRICS = "moe/"
-"""Prefix of metrics of single layers, as in Megatron-LM, for example ``moe/z_loss_layer_3``."""
 
 
 def is_detail(name: str) -> bool:
@@ -90,6 +89,7 @@ class EvaluationRecord(SetLoss):
     """Seconds since this process began to train."""
 
 
+# Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys.
 _KEYS = {
     "global_batch_size": "batch-size",
     "lm_loss": "lm loss",
@@ -101,17 +101,14 @@ _KEYS = {
     "z_loss": "z_loss",
     "lm_z_loss": "lm z_loss",
 }
-"""Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys."""
 
 _SAMPLED = ("learning-rate", "batch-size", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
-_SAMPLED_LOSSES = ("lm loss", "lm loss validation", "lm loss validation ppl", "lm loss test", "lm loss test ppl")
 
 
 def has_sample_axis(key: str) -> bool:
     """Whether TensorBoard also shows ``key`` over consumed samples, as Megatron-LM's ``... vs samples`` twins."""
-    return key in (*_SAMPLED, *_SAMPLED_LOSSES) or key.startswith(
-        "lm loss validation-"
-    )  # the losses of named validation sets
+    # Losses too, but those of named test sets.
+    return key in _SAMPLED or (key.startswith("lm loss") and not key.startswith("lm loss test-"))
 
 
 def iteration_scalars(record: IterationRecord) -> dict[str, float]:
@@ -146,5 +143,6 @@ class IntervalGate:
 
     def passes(self, iteration: int) -> bool:
         """Whether the record of ``iteration`` passes; ask once per record, in order."""
+        # interval 10, records at 8, 12, 19, 31: reached 0, 1, 1, 3, so that 12 and 31 pass
         before, self._reached = self._reached, max(self._reached, iteration // self._interval)
         return self._reached > before

@@ -19,7 +19,7 @@ from megatron.architectures.spec import (
     preset,
     qk_norm,
     size,
-    swiglu_mlp,
+    swiglu,
 )
 from megatron.architectures.transformer_config import TransformerConfig
 
@@ -88,7 +88,7 @@ def _moe_weights(config: TransformerConfig, number: int) -> tuple[WeightMapping,
     if config.moe_layers()[number]:
         mlp = experts(config, "mlp", gate="gate_proj", up="up_proj", down="down_proj")
     else:
-        mlp = swiglu_mlp(config)
+        mlp = swiglu(config, config.ffn_hidden_size)
     return (*attention(config), *mlp, *qk_norm(config))
 
 
