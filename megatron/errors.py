@@ -60,7 +60,7 @@ class ConfigError(UserError):
     exit_code = ExitCode.ACTION_REQUIRED
 
     def __init__(self, *sentences: str) -> None:
-        """Of several sentences, the message has one line for each."""
+        # The message of several sentences is a list with a line for each.
         self.sentences = tuple(dict.fromkeys(sentences))
         # The errors that were collected in this one.
         self.causes: tuple[ConfigError, ...] = ()
@@ -195,7 +195,7 @@ def cause_of(error: BaseException) -> str:
     """Class of the cause, also from the error that ``error`` was raised from."""
     one: BaseException | None = error
     while one is not None:
-        # By name: torch is not imported here, and has several such classes.
+        # The class is compared by name: torch is not imported here, and has several such classes.
         lacks_memory = isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError"
         if lacks_memory or (isinstance(one, RuntimeError) and "can't allocate memory" in str(one)):
             return "out_of_memory"

@@ -119,7 +119,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def lazy_fsdp_chunks() -> Iterator[None]:
-    """Inside, ``fully_shard`` splits a parameter lazily: it makes a view of this rank's shard, not of every rank's.
+    """A context in which ``fully_shard`` makes a view of this rank's shard of a parameter alone, not of every rank's.
 
     All views of an 8B model for 16,384 ranks take half a minute on every rank.
     """
@@ -184,8 +184,8 @@ def forget_workers(batches: object) -> None:
 
 
 def construct_optimizers_without_compiler() -> None:
-    """Otherwise the constructor of every optimizer loads torch's compiler, which takes most of a second, to exclude one
-    of its methods from compilation."""
+    """Keep the constructor of every optimizer from loading torch's compiler, which takes most of a second, to exclude
+    one of its methods from compilation."""
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if method is not None and not hasattr(method, "__dynamo_disable"):
         setattr(method, "__dynamo_disable", method)
@@ -240,7 +240,7 @@ def rendezvous_store(rendezvous_handler: Any) -> Any:
 
 
 def connection_to(store: Any) -> Any:
-    """The same store over a connection of its own, for another thread."""
+    """A copy of ``store`` over a connection of its own, for another thread."""
     return store.clone()
 
 

@@ -145,7 +145,6 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """All flags."""
         return self._open_trainer.context.config
 
     @property
@@ -155,7 +154,6 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return self._open_trainer.context.topology.rank
 
     @property

@@ -52,7 +52,7 @@ class HFTensor:
     is_rotary: bool = False
     """Whether its rows are heads in rotary order, which differs between the two (docs/architecture.md)."""
     experts: int | None = None
-    """Set for the stacked transposed weights of this many experts, stored as ``[experts, columns, rows / experts]``."""
+    """Number of experts whose weights the tensor stacks, transposed: ``[experts, columns, rows / experts]``."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class ArchitectureSpec:
 
     def describes(self, config: TransformerConfig) -> bool:
         """Whether ``config`` has the features of this family and no others."""
+        # Features that do not vary must have the default, or the value of the family.
         fixed = [name for name in FEATURES if name not in self.variable_features]
         features = {name: getattr(TransformerConfig, name) for name in fixed} | dict(self.features)
         has_features = all(getattr(config, name) == value for name, value in features.items())
@@ -192,7 +193,7 @@ def experts(config: TransformerConfig, block: str, gate: str, up: str, down: str
     assert config.moe_ffn_hidden_size is not None
     hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
     names = [f"{block}.experts.{expert}" for expert in range(config.num_experts)]
-    # Of each expert first the rows of gate, then the rows of up: [E 2f, h].
+    # Each expert has first the rows of gate, then the rows of up: [E 2f, h].
     fc1 = (HFTensor(f"{name}.{projection}.weight", ffn) for name in names for projection in (gate, up))
     fc2 = (HFTensor(f"{name}.{down}.weight", hidden) for name in names)  # [E h, f]
     return (

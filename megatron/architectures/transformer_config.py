@@ -115,12 +115,10 @@ class TransformerConfig:
 
     @property
     def embedding_multiplier(self) -> float:
-        """Factor of the embedding's output."""
         return self.mup_embedding_mult if self.use_mup else 1.0
 
     @property
     def output_multiplier(self) -> float:
-        """Factor of the logits."""
         return 1.0 if self.mup_output_mult is None else self.mup_output_mult
 
     @property
@@ -180,13 +178,13 @@ class TransformerConfig:
         return self.init_method_std / self.width_mult
 
     def moe_layers(self) -> tuple[bool, ...]:
-        """For every layer whether it is an MoE layer."""
+        """Whether each layer is an MoE layer."""
         if self.num_experts is None:
             return (False,) * self.num_layers
         return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """For every layer whether it has rotary position embedding."""
+        """Whether each layer has rotary position embedding."""
         return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
 
     def attention_length(self, has_rope: bool, seq_length: int) -> float:
@@ -220,16 +218,14 @@ class TransformerConfig:
         width = experts * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
         return attention + self.hidden_size * (self.num_experts + 3 * width)  # the router is [E, h]
 
-    def num_parameters(self) -> int:
-        """Parameters of the whole model, without the vocabulary's padding."""
-        return self._num_parameters(self.num_experts)
-
     def num_active_parameters(self) -> int:
         """Parameters that compute one token: of every MoE layer the shared expert and the chosen ones."""
-        return self._num_parameters(self.moe_router_topk)
+        return self.num_parameters(self.moe_router_topk)
 
-    def _num_parameters(self, experts: int | None) -> int:
-        """Parameters of the model, with ``experts`` in every MoE layer."""
+    def num_parameters(self, experts: int | None = None) -> int:
+        """Parameters of the whole model, without the vocabulary's padding; with ``experts``, if it is given, in every
+        MoE layer."""
+        experts = self.num_experts if experts is None else experts
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
         # The last hidden_size is the gain of the final norm.
         rest = self.num_layers * (norms + (self.qkv_size if self.add_qkv_bias else 0)) + self.hidden_size

@@ -94,10 +94,14 @@ class CheckpointConfig:
         """Whether old checkpoints are deleted."""
         return self.save_retain_last is not None or self.save_retain_interval is not None
 
-    def _check_paths(self) -> None:
-        if self.save is not None:
-            # A checkpoint is committed by renaming its directory.
-            refuse_urls(values_of(self, "save"), "use a directory, and set --redundant-save to the URL")
+    def check(self) -> None:
+        require_at_least(1, values_of(self, "save_retain_last", "save_retain_interval", "async_save_timeout"))
+        require_at_least(0, values_of(self, "max_failed_saves"))
+        _ = self.save_schedule  # parsed: raises an error for another text
+        saves = ("save_interval", "async_save", "redundant_save", "save_retain_last", "save_retain_interval")
+        require_flag("--save with a directory", self.save is not None, changed_flags(self, *saves))
+        # A checkpoint is committed by renaming its directory.
+        refuse_urls(values_of(self, "save"), "use a directory, and set --redundant-save to the URL")
         refuse_urls(values_of(self, "load_hf"), "copy the model to a local directory, whose files can be mapped")
         for flag, place in values_of(self, "load", "pretrained_checkpoint").items():
             if place is not None:
@@ -108,15 +112,6 @@ class CheckpointConfig:
                 raise ConfigError(f"--redundant-save {place} is the directory of --save: use another one.")
             if place.rstrip("/") in [other.rstrip("/") for other in self.redundant_save[:number]]:
                 raise ConfigError(f"--redundant-save {place} is given twice: remove one of them.")
-
-    def check(self) -> None:
-        require_at_least(1, values_of(self, "save_retain_last", "save_retain_interval", "async_save_timeout"))
-        require_at_least(0, values_of(self, "max_failed_saves"))
-        if self.save_interval is not None:
-            IntervalSchedule.parse("--save-interval", self.save_interval)
-        saves = ("save_interval", "async_save", "redundant_save", "save_retain_last", "save_retain_interval")
-        require_flag("--save with a directory", self.save is not None, changed_flags(self, *saves))
-        self._check_paths()
         loads = ("ckpt_step", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "checkpoint_fallback")
         require_flag("--load with a directory", self.load is not None, changed_flags(self, *loads))
         text_only = changed_flags(self, "load_hf_text_only")

@@ -52,6 +52,7 @@ def parse_command_line(
     :class:`ConfigError` for unknown flags, with the nearest known ones, and for invalid values; with ``world_size``
     the error also says what the checks find in the flags that can be parsed.
     """
+    # Flags of the file come first, so that the command line overrides them.
     arguments = with_flags_of_file(arguments)
     asked = help_topic(arguments)
     if asked is not None:
@@ -86,6 +87,7 @@ def parse_line(
         values[name] = value
         if name in idle:
             no_effect.append(one.as_typed)
+    # The preset is the default of the model's flags, wherever --model stands.
     default = replace(defaults or RunConfig(), model=preset_of(arguments) or model_defaults or ModelConfig())
     changed = {}
     for group in fields(default):
@@ -106,7 +108,7 @@ def parse_line(
 
 def _parsed(given: Given) -> tuple[str, Any]:
     """The field and the value of a flag; raises :class:`ConfigError` for an unknown flag and for an invalid value."""
-    if not given.flag:
+    if not given.flag:  # words before the first flag
         raise ConfigError(*map(surplus, given.values))
     if " " in given.flag:
         raise ConfigError(f"{given.flag!r} is one word with a blank: write two words, or take the quotes away.")
@@ -125,6 +127,7 @@ def _parsed(given: Given) -> tuple[str, Any]:
     if is_switch(field):
         _refuse_values(given)
         return field.name, True
+    # A value of Megatron-LM has a better message than an unknown word.
     for word in given.values:
         reason = NOT_SUPPORTED_VALUES.get(given.flag, {}).get(word)
         if reason is not None:
@@ -156,6 +159,7 @@ def _refuse_values(given: Given) -> None:
     switched = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(word.lower())
     if switched is None or len(given.values) > 1:
         raise ConfigError(surplus(word))
+    # --no-x false means --x, unless --no-x is a flag of its own.
     is_negative = given.flag.startswith("--no-") and given.flag not in fields_by_flag()
     flag = f"--{given.flag.removeprefix('--no-')}" if is_negative else given.flag
     wanted = flag if switched != is_negative else f"--no-{flag[2:]}"

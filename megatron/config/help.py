@@ -69,7 +69,6 @@ def docstrings(config: type) -> dict[str, str]:
 
 
 def flags_of(config: type) -> Iterator[Flag]:
-    """The flags of a group, in order."""
     kinds, hints = get_type_hints(config), get_type_hints(config, include_extras=True)
     # The help is the docstring, or a text that is computed from a table and stands in tyro.conf.arg.
     computed = {name: part.help for name, hint in hints.items() for part in getattr(hint, "__metadata__", ())}

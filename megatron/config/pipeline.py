@@ -122,12 +122,18 @@ class PipelineConfig:
             return "1f1b"  # One rank never waits for another: any other order would only save more activations.
         chunks = self.num_chunks(num_layers, num_stages)
         name = self.pipeline_schedule or ("interleaved" if chunks > 1 else "1f1b")
-        if not SCHEDULES[name].allows(chunks):
-            raise ConfigError(
-                f"--pipeline-schedule {name} needs {SCHEDULES[name].chunks} per pipeline rank, not {chunks}: "
-                f"{self._way_to_other_chunks(name)}."
+        if SCHEDULES[name].allows(chunks):
+            return name
+        remedy = "add --num-virtual-stages-per-pipeline-rank 2, or more"
+        asked_by = changed_flags(self, *_LAYOUT, *_CHUNKS)
+        if asked_by:
+            use = "use --pipeline-schedule interleaved"
+            remedy = (
+                f"change {asked_by[0]}, or {use if SCHEDULES[name].allows(1) else 'choose another --pipeline-schedule'}"
             )
-        return name
+        raise ConfigError(
+            f"--pipeline-schedule {name} needs {SCHEDULES[name].chunks} per pipeline rank, not {chunks}: {remedy}."
+        )
 
     def virtual_stages(self, num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
         """The virtual stages in the order of their layers; raises :class:`ConfigError` for an impossible division."""
@@ -147,11 +153,3 @@ class PipelineConfig:
     @property
     def _account(self) -> tuple[bool, bool]:
         return self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
-
-    def _way_to_other_chunks(self, name: str) -> str:
-        asked_by = changed_flags(self, *_LAYOUT, *_CHUNKS)
-        if SCHEDULES[name].allows(1):
-            return f"change {asked_by[0]}, or use --pipeline-schedule interleaved"
-        if asked_by:
-            return f"change {asked_by[0]}, or choose another --pipeline-schedule"
-        return "add --num-virtual-stages-per-pipeline-rank 2, or more"

@@ -147,7 +147,7 @@ def _words_of_mapping(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def script_recipe(text: str, environment: Mapping[str, str]) -> Recipe:
-    """The flags that a shell script, started without arguments in ``environment``, gives to a Python file; or the flags
+    """The flags that a shell script, started without arguments in ``environment``, passes to a Python file; or those
     of a file with flags alone.
 
     Raises :class:`ValueError` for text that is no script.

@@ -76,11 +76,6 @@ def fields_by_flag(run_config: type[RunConfig] = RunConfig) -> dict[str, Field[A
     }
 
 
-def flag_names() -> list[str]:
-    """Every flag of the command line, in order, without its ``--no-`` form."""
-    return list(fields_by_flag())
-
-
 def is_switch(field: Field[Any]) -> bool:
     """Whether the flag has no value, and a ``--no-`` form."""
     return field.type in (bool, "bool")
@@ -104,7 +99,7 @@ class Given(NamedTuple):
     """A flag of the command line with the words after it."""
 
     flag: str
-    """With hyphens; empty for the words before the first flag."""
+    """The name with hyphens; empty for the words before the first flag."""
     values: tuple[str, ...]
 
     @property

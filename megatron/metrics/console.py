@@ -42,8 +42,6 @@ _OWN_FIELDS = {
 
 @dataclass(frozen=True)
 class ConsoleFlags(WriterFlags):
-    """The console."""
-
     log_throughput: bool = True
     """Log TFLOP/s per GPU, tokens/s and MFU."""
     log_format: Literal["compact", "megatron"] | None = None
@@ -177,8 +175,6 @@ class CompactConsoleWriter(ConsoleWriter):
 
 @dataclass(frozen=True)
 class ProgressBarFlags(WriterFlags):
-    """The progress bar."""
-
     progress_bar: bool | None = None
     """Show a progress bar (default: only on a terminal)."""
 

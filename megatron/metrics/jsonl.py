@@ -25,8 +25,6 @@ RUN = "run"
 
 @dataclass(frozen=True)
 class JsonlFlags(WriterFlags):
-    """The metrics file."""
-
     metrics_jsonl: str | None = None
     """File that receives one JSON object per logged iteration and per evaluation."""
 
@@ -147,7 +145,7 @@ class History:
     iterations: Sequence[Record]
     evaluations: Sequence[Record]
     tokens: Sequence[float] | None
-    """Of each record of an iteration; None if the file does not say how long a sequence is."""
+    """Tokens up to each record of an iteration; None if the file does not say how long a sequence is."""
 
     def curve(self, key: str, in_tokens: bool = True) -> list[Point]:
         """(tokens or iterations, value) of every record with a finite value."""

@@ -78,7 +78,7 @@ class EvaluationRecord(SetLoss):
     """Training sequences consumed before this evaluation."""
     split: Literal["validation", "test"]
     sets: Mapping[str, SetLoss] = field(default_factory=dict)
-    """By name; empty if the split is one set without a name."""
+    """The sets by name; empty if the split is one set without a name."""
     is_periodic: bool = True
     """Whether ``--eval-interval`` is the reason for this evaluation."""
     is_final: bool = False

@@ -28,8 +28,6 @@ WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has s
 
 @dataclass(frozen=True)
 class TensorBoardFlags(WriterFlags):
-    """TensorBoard."""
-
     tensorboard_dir: str | None = None
     """Directory for TensorBoard events; enables the TensorBoard writer."""
 

@@ -28,8 +28,6 @@ _QUEUE_LENGTH = 1024
 
 @dataclass(frozen=True)
 class WandbFlags(WriterFlags):
-    """wandb."""
-
     wandb_project: str | None = None
     """wandb project; enables the wandb writer. The API key is read only from the environment."""
     wandb_exp_name: str | None = None

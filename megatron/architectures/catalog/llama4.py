@@ -83,7 +83,7 @@ def _moe_layers(fields: Fields) -> list[bool]:
 
 
 def _rope_layers(fields: Fields) -> list[bool]:
-    """For every layer whether it has rotary position embedding, which is a 1 in ``no_rope_layers``."""
+    """Whether each layer has rotary position embedding, which is a 1 in ``no_rope_layers``."""
     layers = range(size(fields, "num_hidden_layers"))
     # Published files have an empty list, which means the default.
     if not fields.get("no_rope_layers"):
@@ -99,7 +99,7 @@ def _rope_layers(fields: Fields) -> list[bool]:
 
 
 def _chunk_size(fields: Fields, has_rope: list[bool]) -> int | None:
-    """None if no layer has chunks."""
+    """The size of the chunks of attention; None if no layer has chunks."""
     wanted = [_CHUNKED if rope else _FULL for rope in has_rope]
     kinds = fields.get("layer_types") or wanted
     if "attention_chunk_size" in fields and fields["attention_chunk_size"] is None:

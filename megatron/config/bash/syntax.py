@@ -72,8 +72,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Function:
-    """The definition of a function."""
-
     name: str
     body: "Body"
 

@@ -27,6 +27,7 @@ def check_resolved_architecture(run: RunConfig, world_size: int) -> None:
     run_all([[partial(check, run, world_size) for check in ARCHITECTURE_CHECKS]])
 
 
+# Checks that need no architecture.
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     training.check_required,
     training.check_data_source,
@@ -47,6 +48,7 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     training.check_dry_run,
     faults.check_faults,
 )
+# Checks of sizes; checkpoints and Hugging Face models have them, too.
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
     model.check_attention,
@@ -77,6 +79,7 @@ def run_all(stages: Iterable[Iterable[Callable[[], None]]]) -> None:
     earlier sentence begins, and another exception of it if there is any sentence.
     """
     found: list[ConfigError] = []
+    # A stage relies on those before it: a wrong flag would make it raise a second sentence, or any exception.
     for stage in stages:
         wrong = {flag for error in found for sentence in error.sentences for flag in flags_in(sentence)[:1]}
         for check in stage:
