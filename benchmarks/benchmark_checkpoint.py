@@ -2,7 +2,7 @@
 """Speed of saving and loading checkpoints, against torch.save and torch.load of the same bytes on the same disk.
 
 All contenders (``benchmarks/lib/checkpoint_contenders.py``) take turns within one run, in another order every time, so
-the ratios are valid on a noisy machine:
+that the ratios are valid on a noisy machine:
 
     python benchmarks/benchmark_checkpoint.py [--size-mb 500] [--repeats 7] [--ranks 2] [--directory DIR] [--json OUT]
 

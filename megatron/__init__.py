@@ -4,22 +4,11 @@
 import sys
 from importlib.util import find_spec
 
-MODULES = (
-    "torch",
-    "numpy",
-    "tyro",
-    "rich",
-    "safetensors",
-    "xxhash",
-    "sentencepiece",
-    "tiktoken",
-    "google.protobuf",
-    "tokenizers",
-    "fsspec",
-    "tqdm",
-    "yaml",
-)
-"""Of the packages that pyproject.toml requires."""
+_MODULES = """
+    torch numpy tyro rich safetensors xxhash sentencepiece tiktoken google.protobuf tokenizers fsspec tqdm yaml
+"""
+# Modules of the packages that pyproject.toml requires.
+MODULES = _MODULES.split()
 
 
 def _is_installed(module: str) -> bool:

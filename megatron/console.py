@@ -23,8 +23,8 @@ class DroppingFile(io.RawIOBase):
         self._descriptor = descriptor
         self._lost_lines = 0
         self._reason = ""
+        # Whether the last byte written was not a line end.
         self._is_mid_line = False
-        """Whether the last byte written was not a line end."""
 
     def writable(self) -> bool:
         return True

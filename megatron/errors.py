@@ -28,17 +28,17 @@ class ExitCode(IntEnum):
     """Several attempts in a row ended without a new checkpoint, or training is unstable: find the cause."""
 
 
+# Codes after which a launcher does not restart the ranks. If ranks end with several codes, the first listed counts.
 FINAL = (ExitCode.NO_PROGRESS, ExitCode.ACTION_REQUIRED, ExitCode.STOPPED)
-"""Codes after which a launcher does not restart the ranks. If ranks end with several codes, the first listed counts."""
 
+# The time by which other ranks end after the rank that causes the error of all.
 CULPRIT_SECONDS = 2.0
-"""The time by which other ranks end after the rank that causes the error of all."""
 
+# Numbers of an OSError for which a disk or a file system is at fault.
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
-"""Numbers of an :class:`OSError` for which a disk or a file system is at fault."""
+# In torch's error for a loader process that has ended. torch's handler of SIGCHLD raises it in whatever the main thread
+# does, and so not only where a rank waits for a microbatch (LoaderError).
 _LOADER_PROCESS = "DataLoader worker (pid"
-"""In torch's error for a loader process that has ended. torch's handler of SIGCHLD raises it in whatever the main
-thread does, and so not only where a rank waits for a microbatch (:class:`LoaderError`)."""
 
 
 class UserError(Exception):
@@ -60,10 +60,10 @@ class ConfigError(UserError):
     exit_code = ExitCode.ACTION_REQUIRED
 
     def __init__(self, *sentences: str) -> None:
-        """Of several sentences, the message has one line for each."""
+        # The message of several sentences is a list with a line for each.
         self.sentences = tuple(dict.fromkeys(sentences))
+        # The errors that were collected in this one.
         self.causes: tuple[ConfigError, ...] = ()
-        """The errors that were collected in this one."""
         if len(self.sentences) > 1:
             super().__init__("\n- ".join([f"{len(self.sentences)} corrections are needed:", *self.sentences]))
         else:
@@ -195,7 +195,7 @@ def cause_of(error: BaseException) -> str:
     """Class of the cause, also from the error that ``error`` was raised from."""
     one: BaseException | None = error
     while one is not None:
-        # By name: torch is not imported here, and has several such classes.
+        # The class is compared by name: torch is not imported here, and has several such classes.
         lacks_memory = isinstance(one, MemoryError) or type(one).__name__ == "OutOfMemoryError"
         if lacks_memory or (isinstance(one, RuntimeError) and "can't allocate memory" in str(one)):
             return "out_of_memory"

@@ -1,6 +1,10 @@
-"""Flags as fields of a dataclass: their names and values, and a refusal that the groups share."""
+"""Flags as fields of a dataclass: their names and values, and the checks of values that the groups share."""
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from megatron.errors import ConfigError
@@ -46,3 +50,64 @@ def require_flag(needed: str, is_given: bool, dependent: Iterable[str]) -> None:
     dependent = tuple(dependent)
     if dependent and not is_given:
         raise ConfigError(*(f"{flag} needs {needed}: add it, or remove {flag}." for flag in dependent))
+
+
+# Value by flag; None (not given) passes.
+Values = Mapping[str, float | int | None]
+
+
+def require_at_least(minimum: int, values: Values) -> None:
+    """Raise :class:`ConfigError` for the values below ``minimum``."""
+    bound = "be finite and not negative" if minimum == 0 else f"be at least {minimum}"
+    _refuse(values, lambda value: minimum <= value < math.inf, bound)
+
+
+def require_positive(values: Values) -> None:
+    """Raise :class:`ConfigError` for the values that are not above zero."""
+    _refuse(values, lambda value: 0 < value < math.inf, "be positive and finite")
+
+
+def require_fraction(values: Values) -> None:
+    """Raise :class:`ConfigError` for the values outside [0, 1)."""
+    _refuse(values, lambda value: 0 <= value < 1, "be at least 0 and below 1")
+
+
+def _refuse(values: Values, is_in_range: Callable[[float], bool], bound: str) -> None:
+    outside = {flag: value for flag, value in values.items() if value is not None and not is_in_range(value)}
+    if outside:
+        raise ConfigError(*(f"{flag} {value} must {bound}." for flag, value in outside.items()))
+
+
+_STEP = re.compile(r"(\d+)@(\d+)")
+
+
+@dataclass(frozen=True)
+class IntervalSchedule:
+    """What is due at every multiple of an interval, which depends on how far the run is."""
+
+    steps: tuple[tuple[int, int], ...]
+    """(interval, iteration after which it is in force), in ascending order from iteration 0."""
+
+    @classmethod
+    def parse(cls, flag: str, text: str) -> "IntervalSchedule":
+        """Parse a number of iterations, or ``interval@start`` pairs; raises :class:`ConfigError` naming ``flag``."""
+        words = [f"{text}@0"] if text.isdecimal() else text.split(",")
+        matches = [_STEP.fullmatch(word) for word in words]
+        steps = tuple((int(match[1]), int(match[2])) for match in matches if match)
+        starts = [start for _, start in steps]
+        is_sound = len(steps) == len(words) and starts == sorted(set(starts)) and starts[0] == 0
+        if not is_sound or min(interval for interval, _ in steps) < 1:
+            raise ConfigError(
+                f"{flag} {text} must be a positive number of iterations, or a list INTERVAL@START whose first START is "
+                "0: for example 500@0,2000@1000."
+            )
+        return cls(steps)
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the interval ends at ``iteration``, counted from 1."""
+        interval = max((start, interval) for interval, start in self.steps if start < iteration)[1]
+        return iteration % interval == 0
+
+    def next_due(self, iteration: int) -> int:
+        """The first iteration after ``iteration`` at which an interval ends."""
+        return next(number for number in count(iteration + 1) if self.is_due(number))

@@ -34,15 +34,15 @@ __all__ = [
 
 LOOPBACK = "127.0.0.1"
 
+# Context manager: operations inside are real, whatever dispatch modes are active.
 disable_dispatch_modes = _disable_current_modes
-"""Context manager: operations inside are real, whatever dispatch modes are active."""
 
 # torch 2.13 renamed the collectives on one contiguous tensor.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# The product of two FP8 matrices.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-"""The product of two FP8 matrices."""
 
 _aten = torch.ops.aten
 cpu_flash_attention: Any = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -53,8 +53,8 @@ varlen_flash_attention: Any = _aten._flash_attention_forward
 varlen_flash_attention_backward: Any = _aten._flash_attention_backward
 cudnn_attention: Any = _aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward: Any = _aten._scaled_dot_product_cudnn_attention_backward
+# What tensor.item() calls.
 local_scalar: Any = _aten._local_scalar_dense.default
-"""What ``tensor.item()`` calls."""
 
 
 def onednn_linear() -> Callable[..., Tensor] | None:
@@ -119,7 +119,7 @@ def fake_store() -> Any:
 
 @contextmanager
 def lazy_fsdp_chunks() -> Iterator[None]:
-    """Inside, ``fully_shard`` splits a parameter lazily: it makes a view of this rank's shard, not of every rank's.
+    """A context in which ``fully_shard`` makes a view of this rank's shard of a parameter alone, not of every rank's.
 
     All views of an 8B model for 16,384 ranks take half a minute on every rank.
     """
@@ -184,8 +184,8 @@ def forget_workers(batches: object) -> None:
 
 
 def construct_optimizers_without_compiler() -> None:
-    """Otherwise the constructor of every optimizer loads torch's compiler, which takes most of a second, to exclude one
-    of its methods from compilation."""
+    """Keep the constructor of every optimizer from loading torch's compiler, which takes most of a second, to exclude
+    one of its methods from compilation."""
     method = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
     if method is not None and not hasattr(method, "__dynamo_disable"):
         setattr(method, "__dynamo_disable", method)
@@ -240,7 +240,7 @@ def rendezvous_store(rendezvous_handler: Any) -> Any:
 
 
 def connection_to(store: Any) -> Any:
-    """The same store over a connection of its own, for another thread."""
+    """A copy of ``store`` over a connection of its own, for another thread."""
     return store.clone()
 
 

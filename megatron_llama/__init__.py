@@ -10,9 +10,10 @@ package, whose name is unique, checks that ``megatron`` is the one beside it. do
 """
 
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from megatron_llama import check_imports
 
 if TYPE_CHECKING:
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
@@ -32,6 +33,34 @@ __all__ = [
     "command",
 ]
 __version__ = "0.1.0"
+
+OURS = Path(__file__).resolve().parent.parent / "megatron"
+# A file of megatron-core that is none of ours.
+FOREIGN_FILE = "core/package_info.py"
+
+
+def check_imports() -> None:
+    """Raise :class:`ImportError` if ``import megatron`` finds another package, or files of two packages."""
+    problem = foreign_package(find_spec("megatron"), OURS)
+    if problem is not None:
+        raise ImportError(
+            f"{problem}: megatron-core has the same import name as Megatron-Llama. Install Megatron-Llama in a virtual "
+            "environment without megatron-core, and start Python outside of a clone of Megatron-LM."
+        )
+
+
+def foreign_package(found: ModuleSpec | None, ours: Path) -> str | None:
+    """What is wrong with the package that ``import megatron`` finds, if it is not the one in ``ours``."""
+    if found is None:
+        return "The package megatron is missing"
+    # A namespace package, such as that of megatron-core, has no file.
+    places = [Path(place).resolve() for place in found.submodule_search_locations or ()]
+    if found.origin is None or ours not in places:
+        return f"import megatron finds {', '.join(map(str, places)) or found.origin}, and not {ours}"
+    if (ours / FOREIGN_FILE).exists():
+        return f"{ours} holds files of megatron-core"
+    return None
+
 
 check_imports()
 

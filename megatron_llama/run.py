@@ -23,9 +23,10 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
-from megatron.flags import flag_of
+from megatron.flags import words_of as flag_words
 from megatron.inference.loading import load_model
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import EvaluationRecord
+from megatron.metrics.writer import MetricsWriter
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
@@ -144,7 +145,6 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """All flags."""
         return self._open_trainer.context.config
 
     @property
@@ -154,7 +154,6 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return self._open_trainer.context.topology.rank
 
     @property
@@ -292,36 +291,25 @@ class _StepRecorder(Listener):
         self.result = result
 
 
-class _EvaluationRecorder:
-    """A writer that keeps the last evaluation, on every rank."""
+class _EvaluationRecorder(MetricsWriter):
+    """Keeps the last evaluation, on every rank."""
 
     def __init__(self) -> None:
         self.record: EvaluationRecord | None = None
 
-    def write_iteration(self, record: IterationRecord) -> None:
-        pass
-
     def write_evaluation(self, record: EvaluationRecord) -> None:
         self.record = record
-
-    def close(self) -> None:
-        pass
 
 
 def words_of(flags: Mapping[str, FlagValue]) -> list[str]:
     """The words of a command line: ``{"train_iters": 5, "bf16": True}`` is ``--train-iters 5 --bf16``."""
     words: list[str] = []
     for name, value in flags.items():
-        flag = flag_of(name)
-        if value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, str | float | int | os.PathLike):
-            text = str(value)
-            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
-        else:
-            words += [flag, *map(str, value)]
+        is_one = isinstance(value, str | float | int | os.PathLike)
+        given = [] if value is None else flag_words(name, value if is_one else tuple(value))  # type: ignore[arg-type]
+        # A value that begins with a hyphen must not be taken for a flag.
+        is_like_flag = is_one and given[1:] and given[1].startswith("-")
+        words += ["=".join(given)] if is_like_flag else given
     return words
 
 

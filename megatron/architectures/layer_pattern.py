@@ -1,7 +1,13 @@
 """Which layers of a model are of a kind: the grammar of ``--moe-layer-freq`` and ``--no-rope-freq``.
 
 A number N stands for every N-th layer: for MoE layers those with ``i % N == 0``, for layers without rotary position
-embedding those with ``(i + 1) % N == 0`` (Megatron-LM's meanings). Otherwise the text is a list with 1 for a layer of
+embedding (NoPE) those with ``(i + 1) % N == 0`` (Megatron-LM's meanings):
+
+    N = 4, layers    0 1 2 3 4 5 6 7
+    MoE              1 0 0 0 1 0 0 0
+    NoPE             0 0 0 1 0 0 0 1
+
+Otherwise the text is a list with 1 for a layer of
 the kind and 0 for another, written as
 
     sum     = product { "+" product }
@@ -14,12 +20,10 @@ with the meaning that Python's lists give to it. The text is parsed, never evalu
 import re
 from collections.abc import Callable, Iterable
 
+# The pattern of --no-rope-freq that has no layer.
 NO_LAYER = "0"
-"""The pattern of ``--no-rope-freq`` that has no layer."""
-_LONGEST = 10_000
-"""Layers of a pattern, so that a count cannot fill the memory."""
-_DEEPEST = 20
-"""Levels of parentheses."""
+_LONGEST = 10_000  # layers of a pattern, so that a count cannot fill the memory
+_DEEPEST = 20  # levels of parentheses
 _TOKEN = re.compile(r"\s*(?:([0-9]+)|([][()+*,]))")
 
 
@@ -51,7 +55,7 @@ def _frequency(text: str) -> int | None:
 
 
 def _parse_list(text: str, num_layers: int) -> tuple[bool, ...]:
-    parser = _Parser(_tokens_of(text))
+    parser = _Parser(text)
     layers = parser.sum()
     if parser.token:
         raise PatternError(f"has {parser.token!r} where '+', '*' or the end is expected")
@@ -62,7 +66,7 @@ def _parse_list(text: str, num_layers: int) -> tuple[bool, ...]:
 
 def describe_layers(is_moe: Iterable[bool]) -> str:
     """The pattern of these MoE layers, equal for equal layers: a number if there is one, otherwise a list."""
-    return _describe(is_moe, parse_layer_pattern, 1)
+    return _describe(is_moe, parse_layer_pattern, 1)  # 0 is no frequency of MoE layers
 
 
 def describe_nope_layers(is_nope: Iterable[bool]) -> str:
@@ -78,24 +82,20 @@ def _describe(layers: Iterable[bool], parse: Callable[[str, int], tuple[bool, ..
     return f"[{','.join(str(int(layer)) for layer in wanted)}]"
 
 
-def _tokens_of(text: str) -> list[str]:
-    tokens, end = [], 0
-    text = text.rstrip()
-    while end < len(text):
-        match = _TOKEN.match(text, end)
-        if match is None:
-            raise PatternError(f"has {text[end:].lstrip()[0]!r}, which is no part of a list of 0 and 1")
-        tokens.append(match[1] or match[2])
-        end = match.end()
-    return tokens
-
-
 class _Parser:
-    """Recursive descent over the tokens."""
+    """Recursive descent over the tokens of a list."""
 
-    def __init__(self, tokens: list[str]) -> None:
-        self._tokens = [*tokens, ""]  # "" is the end
+    def __init__(self, text: str) -> None:
+        self._tokens: list[str] = []
         self._position = 0
+        text, end = text.rstrip(), 0
+        while end < len(text):
+            match = _TOKEN.match(text, end)
+            if match is None:
+                raise PatternError(f"has {text[end:].lstrip()[0]!r}, which is no part of a list of 0 and 1")
+            self._tokens.append(match[1] or match[2])
+            end = match.end()
+        self._tokens.append("")  # the end
 
     @property
     def token(self) -> str:

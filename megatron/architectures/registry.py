@@ -3,25 +3,14 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.architectures.catalog import (
-    llama,
-    llama4,
-    mixtral,
-)
-from megatron.architectures.catalog import (
-    qwen as qwen2,
-)
-from megatron.architectures.catalog import (
-    qwen as qwen3,
-)
-from megatron.architectures.catalog import (
-    qwen as qwen3_moe,
-)
+from megatron.architectures.catalog.llama import LLAMA
+from megatron.architectures.catalog.llama4 import LLAMA4
+from megatron.architectures.catalog.mixtral import MIXTRAL
+from megatron.architectures.catalog.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 
-_MODULES = (llama, qwen2, qwen3, mixtral, qwen3_moe, llama4)
-ARCHITECTURES = {module.ARCHITECTURE.name: module.ARCHITECTURE for module in _MODULES}
+ARCHITECTURES = {spec.name: spec for spec in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, LLAMA4)}
 PRESETS: dict[str, Mapping[str, Any]] = {}
 PRESET_VOCABULARIES: dict[str, int] = {}
 for _architecture in ARCHITECTURES.values():

@@ -1,11 +1,45 @@
-"""The description of an architecture of the catalog, and helpers to write one."""
+"""The description of an architecture of the catalog, helpers to write one, and checked values of ``config.json``."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.architectures.spec import Fields
 from megatron.architectures.transformer_config import TransformerConfig
+
+# The content of config.json.
+Fields = Mapping[str, Any]
+
+
+def size(fields: Fields, name: str, default: int | None = None) -> int:
+    """A positive integer."""
+    value = _present(fields, name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r}, not a positive number: correct the file")
+    return value
+
+
+def number(fields: Fields, name: str, default: float | None = None) -> float:
+    """A finite number that is not negative."""
+    value = _present(fields, name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} is {value!r}, not a number: correct the file")
+    return float(value)
+
+
+def flag(fields: Fields, name: str, default: bool) -> bool:
+    """A boolean."""
+    value = _present(fields, name, default)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}, not a boolean: correct the file")
+    return value
+
+
+def _present(fields: Fields, name: str, default: float | bool | None) -> Any:
+    value = default if fields.get(name) is None else fields[name]
+    if value is None:
+        raise ValueError(f"{name} is missing: correct the file")
+    return value
 
 
 @dataclass(frozen=True)
@@ -18,7 +52,7 @@ class HFTensor:
     is_rotary: bool = False
     """Whether its rows are heads in rotary order, which differs between the two (docs/architecture.md)."""
     experts: int | None = None
-    """Set for the stacked transposed weights of this many experts, stored as ``[experts, columns, rows / experts]``."""
+    """Number of experts whose weights the tensor stacks, transposed: ``[experts, columns, rows / experts]``."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +65,6 @@ class WeightMapping:
     """None: one dimension."""
     is_gain: bool = False
     """Whether it is the gain of a norm."""
-
-
-LayerWeights = Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
-"""The weights of the layer with this number, by their names in the layer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +90,8 @@ class ArchitectureSpec:
     """``model_type`` at Hugging Face."""
     title: str
     """For messages."""
-    layer_weights: LayerWeights
+    layer_weights: Callable[[TransformerConfig, int], tuple[WeightMapping, ...]]
+    """The weights of the layer with this number, by their names in the layer."""
     features: Mapping[str, Any] = field(default_factory=dict)
     """Fields of :class:`TransformerConfig` in which the family differs from the default."""
     variable_features: frozenset[str] = frozenset()
@@ -93,40 +124,32 @@ class ArchitectureSpec:
 
     def describes(self, config: TransformerConfig) -> bool:
         """Whether ``config`` has the features of this family and no others."""
+        # Features that do not vary must have the default, or the value of the family.
         fixed = [name for name in FEATURES if name not in self.variable_features]
         features = {name: getattr(TransformerConfig, name) for name in fixed} | dict(self.features)
         has_features = all(getattr(config, name) == value for name, value in features.items())
         return has_features and self.moe_layers(config.moe_layers()) and self.accepts(config)
 
 
-FEATURES = (
-    "qk_layernorm",
-    "qk_l2_norm",
-    "no_rope_freq",
-    "attention_chunk_size",
-    "attention_temperature_tuning",
-    "add_qkv_bias",
-    "moe_router_score_function",
-    "moe_router_pre_softmax",
-    "moe_router_topk_scaling_factor",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size",
-    "moe_apply_probs_on_input",
-)
-"""Fields of :class:`TransformerConfig` that distinguish families, besides its MoE layers."""
+_FEATURES = """
+    qk_layernorm qk_l2_norm no_rope_freq attention_chunk_size attention_temperature_tuning add_qkv_bias
+    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
+    moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_apply_probs_on_input
+"""
+# Fields of TransformerConfig that distinguish families, besides its MoE layers.
+FEATURES = _FEATURES.split()
 
 
 def dense_layer(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
     """The weights that every layer with a SwiGLU MLP has."""
-    return (*attention(config), *swiglu_mlp(config))
+    return (*attention(config), *swiglu(config, config.ffn_hidden_size))
 
 
 def attention(config: TransformerConfig, *, rotates_halves: bool = True) -> tuple[WeightMapping, ...]:
     """The weights of attention and of the two norms, which every layer has. ``rotates_halves`` says whether the rotary
     pairs of transformers are half a head apart, not neighbours as here."""
     hidden, key_value = config.hidden_size, config.key_value_size
+    # linear_qkv stacks the rows of q, k and v: [(n + 2g) d, h].
     return (
         WeightMapping("input_layernorm.weight", (HFTensor("input_layernorm.weight", hidden),), is_gain=True),
         WeightMapping(
@@ -147,23 +170,16 @@ def attention(config: TransformerConfig, *, rotates_halves: bool = True) -> tupl
 
 def qk_norm(config: TransformerConfig) -> tuple[WeightMapping, ...]:
     """The gains of the norms of queries and keys."""
-    query_norm = HFTensor("self_attn.q_norm.weight", config.kv_channels, is_rotary=True)
-    key_norm = HFTensor("self_attn.k_norm.weight", config.kv_channels, is_rotary=True)
-    return (
-        WeightMapping("self_attention.q_layernorm.weight", (query_norm,), is_gain=True),
-        WeightMapping("self_attention.k_layernorm.weight", (key_norm,), is_gain=True),
+    gains = {name: HFTensor(f"self_attn.{name}_norm.weight", config.kv_channels, is_rotary=True) for name in ("q", "k")}
+    return tuple(
+        WeightMapping(f"self_attention.{name}_layernorm.weight", (gain,), is_gain=True) for name, gain in gains.items()
     )
 
 
-def swiglu_mlp(config: TransformerConfig) -> tuple[WeightMapping, ...]:
-    """The weights of the MLP of a dense layer."""
-    return swiglu(config, config.ffn_hidden_size, "mlp")
-
-
-def swiglu(config: TransformerConfig, ffn: int, block: str, ours: str = "mlp") -> tuple[WeightMapping, ...]:
+def swiglu(config: TransformerConfig, ffn: int, block: str = "mlp", ours: str = "mlp") -> tuple[WeightMapping, ...]:
     """The weights of an MLP of width ``ffn``, whose name is ``ours`` here and ``block`` at Hugging Face."""
     hidden = config.hidden_size
-    gate_up = HFTensor(f"{block}.gate_proj.weight", ffn), HFTensor(f"{block}.up_proj.weight", ffn)
+    gate_up = HFTensor(f"{block}.gate_proj.weight", ffn), HFTensor(f"{block}.up_proj.weight", ffn)  # [2f, h]
     return (
         WeightMapping(f"{ours}.linear_fc1.weight", gate_up, hidden),
         WeightMapping(f"{ours}.linear_fc2.weight", (HFTensor(f"{block}.down_proj.weight", hidden),), ffn),
@@ -177,7 +193,7 @@ def experts(config: TransformerConfig, block: str, gate: str, up: str, down: str
     assert config.moe_ffn_hidden_size is not None
     hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
     names = [f"{block}.experts.{expert}" for expert in range(config.num_experts)]
-    # Of each expert first the rows of gate, then the rows of up: [E 2f, h].
+    # Each expert has first the rows of gate, then the rows of up: [E 2f, h].
     fc1 = (HFTensor(f"{name}.{projection}.weight", ffn) for name in names for projection in (gate, up))
     fc2 = (HFTensor(f"{name}.{down}.weight", hidden) for name in names)  # [E h, f]
     return (

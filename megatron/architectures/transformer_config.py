@@ -15,6 +15,7 @@ PositionEmbeddingType = Literal["rope", "yarn"]
 class TransformerConfig:
     """The configuration from which the core builds a model of any architecture."""
 
+    # Sizes
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -24,6 +25,7 @@ class TransformerConfig:
     vocab_size: int
     padded_vocab_size: int
     """Vocabulary padded to a multiple of the tensor-parallel size; no result depends on the padding."""
+    # Rotary position embedding
     max_position_embeddings: int
     position_embedding_type: PositionEmbeddingType = "rope"
     """yarn: rotary position embedding for sequences longer than the model was trained on (arXiv 2309.00071)."""
@@ -43,9 +45,11 @@ class TransformerConfig:
     yarn_attention_factor: float | None = None
     """Factor of rotated queries and keys; None: from the scaling factor and the two fields before."""
     yarn_correction_range_round_to_int: bool = True
+    # Ends, norms and initial weights
     norm_epsilon: float = 1e-5
     untie_embeddings_and_output_weights: bool = True
     init_method_std: float = 0.02
+    # Attention
     qk_layernorm: bool = False
     """RMSNorm of every query and key head before the rotation."""
     qk_l2_norm: bool = False
@@ -64,6 +68,7 @@ class TransformerConfig:
     """Bias of the query, key and value projections."""
     apply_layernorm_1p: bool = False
     """The gain of a norm is one plus its weight, which starts at zero."""
+    # Mixture of experts
     num_experts: int | None = None
     """Experts of every MoE layer; None for a dense model."""
     moe_layer_freq: str = "1"
@@ -86,6 +91,7 @@ class TransformerConfig:
     """Hidden size of the expert of all tokens; None for none."""
     moe_apply_probs_on_input: bool = False
     """The weight of a chosen expert multiplies its input, not its output."""
+    # Maximal update parametrization
     use_mup: bool = False
     """Maximal update parametrization (arXiv 2203.03466, table 8); see docs/mup.md."""
     mup_base_hidden_size: int | None = None
@@ -109,12 +115,10 @@ class TransformerConfig:
 
     @property
     def embedding_multiplier(self) -> float:
-        """Factor of the embedding's output."""
         return self.mup_embedding_mult if self.use_mup else 1.0
 
     @property
     def output_multiplier(self) -> float:
-        """Factor of the logits."""
         return 1.0 if self.mup_output_mult is None else self.mup_output_mult
 
     @property
@@ -127,22 +131,20 @@ class TransformerConfig:
 
     @property
     def rotary_magnitude(self) -> float:
-        """Factor of rotated queries and keys. muP's factor of the scores is the square of a factor of both."""
-        return self._yarn_magnitude * math.sqrt(self.attention_multiplier)
-
-    @property
-    def _yarn_magnitude(self) -> float:
-        """YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
-        factor, mscale, all_dim = self.yarn_rotary_scaling_factor, self.yarn_mscale, self.yarn_mscale_all_dim
-        # Llama 4 normalises rotated heads, which removes the factor (here the norm comes before the rotation).
+        """Factor of rotated queries and keys: of muP, and YaRN's attention factor (arXiv 2309.00071, section 3.4)."""
+        # The scores are products of both, so that their factor is the square.
+        of_mup = math.sqrt(self.attention_multiplier)
+        # Llama 4 normalises rotated heads, which removes YaRN's factor (here the norm comes before the rotation).
         if self.position_embedding_type != "yarn" or self.qk_l2_norm:
-            return 1.0
+            return of_mup
         if self.yarn_attention_factor is not None:
-            return self.yarn_attention_factor
+            return of_mup * self.yarn_attention_factor
+        factor, mscale, all_dim = self.yarn_rotary_scaling_factor, self.yarn_mscale, self.yarn_mscale_all_dim
         assert factor is not None
         if mscale is None or all_dim is None:
-            return 1.0 + 0.1 * math.log(factor)
-        return (1.0 + 0.1 * mscale * math.log(factor)) / (1.0 + 0.1 * all_dim * math.log(factor))
+            mscale, all_dim = 1.0, 0.0
+        of_yarn = (1.0 + 0.1 * mscale * math.log(factor)) / (1.0 + 0.1 * all_dim * math.log(factor))
+        return of_mup * of_yarn
 
     @property
     def query_size(self) -> int:
@@ -176,13 +178,13 @@ class TransformerConfig:
         return self.init_method_std / self.width_mult
 
     def moe_layers(self) -> tuple[bool, ...]:
-        """For every layer whether it is an MoE layer."""
+        """Whether each layer is an MoE layer."""
         if self.num_experts is None:
             return (False,) * self.num_layers
         return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """For every layer whether it has rotary position embedding."""
+        """Whether each layer has rotary position embedding."""
         return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
 
     def attention_length(self, has_rope: bool, seq_length: int) -> float:
@@ -194,6 +196,7 @@ class TransformerConfig:
         size = self.attention_chunk_size
         if not has_rope or size is None or seq_length <= size:
             return float(seq_length)
+        # Attention of a chunk of c positions takes as long as c**2; per token of the sequence, the sum over s.
         chunks, rest = divmod(seq_length, size)
         return (chunks * size**2 + rest**2) / seq_length
 
@@ -207,25 +210,24 @@ class TransformerConfig:
     def layer_gemm_parameters(self, experts: int | None = None) -> int:
         """Number of weights of one layer that are GEMM operands: of a dense layer, or of an MoE layer with its router,
         its shared expert and ``experts`` of its experts."""
-        attention = self.hidden_size * (self.qkv_size + self.query_size)
+        attention = self.hidden_size * (self.qkv_size + self.query_size)  # [(n + 2g) d, h] and [h, n d]
         if experts is None:
-            return attention + 3 * self.hidden_size * self.ffn_hidden_size
+            return attention + 3 * self.hidden_size * self.ffn_hidden_size  # gate, up and down
         assert self.num_experts is not None
         assert self.moe_ffn_hidden_size is not None
         width = experts * self.moe_ffn_hidden_size + (self.moe_shared_expert_intermediate_size or 0)
-        return attention + self.hidden_size * (self.num_experts + 3 * width)
-
-    def num_parameters(self) -> int:
-        """Parameters of the whole model, without the vocabulary's padding."""
-        return self._num_parameters(self.num_experts)
+        return attention + self.hidden_size * (self.num_experts + 3 * width)  # the router is [E, h]
 
     def num_active_parameters(self) -> int:
         """Parameters that compute one token: of every MoE layer the shared expert and the chosen ones."""
-        return self._num_parameters(self.moe_router_topk)
+        return self.num_parameters(self.moe_router_topk)
 
-    def _num_parameters(self, experts: int | None) -> int:
-        """Parameters of the model, with ``experts`` in every MoE layer."""
+    def num_parameters(self, experts: int | None = None) -> int:
+        """Parameters of the whole model, without the vocabulary's padding; with ``experts``, if it is given, in every
+        MoE layer."""
+        experts = self.num_experts if experts is None else experts
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
+        # The last hidden_size is the gain of the final norm.
         rest = self.num_layers * (norms + (self.qkv_size if self.add_qkv_bias else 0)) + self.hidden_size
         tables = 2 if self.untie_embeddings_and_output_weights else 1
         layers = sum(self.layer_gemm_parameters(experts if is_moe else None) for is_moe in self.moe_layers())
@@ -256,5 +258,5 @@ class TransformerConfig:
         return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths
 
 
+# Fields that only matter with YaRN.
 YARN_FIELDS = tuple(field.name for field in fields(TransformerConfig) if field.name.startswith("yarn_"))
-"""Fields that only matter with YaRN."""

@@ -1,8 +1,7 @@
 """Write docs/flags.md, and the table of Megatron-LM's flags in docs/coming_from_megatron.md, from the code.
 
-The dataclasses under megatron/config say which flags there are, megatron/config/megatron_lm.py and
-megatron_families.py which flags of Megatron-LM are refused, and tools/megatron_lm_flags.csv which flags of Megatron-LM
-a Llama recipe may use.
+The dataclasses under megatron/config say which flags there are, megatron/config/megatron_lm.py which flags of
+Megatron-LM are refused, and tools/megatron_lm_flags.csv which flags of Megatron-LM a Llama recipe may use.
 """
 
 import csv

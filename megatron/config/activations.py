@@ -26,6 +26,7 @@ class LayerUnit:
 class ActivationConfig:
     """Recompute of activations and their offload to host memory; see docs/memory.md."""
 
+    # Recompute
     recompute_granularity: RecomputeGranularity | None = None
     """Recompute activations in the backward pass: of --recompute-modules (selective), or of whole layers, which save
     only their inputs (full)."""
@@ -45,9 +46,11 @@ class ActivationConfig:
     distribute_saved_activations: bool = False
     """Full: shard the saved inputs over the tensor-parallel ranks and all-gather each before its recompute. With
     --sequence-parallel they are already sharded."""
+    # Offload
     cpu_offloading_num_layers: int = 0
     """Offload the activations of the first this many layers of each pipeline chunk to host memory: copied during the
     forward pass, and prefetched during the backward pass of the following layer."""
+    # Logits
     loss_chunk_size: int | None = None
     """Compute logits and loss for this many tokens of a microbatch at a time, and the logits again in the backward pass
     (default: for all tokens). Saves the memory of the other tokens' logits, 2 bytes x --micro-batch-size x --seq-length

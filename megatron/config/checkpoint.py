@@ -11,6 +11,7 @@ from megatron.urls import check_place, refuse_urls, same_place
 class CheckpointConfig:
     """Checkpoints: where, when and what to save and load."""
 
+    # Saving
     save: str | None = None
     """Directory DIR for checkpoints: DIR/iter_0000100/ and DIR/latest_checkpointed_iteration.txt."""
     save_interval: str | None = None
@@ -25,6 +26,7 @@ class CheckpointConfig:
     """Number of consecutive failed saves to tolerate (for example a full disk or a dead background writer). Each prints
     a warning, and the next save interval tries again; one more failed save ends the run. The last save of the run is
     tried three times and must succeed."""
+    # Copies, and deletion of old checkpoints
     redundant_save: tuple[str, ...] = ()
     """Directories and URLs (s3://bucket/run), preferably on other storage, to which every finished checkpoint is copied
     in the background. With --load equal to --save, the run loads the newest checkpoint of all of them."""
@@ -32,6 +34,7 @@ class CheckpointConfig:
     """Keep this many of the newest checkpoints and delete older ones, after the kept ones have been verified."""
     save_retain_interval: int | None = None
     """Keep only checkpoints at multiples of this many iterations, the latest one and the last --save-retain-last."""
+    # Loading
     load: str | None = None
     """Directory or URL (s3://bucket/run) with the checkpoints to resume from. It is an error if it has none, unless the
     run saves there (--save, --redundant-save): then the run starts at iteration 0, and the same command resumes it."""
@@ -44,6 +47,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Directory or URL with the checkpoints of another run: start at iteration 0 from its latest weights if --load has
     no checkpoint yet."""
+    # Which checkpoint
     ckpt_step: int | None = None
     """Load this iteration instead of the latest."""
     checkpoint_fallback: bool = True
@@ -51,6 +55,7 @@ class CheckpointConfig:
     --no-checkpoint-fallback fails instead. Damaged checkpoints are never deleted."""
     exit_on_missing_checkpoint: bool = False
     """Fail if --load has no checkpoint, also if the run saves there."""
+    # Which part of the state
     save_optim: bool = True
     """Save the optimizer state; --no-save-optim saves only weights."""
     save_rng: bool = True
@@ -89,10 +94,14 @@ class CheckpointConfig:
         """Whether old checkpoints are deleted."""
         return self.save_retain_last is not None or self.save_retain_interval is not None
 
-    def _check_paths(self) -> None:
-        if self.save is not None:
-            # A checkpoint is committed by renaming its directory.
-            refuse_urls(values_of(self, "save"), "use a directory, and set --redundant-save to the URL")
+    def check(self) -> None:
+        require_at_least(1, values_of(self, "save_retain_last", "save_retain_interval", "async_save_timeout"))
+        require_at_least(0, values_of(self, "max_failed_saves"))
+        _ = self.save_schedule  # parsed: raises an error for another text
+        saves = ("save_interval", "async_save", "redundant_save", "save_retain_last", "save_retain_interval")
+        require_flag("--save with a directory", self.save is not None, changed_flags(self, *saves))
+        # A checkpoint is committed by renaming its directory.
+        refuse_urls(values_of(self, "save"), "use a directory, and set --redundant-save to the URL")
         refuse_urls(values_of(self, "load_hf"), "copy the model to a local directory, whose files can be mapped")
         for flag, place in values_of(self, "load", "pretrained_checkpoint").items():
             if place is not None:
@@ -103,15 +112,6 @@ class CheckpointConfig:
                 raise ConfigError(f"--redundant-save {place} is the directory of --save: use another one.")
             if place.rstrip("/") in [other.rstrip("/") for other in self.redundant_save[:number]]:
                 raise ConfigError(f"--redundant-save {place} is given twice: remove one of them.")
-
-    def check(self) -> None:
-        require_at_least(1, values_of(self, "save_retain_last", "save_retain_interval", "async_save_timeout"))
-        require_at_least(0, values_of(self, "max_failed_saves"))
-        if self.save_interval is not None:
-            IntervalSchedule.parse("--save-interval", self.save_interval)
-        saves = ("save_interval", "async_save", "redundant_save", "save_retain_last", "save_retain_interval")
-        require_flag("--save with a directory", self.save is not None, changed_flags(self, *saves))
-        self._check_paths()
         loads = ("ckpt_step", "finetune", "use_checkpoint_args", "exit_on_missing_checkpoint", "checkpoint_fallback")
         require_flag("--load with a directory", self.load is not None, changed_flags(self, *loads))
         text_only = changed_flags(self, "load_hf_text_only")

@@ -18,7 +18,7 @@ from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import read_run_yaml
-from megatron.config.words import Given, fields_by_flag, is_switch, split_words, suggestion, surplus, value_of
+from megatron.config.words import Given, fields_by_flag, is_switch, one_of, split_words, suggestion, surplus, value_of
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
@@ -52,6 +52,7 @@ def parse_command_line(
     :class:`ConfigError` for unknown flags, with the nearest known ones, and for invalid values; with ``world_size``
     the error also says what the checks find in the flags that can be parsed.
     """
+    # Flags of the file come first, so that the command line overrides them.
     arguments = with_flags_of_file(arguments)
     asked = help_topic(arguments)
     if asked is not None:
@@ -69,14 +70,14 @@ def parse_line(
     arguments: Sequence[str], model_defaults: ModelConfig | None = None, defaults: RunConfig | None = None
 ) -> ParsedLine:
     """Parse ``arguments``, and collect the mistakes."""
-    given = split_words(arguments)
     values: dict[str, Any] = {}
     mistakes: list[ConfigError] = []
     no_effect: list[str] = []
-    for one in given:
+    idle = _fields_without_effect(RunConfig)
+    for one in split_words(arguments):
         try:
             if one.flag in NO_EFFECT:
-                NO_EFFECT[one.flag].check(one)
+                _check_without_effect(one)
                 no_effect.append(one.as_typed)
                 continue
             name, value = _parsed(one)
@@ -84,52 +85,70 @@ def parse_line(
             mistakes.append(error)
             continue
         values[name] = value
-        if _has_no_effect(name):
+        if name in idle:
             no_effect.append(one.as_typed)
+    # The preset is the default of the model's flags, wherever --model stands.
     default = replace(defaults or RunConfig(), model=preset_of(arguments) or model_defaults or ModelConfig())
-    groups = {group.name: getattr(default, group.name) for group in fields(default)}
-    changed = {
-        name: replace(group, **{flag.name: values[flag.name] for flag in fields(group) if flag.name in values})
-        for name, group in groups.items()
-    }
+    changed = {}
+    for group in fields(default):
+        flags = getattr(default, group.name)
+        given = {flag.name: values[flag.name] for flag in fields(flags) if flag.name in values}
+        changed[group.name] = replace(flags, **given)
     config = RunConfig(**changed)
     inferred = []
     if config.has_two_tokenizer_files_alone:
         config = replace(config, tokenizer=replace(config.tokenizer, tokenizer_type="GPT2BPETokenizer"))
         inferred.append("--tokenizer-type GPT2BPETokenizer: --vocab-file and --merge-file are its files")
-    no_effect += [*_without_experts(config), *config.tokenizer.without_effect]
+    if not config.model.num_experts and not config.checkpoint.use_checkpoint_args:
+        # Without experts it has no effect, and Megatron-LM accepts it, too.
+        no_effect += changed_flags(config.parallel, "expert_tensor_parallel_size")
+    no_effect += config.tokenizer.without_effect
     return ParsedLine(config, tuple(mistakes), tuple(dict.fromkeys(no_effect)), tuple(inferred))
-
-
-def _without_experts(config: RunConfig) -> list[str]:
-    """Flags that have no effect on a model without experts, where Megatron-LM accepts them, too."""
-    if config.model.num_experts or config.checkpoint.use_checkpoint_args:
-        return []
-    return changed_flags(config.parallel, "expert_tensor_parallel_size")
 
 
 def _parsed(given: Given) -> tuple[str, Any]:
     """The field and the value of a flag; raises :class:`ConfigError` for an unknown flag and for an invalid value."""
-    if not given.flag:
+    if not given.flag:  # words before the first flag
         raise ConfigError(*map(surplus, given.values))
     if " " in given.flag:
         raise ConfigError(f"{given.flag!r} is one word with a blank: write two words, or take the quotes away.")
     known = fields_by_flag(RunConfig)
-    positive = f"--{given.flag.removeprefix('--no-')}"
     field = known.get(given.flag)
-    if field is None and given.flag.startswith("--no-") and positive in known and is_switch(known[positive]):
-        _refuse_values(given)
-        return known[positive].name, False
+    if field is None and given.flag.startswith("--no-"):
+        positive = known.get(f"--{given.flag.removeprefix('--no-')}")
+        if positive is not None and is_switch(positive):
+            _refuse_values(given)
+            return positive.name, False
     if field is None:
-        raise ConfigError(_unknown_flag_message(given.flag))
+        remedy = NOT_SUPPORTED.get(given.flag) or remedy_of_family(given.flag)
+        if remedy is not None:
+            raise ConfigError(f"{given.flag} of Megatron-LM is not supported: {remedy}")
+        raise ConfigError(f"{given.flag} is not a flag of pretrain_llama.py: {suggestion(given.flag)}")
     if is_switch(field):
         _refuse_values(given)
         return field.name, True
+    # A value of Megatron-LM has a better message than an unknown word.
     for word in given.values:
         reason = NOT_SUPPORTED_VALUES.get(given.flag, {}).get(word)
         if reason is not None:
             raise ConfigError(f"{given.flag} {word} of Megatron-LM is not supported: {reason}")
     return field.name, value_of(given.flag, _types(RunConfig)[field.name], given.values)
+
+
+def _check_without_effect(given: Given) -> None:
+    """Raise :class:`ConfigError` unless a flag without effect is ``given`` with values that it can have."""
+    known = NO_EFFECT[given.flag]
+    most = 0 if known.values is None else 1
+    if known.values != "*" and len(given.values) > most:
+        raise ConfigError(surplus(given.values[most]))
+    if known.values is not None and not given.values:
+        raise ConfigError(f"{given.flag} has no value: add one after it, or remove {given.flag}.")
+    choices = (known.values or "").split("|")
+    if known.values not in (None, "", "*") and given.values[0] not in choices:
+        raise ConfigError(
+            f"{given.as_typed} of Megatron-LM is not supported, because {known.reason}: use {one_of(choices)}, or "
+            "remove it."
+        )
 
 
 def _refuse_values(given: Given) -> None:
@@ -140,17 +159,11 @@ def _refuse_values(given: Given) -> None:
     switched = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}.get(word.lower())
     if switched is None or len(given.values) > 1:
         raise ConfigError(surplus(word))
+    # --no-x false means --x, unless --no-x is a flag of its own.
     is_negative = given.flag.startswith("--no-") and given.flag not in fields_by_flag()
     flag = f"--{given.flag.removeprefix('--no-')}" if is_negative else given.flag
     wanted = flag if switched != is_negative else f"--no-{flag[2:]}"
     raise ConfigError(f"{given.flag} {word} has a value, which a switch does not take: write {wanted}.")
-
-
-def _unknown_flag_message(flag: str) -> str:
-    remedy = NOT_SUPPORTED.get(flag) or remedy_of_family(flag)
-    if remedy is not None:
-        return f"{flag} of Megatron-LM is not supported: {remedy}"
-    return f"{flag} is not a flag of pretrain_llama.py: {suggestion(flag)}"
 
 
 @cache
@@ -163,23 +176,20 @@ def _types(run_config: type[RunConfig]) -> dict[str, Any]:
 
 
 @cache
-def _compatible(run_config: type[RunConfig]) -> frozenset[str]:
-    """The fields that are accepted for compatibility alone."""
+def _fields_without_effect(run_config: type[RunConfig]) -> frozenset[str]:
+    """The fields that are accepted for compatibility alone, and do not describe the model."""
     texts: dict[str, str] = {}
     for group in get_type_hints(run_config).values():
         texts |= docstrings(group)
-    return frozenset(name for name, text in texts.items() if text.startswith("Accepted for Megatron-LM"))
-
-
-def _has_no_effect(name: str) -> bool:
-    return name in _compatible(RunConfig) and name not in DESCRIPTIVE
+    accepted = {name for name, text in texts.items() if text.startswith("Accepted for Megatron-LM")}
+    return frozenset(accepted.difference(DESCRIPTIVE))
 
 
 def _found_by_checks(line: ParsedLine, world_size: int) -> list[ConfigError]:
     """What the checks find, without sentences about a flag that has a mistake."""
-    named = {flag for error in line.mistakes for sentence in error.sentences for flag in flags_in(sentence)}
     if line.config.checkpoint.load_hf is not None:
         return []  # The directory has sizes that the checks need.
+    named = {flag for error in line.mistakes for sentence in error.sentences for flag in flags_in(sentence)}
     try:
         check_run(line.config, line.config.dry_run.num_gpus or world_size)
     except ConfigError as error:

@@ -6,6 +6,7 @@ from typing import Literal
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, words_of
 
+# Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value.
 REFUSALS = {
     "use_rotary_position_embeddings": "every model here has rotary position embeddings",
     "position_embedding": "every model here has rotary position embeddings, not learned ones",
@@ -29,29 +30,21 @@ REFUSALS = {
     "log_validation_ppl_to_tensorboard": "TensorBoard and wandb receive the validation perplexity",
     "create_attention_mask_in_dataloader": "attention kernels build the causal mask",
 }
-"""Why any other value of a field is refused. Fields that are not listed accept both forms, or have one value."""
 
-DESCRIPTIVE = (
-    "use_rotary_position_embeddings",
-    "position_embedding",
-    "rotary_percent",
-    "normalization",
-    "swiglu",
-    "disable_bias_linear",
-    "hidden_dropout",
-    "attention_dropout",
-    "attention_softmax_in_fp32",
-    "calculate_per_token_loss",
-    "main_params_dtype",
-    "accumulate_allreduce_grads_in_fp32",
-)
-"""Fields that describe the model and its numbers: the run is as they say."""
+_DESCRIPTIVE = """
+    use_rotary_position_embeddings position_embedding rotary_percent normalization swiglu disable_bias_linear
+    hidden_dropout attention_dropout attention_softmax_in_fp32 calculate_per_token_loss main_params_dtype
+    accumulate_allreduce_grads_in_fp32
+"""
+# Fields that describe the model and its numbers: the run is as they say.
+DESCRIPTIVE = _DESCRIPTIVE.split()
 
 
 @dataclass(frozen=True)
 class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. They state what this code always does."""
 
+    # What describes the model
     use_rotary_position_embeddings: bool = True
     """Accepted for Megatron-LM compatibility; no effect."""
     position_embedding: bool = False
@@ -68,6 +61,7 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect."""
     attention_dropout: float = 0.0
     """Accepted for Megatron-LM compatibility; no effect."""
+    # Kernels
     use_flash_attn: bool = True
     """Accepted for Megatron-LM compatibility; no effect. --attention-backend chooses the kernel."""
     use_mcore_models: bool = True
@@ -84,6 +78,7 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility in both forms; no effect. There is no LayerNorm."""
     cuda_graph_impl: Literal["none"] = "none"
     """Accepted for Megatron-LM compatibility; no effect. CUDA graphs are not used."""
+    # Training
     calculate_per_token_loss: bool = True
     """Accepted for Megatron-LM compatibility; no effect. The loss is the mean over all unmasked tokens of the global
     batch."""
@@ -97,6 +92,7 @@ class CompatibilityConfig:
     computed on the training device."""
     main_params_dtype: Literal["fp32"] = "fp32"
     """Accepted for Megatron-LM compatibility; no effect. Master weights are fp32."""
+    # Communication and data
     accumulate_allreduce_grads_in_fp32: bool = True
     """Accepted for Megatron-LM compatibility; no effect. --grad-reduce-in-bf16 and --main-grads-dtype choose bf16, also
     beside this flag."""
@@ -106,6 +102,7 @@ class CompatibilityConfig:
     create_attention_mask_in_dataloader: bool = False
     """Accepted for Megatron-LM compatibility as --no-create-attention-mask-in-dataloader; no effect. Attention kernels
     build the causal mask."""
+    # Checkpoints
     ckpt_format: Literal["torch_dist", "torch", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
     """Accepted for Megatron-LM compatibility; no effect. A checkpoint is safetensors files and a manifest, and loads in
     every layout. Megatron-LM cannot read it; tools/convert_checkpoint.py from-megatron converts Megatron-LM's."""
@@ -115,6 +112,7 @@ class CompatibilityConfig:
     """Accepted for Megatron-LM compatibility; no effect. The optimizer state loads in every layout."""
     verify_integrity: bool = True
     """Accepted for Megatron-LM compatibility; no effect. Every file is compared with its digest before it is loaded."""
+    # Logging
     log_timers_to_tensorboard: bool = True
     """Accepted for Megatron-LM compatibility; no effect. TensorBoard and wandb receive the timers of
     --timing-log-level."""

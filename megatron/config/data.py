@@ -18,15 +18,16 @@ TokenizerType = Literal[
     "NullTokenizer",
 ]
 
+# Other names of a tokenizer.
 TOKENIZER_ALIASES: dict[str, TokenizerType] = {
     "Llama2Tokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
 }
-"""Other names of a tokenizer."""
 
 _STAGE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 DEFAULT_SPLIT = "969, 30, 1"
+_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,21 @@ class TokenizerConfig:
         require_at_least(1, values_of(self, "vocab_size"))
         places = values_of(self, "tokenizer_model", "vocab_file", "merge_file")
         refuse_urls(places, "copy the tokenizer to a local path")
-        self._check_two_files()
+        if self.tokenizer_type == "GPT2BPETokenizer":
+            for flag, path in values_of(self, "vocab_file", "merge_file").items():
+                if path is None:
+                    raise ConfigError(f"--tokenizer-type GPT2BPETokenizer needs {flag}: add it with the file.")
+            if self.tokenizer_model is not None:
+                raise ConfigError(
+                    f"--tokenizer-model {self.tokenizer_model} is not used by --tokenizer-type GPT2BPETokenizer, which "
+                    "reads --vocab-file and --merge-file: remove it."
+                )
+        elif self.tokenizer_type == "HuggingFaceTokenizer":
+            for flag in self.without_effect:
+                raise ConfigError(
+                    f"{flag} and --tokenizer-type HuggingFaceTokenizer exclude each other, because its tokenizer.json "
+                    "has the vocabulary and the merges: remove one of them."
+                )
         require_at_least(0, values_of(self, "tiktoken_num_special_tokens"))
         if self.trust_remote_code:
             raise ConfigError(
@@ -92,28 +107,12 @@ class TokenizerConfig:
         if self.tokenizer_type not in without_model and self.tokenizer_model is None:
             raise ConfigError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: add it with the file.")
 
-    def _check_two_files(self) -> None:
-        if self.tokenizer_type == "GPT2BPETokenizer":
-            for flag, path in values_of(self, "vocab_file", "merge_file").items():
-                if path is None:
-                    raise ConfigError(f"--tokenizer-type GPT2BPETokenizer needs {flag}: add it with the file.")
-            if self.tokenizer_model is not None:
-                raise ConfigError(
-                    f"--tokenizer-model {self.tokenizer_model} is not used by --tokenizer-type GPT2BPETokenizer, which "
-                    "reads --vocab-file and --merge-file: remove it."
-                )
-        elif self.tokenizer_type == "HuggingFaceTokenizer":
-            for flag in self.without_effect:
-                raise ConfigError(
-                    f"{flag} and --tokenizer-type HuggingFaceTokenizer exclude each other, because its tokenizer.json "
-                    "has the vocabulary and the merges: remove one of them."
-                )
-
 
 @dataclass(frozen=True)
 class DataConfig:
     """Corpora, sample order and data loader."""
 
+    # Corpora
     data_path: tuple[str, ...] = ()
     """Corpus prefixes (P for P.bin and P.idx), or weight-prefix pairs: 0.7 corpus_a 0.3 corpus_b."""
     split: str = DEFAULT_SPLIT
@@ -128,11 +127,13 @@ class DataConfig:
     """File with the value of --data-path, for long blends."""
     per_split_data_args_path: str | None = None
     """JSON file with the corpora of each split: {"train": [...], "valid": [...], "test": [...]}."""
+    # Caches
     data_cache_path: str | None = None
     """Directory for the cached sample order (default: cache/GPTDataset_indices beside the first corpus)."""
     object_storage_cache_path: str | None = None
     """Directory for copies of the .idx files of remote corpora, such as s3://bucket/corpus (default:
     --data-cache-path); .bin files are read where they are."""
+    # Order of the samples
     sample_order: Literal["megatron", "extendable", "best-fit"] = "megatron"
     """Sample order over several epochs: megatron is Megatron-LM's order, which changes from sample 0 on when a longer
     run needs one more epoch; extendable shuffles every epoch separately, so that a longer run begins with the samples
@@ -151,6 +152,7 @@ class DataConfig:
     """Train on synthetic samples, a function of (seed, sample index), instead of --data-path."""
     seq_length: int | None = None
     """Tokens per sample (required for training)."""
+    # Loader processes
     num_workers: int = 2
     """Data loader processes per rank; 0 loads in the training process."""
     dataloader_timeout: int | None = None
@@ -176,18 +178,13 @@ class DataConfig:
     @property
     def sources(self) -> dict[str, object]:
         """The flags for the corpora that are set."""
-        flags = values_of(self, "mock_data", "data_path", "data_args_path", "per_split_data_args_path")
-        return {flag: value for flag, value in (flags | self.split_flags).items() if value}
+        flags = values_of(self, "mock_data", "data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)
+        return {flag: value for flag, value in flags.items() if value}
 
     @property
     def split_paths(self) -> dict[str, tuple[str, ...]]:
         """``--train-data-path``, ``--valid-data-path`` and ``--test-data-path`` by split."""
         return {"train": self.train_data_path, "valid": self.valid_data_path, "test": self.test_data_path}
-
-    @property
-    def split_flags(self) -> dict[str, tuple[str, ...]]:
-        """``--train-data-path``, ``--valid-data-path`` and ``--test-data-path`` by flag."""
-        return {f"--{split}-data-path": path for split, path in self.split_paths.items()}
 
     @property
     def is_per_split(self) -> bool:
@@ -210,7 +207,11 @@ class DataConfig:
         return self.masks_documents or self.reset_position_ids
 
     def check(self) -> None:
-        self._check_sources()
+        sources, of_splits = list(self.sources), values_of(self, *_SPLIT_PATHS)
+        if len(sources) > 1 and not of_splits.keys() >= set(sources):
+            raise ConfigError(f"{' and '.join(sources)} exclude each other: remove all but one of them.")
+        if self.is_per_split and self.split != DEFAULT_SPLIT:
+            raise ConfigError(f"--split {self.split!r} has no effect with {sources[0]}: remove one of them.")
         if self.sample_order == "extendable" and self.dataloader_type == "cyclic":
             raise ConfigError(
                 "--sample-order extendable has no effect with --dataloader-type cyclic, which shuffles all samples: "
@@ -218,7 +219,15 @@ class DataConfig:
             )
         if self.sample_order == "best-fit" and self.mock_data:
             raise ConfigError("--sample-order best-fit packs documents, which --mock-data has not: remove one of them.")
-        self._check_paths()
+        # Files that are read at once, or mapped, must be local; corpora may be URLs.
+        lists = values_of(self, "data_args_path", "per_split_data_args_path")
+        refuse_urls(lists, "copy the file to a local path; the corpora that it lists may be URLs")
+        refuse_urls(values_of(self, "data_cache_path"), "use a local directory, whose files can be mapped")
+        copies = values_of(self, "object_storage_cache_path")
+        refuse_urls(copies, "use a local directory for copies of .idx files, and set --data-path to the corpora")
+        for flag, path in {"--data-path": self.data_path, **of_splits}.items():
+            for word in path:
+                check_place(flag, word)
         if self.new_data_stage is not None and not _STAGE_NAME.fullmatch(self.new_data_stage):
             raise ConfigError(
                 f"--new-data-stage {self.new_data_stage!r} is not a valid name: use up to 64 letters, digits, '.', "
@@ -232,20 +241,3 @@ class DataConfig:
                 f"--dataloader-timeout {self.dataloader_timeout} needs loader processes: set --num-workers 1 or "
                 "more, or remove it."
             )
-
-    def _check_paths(self) -> None:
-        lists = values_of(self, "data_args_path", "per_split_data_args_path")
-        refuse_urls(lists, "copy the file to a local path; the corpora that it lists may be URLs")
-        refuse_urls(values_of(self, "data_cache_path"), "use a local directory, whose files can be mapped")
-        copies = values_of(self, "object_storage_cache_path")
-        refuse_urls(copies, "use a local directory for copies of .idx files, and set --data-path to the corpora")
-        for flag, path in {"--data-path": self.data_path, **self.split_flags}.items():
-            for word in path:
-                check_place(flag, word)
-
-    def _check_sources(self) -> None:
-        sources = list(self.sources)
-        if len(sources) > 1 and not all(flag[2:].removesuffix("-data-path") in self.split_paths for flag in sources):
-            raise ConfigError(f"{' and '.join(sources)} exclude each other: remove all but one of them.")
-        if self.is_per_split and self.split != DEFAULT_SPLIT:
-            raise ConfigError(f"--split {self.split!r} has no effect with {sources[0]}: remove one of them.")

@@ -18,6 +18,7 @@ from megatron.urls import refuse_urls
 class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, ConsoleFlags):
     """Metrics, their writers and profiles."""
 
+    # Records
     log_interval: int = 100
     """Iterations between metrics records."""
     tensorboard_log_interval: int = 1
@@ -26,12 +27,14 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     """Log the L2 norm of all weights."""
     log_num_zeros_in_grad: bool = False
     """Log the number of zeros in the gradient."""
+    # Timers
     timing_log_level: Literal[0, 1, 2] = 0
     """Detail of the timers: 0 none, 1 phases of an iteration, 2 also the waiting time for data."""
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """Combine the timers of all ranks: maximum, minimum and maximum, or all."""
     log_memory_to_tensorboard: bool = False
     """Log the memory of rank 0's GPU to TensorBoard and wandb: allocated, peak, reserved, number of allocations."""
+    # Profiles of operations and of memory
     profile: bool = False
     """Profile some iterations: with torch's profiler under --use-pytorch-profiler, otherwise for nsys (nsys profile
     --capture-range=cudaProfilerApi), which needs a GPU."""
@@ -52,6 +55,7 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
     peak_tflops: float | None = None
     """Dense peak of one device in TFLOP/s, for MFU (default: of the known GPU; on CPUs a short matrix multiplication is
     measured)."""
+    # Timeline of the pipeline
     profile_pipeline: str | None = None
     """File for the measured timeline of the pipeline (Chrome trace JSON, for Perfetto and tools/pipeline_schedule.py
     --measured)."""

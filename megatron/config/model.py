@@ -1,4 +1,4 @@
-"""Flags for the architecture, and the concrete architecture they resolve to."""
+"""Flags for the architecture and for mixture of experts, and the concrete architecture they resolve to."""
 
 import math
 from dataclasses import asdict, dataclass, fields
@@ -29,6 +29,7 @@ class ModelConfig:
 
     model: ModelName | None = None
     """Preset that sets the flags of this group; explicit flags override it."""
+    # Sizes
     num_layers: int | None = None
     """Number of transformer layers (required without --model)."""
     hidden_size: int | None = None
@@ -47,6 +48,7 @@ class ModelConfig:
     max_position_embeddings: int | None = None
     """Longest sequence that the model supports; at least --seq-length (default: --seq-length, with YaRN the original
     length times the factor)."""
+    # Rotary position embedding (RoPE)
     position_embedding_type: PositionEmbeddingType = "rope"
     """Position embedding: rope is rotary, yarn is rotary with frequencies and attention for sequences longer than the
     model was trained on (arXiv 2309.00071; docs/recipes.md)."""
@@ -64,6 +66,7 @@ class ModelConfig:
     rope_scaling_high_freq_factor: float = 4.0
     """... keeps those that turn more often than this, and interpolates between (Llama 3.1: 1 and 4, Llama 4 Scout: 1
     and 1)."""
+    # YaRN: RoPE for sequences longer than the model was trained on
     yarn_rotary_scaling_factor: float | None = None
     """Factor of --position-embedding-type yarn, which needs it: the new length over the old one."""
     yarn_original_max_position_embeddings: int | None = None
@@ -81,6 +84,7 @@ class ModelConfig:
     """YaRN multiplies queries and keys by this (default: see --yarn-mscale)."""
     yarn_correction_range_round_to_int: bool = True
     """Widen the range in which YaRN interpolates to whole numbers of pairs."""
+    # Norms, and attention that differs between layers
     norm_epsilon: float = 1e-5
     """Epsilon of RMSNorm."""
     qk_layernorm: bool = False
@@ -106,9 +110,11 @@ class ModelConfig:
     apply_layernorm_1p: bool = False
     """Store the gain of every RMSNorm as one plus a weight, which starts at 0, so that bf16 weights represent gains
     near 1 more precisely. Checkpoints hold the weight."""
+    # The ends of the model
     untie_embeddings_and_output_weights: bool = True
     """Separate weights for the output layer; --no-untie-embeddings-and-output-weights shares the embedding's weights,
     as the small Llama 3.2 and Qwen3 models do."""
+    # Mixture of experts: the architecture; MoEConfig has the rest
     num_experts: int | None = None
     """Number of experts of every MoE layer; 0 is a dense model, as without the flag."""
     moe_layer_freq: str = "1"
@@ -139,11 +145,13 @@ class ModelConfig:
     expert)."""
     moe_apply_probs_on_input: bool = False
     """Multiply the input of an expert by its weight, not its output, as Llama 4 does. It needs --moe-router-topk 1."""
+    # Vocabulary and initial weights
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."""
     init_method_std: float = 0.02
     """Standard deviation of the initial weights; divided by sqrt(2 * layers) for the output projection of attention and
     the second linear layer of the MLP."""
+    # Maximal update parametrization (muP)
     use_mup: bool = False
     """Maximal update parametrization (arXiv 2203.03466): initial weights, learning rates, attention and logits are
     scaled with the width, so that the best learning rate of a narrow model also suits a wide one (docs/mup.md).
@@ -160,6 +168,7 @@ class ModelConfig:
     size of the base model keeps its attention as without --use-mup (default: 1)."""
     mup_attn_scale_power: float = 1.0
     """The power of --mup-base-head-dim: 1 is muP, 0.5 without --mup-base-head-dim is attention as without --use-mup."""
+    # Implementations; results differ by rounding alone
     attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
     """Attention kernel: auto chooses the fastest available one, with documents one that computes all of them in one
     call (docs/kernels.md), flash chooses FlashAttention, fused chooses cuDNN's, unfused and local choose the PyTorch
@@ -182,15 +191,12 @@ class ModelConfig:
         require_positive(values_of(self, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"))
         require_positive(values_of(self, "yarn_attention_factor"))
         require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
-        self._check_mup()
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if low > high:
             raise ConfigError(
-                f"--rope-scaling-low-freq-factor {low:g} is above --rope-scaling-high-freq-factor {high:g}: lower the "
-                "former or raise the latter."
+                f"--rope-scaling-low-freq-factor {low:g} is above --rope-scaling-high-freq-factor {high:g}: lower "
+                "--rope-scaling-low-freq-factor, or raise --rope-scaling-high-freq-factor."
             )
-
-    def _check_mup(self) -> None:
         require_at_least(1, values_of(self, "mup_base_hidden_size"))
         require_positive(values_of(self, "mup_embedding_mult", "mup_output_mult", "mup_base_head_dim"))
         require_at_least(0, values_of(self, "mup_attn_scale_power"))
@@ -202,15 +208,13 @@ class ModelConfig:
 
         Raises :class:`ConfigError` for a size that is missing or not divisible.
         """
-        sizes = values_of(self, "num_layers", "hidden_size", "num_attention_heads")
-        missing = [flag for flag, value in sizes.items() if value is None]
-        if missing:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.num_layers is None or hidden is None or heads is None:
+            sizes = values_of(self, "num_layers", "hidden_size", "num_attention_heads")
+            missing = [flag for flag, value in sizes.items() if value is None]
             raise ConfigError(
                 *(f"{flag} is missing: set it, or choose a preset such as --model llama3-8b." for flag in missing)
             )
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        assert hidden is not None
-        assert heads is not None
         if self.kv_channels is None and hidden % heads:
             raise ConfigError(
                 f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}: change one of them, or "
@@ -231,11 +235,14 @@ class ModelConfig:
                 f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}: change one of them."
             )
         self._check_yarn()
-        positions = self.max_position_embeddings or self._yarn_length or seq_length
+        positions = self.max_position_embeddings or seq_length
+        factor, original = self.yarn_rotary_scaling_factor, self.yarn_original_max_position_embeddings
+        if self.max_position_embeddings is None and factor is not None and original is not None:
+            positions = int(factor * original)  # the length for which YaRN is meant
         if positions < seq_length:
             raise ConfigError(
-                f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise the former or lower "
-                "the latter."
+                f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise "
+                "--max-position-embeddings, or lower --seq-length."
             )
         unit = self.make_vocab_size_divisible_by * tensor_parallel_size
         ffn = self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64
@@ -250,16 +257,11 @@ class ModelConfig:
             "no_rope_freq": self.canonical_nope_pattern,
         }
         if self.num_experts:
-            resolved |= {
-                "moe_ffn_hidden_size": self.moe_ffn_hidden_size or ffn,
-                "moe_layer_freq": self.canonical_layer_pattern,
-            }
+            resolved["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or ffn
+            resolved["moe_layer_freq"] = self.canonical_layer_pattern
         if self.use_mup:
-            base = self.mup_base_hidden_size or hidden
-            resolved |= {
-                "mup_base_hidden_size": base,
-                "mup_output_mult": base / hidden if self.mup_output_mult is None else self.mup_output_mult,
-            }
+            base = resolved["mup_base_hidden_size"] = self.mup_base_hidden_size or hidden
+            resolved["mup_output_mult"] = base / hidden if self.mup_output_mult is None else self.mup_output_mult
         known = {field.name for field in fields(TransformerConfig)}
         return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)
 
@@ -280,7 +282,7 @@ class ModelConfig:
         if self.yarn_beta_fast < self.yarn_beta_slow:
             raise ConfigError(
                 f"--yarn-beta-fast {self.yarn_beta_fast:g} is below --yarn-beta-slow {self.yarn_beta_slow:g}: raise "
-                "the former or lower the latter."
+                "--yarn-beta-fast, or lower --yarn-beta-slow."
             )
         if self.rotary_base <= 1:
             raise ConfigError(f"--rotary-base {self.rotary_base:g} has no falling frequencies for {yarn}: raise it.")
@@ -289,16 +291,10 @@ class ModelConfig:
         if length <= 2 * math.pi * self.yarn_beta_slow:
             raise ConfigError(
                 f"No frequency turns --yarn-beta-slow {self.yarn_beta_slow:g} times in "
-                f"--yarn-original-max-position-embeddings {length}: lower the former or raise the latter."
+                f"--yarn-original-max-position-embeddings {length}: lower --yarn-beta-slow, or raise "
+                "--yarn-original-max-position-embeddings."
             )
         return None
-
-    @property
-    def _yarn_length(self) -> int | None:
-        """The longest sequence for which YaRN is meant; None without YaRN."""
-        if self.yarn_rotary_scaling_factor is None or self.yarn_original_max_position_embeddings is None:
-            return None
-        return int(self.yarn_rotary_scaling_factor * self.yarn_original_max_position_embeddings)
 
     @property
     def canonical_layer_pattern(self) -> str:
@@ -339,3 +335,53 @@ class ModelConfig:
 def preset(name: str) -> ModelConfig:
     """The flags that ``--model name`` sets."""
     return ModelConfig(model=name, **PRESETS[name])
+
+
+LoadBalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
+TokenDispatcherType = Literal["allgather", "alltoall"]
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: balance of the load and exchange of tokens. The architecture has --num-experts and sizes."""
+
+    # Balance of the load
+    moe_router_load_balancing_type: tuple[LoadBalancingType, ...] = ("aux_loss",)
+    """Auxiliary loss that balances the load of the experts, with the coefficient --moe-aux-loss-coeff: of every
+    sequence (seq_aux_loss), or of every microbatch (aux_loss), whose result depends on --micro-batch-size. Several need
+    as many coefficients."""
+    moe_aux_loss_coeff: tuple[float, ...] = (0.0,)
+    """Coefficient of every --moe-router-load-balancing-type (1e-2 is common). 0 is no auxiliary loss."""
+    moe_z_loss_coeff: float | None = None
+    """Coefficient of the router's z-loss, the square of the logits' log-sum-exp (ST-MoE: 1e-3)."""
+    moe_router_bias_update_rate: float = 1e-3
+    """Amount by which a step changes the bias of --moe-router-enable-expert-bias: up for an expert with fewer tokens
+    than the mean, down for one with more."""
+    moe_router_force_load_balancing: bool = False
+    """Benchmarks only: choose the experts in turn, not by their scores. The model does not learn to route."""
+    # Exchange of tokens between expert-parallel ranks
+    moe_token_dispatcher_type: TokenDispatcherType = "allgather"
+    """Exchange of tokens between expert-parallel ranks: all tokens to all ranks (allgather), or every token to the
+    ranks of its experts (alltoall), which sends less if --moe-router-topk is below --expert-model-parallel-size."""
+    moe_shared_expert_overlap: bool = False
+    """Compute the shared expert while the tokens are exchanged."""
+    # Reports, and flags without effect
+    moe_per_layer_logging: bool = False
+    """Report the balance of the load of every MoE layer."""
+    overlap_dispatch_backward_with_experts_wgrad: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. The gradients of the tokens are always sent back
+    during a weight gradient of the experts."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Accepted for Megatron-LM compatibility; no effect. The router computes in fp32, and in fp64 under --fp64."""
+    moe_grouped_gemm: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. The kernel is chosen and logged."""
+    moe_permute_fusion: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. The kernel is chosen and logged."""
+    moe_router_fusion: bool = True
+    """Accepted for Megatron-LM compatibility in both forms; no effect. The kernel is chosen and logged."""
+
+    def check(self) -> None:
+        require_at_least(0, values_of(self, "moe_z_loss_coeff"))
+        for coefficient in self.moe_aux_loss_coeff:
+            require_at_least(0, {"--moe-aux-loss-coeff": coefficient})
+        require_positive(values_of(self, "moe_router_bias_update_rate"))

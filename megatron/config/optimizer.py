@@ -74,6 +74,7 @@ _ANNEALING = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 class LearningRateConfig:
     """Learning-rate schedule. Lengths in iterations count full global batches."""
 
+    # Rates
     lr: float | None = None
     """Peak learning rate (required for training)."""
     min_lr: float = 0.0
@@ -82,8 +83,10 @@ class LearningRateConfig:
     """Peak learning rate of the embedding and the output layer, with the same schedule (default: --lr)."""
     decoupled_min_lr: float | None = None
     """Minimum learning rate of the embedding and the output layer, with --decoupled-lr (default: --min-lr)."""
+    # Shape
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     """Shape of the decay after the warm-up."""
+    # Lengths
     lr_decay_iters: int | None = None
     """Iterations of warm-up and decay together (default: --train-iters)."""
     lr_decay_samples: int | None = None
@@ -96,12 +99,14 @@ class LearningRateConfig:
     """Length of the warm-up as a fraction of the decay length."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of the warm-up."""
+    # The last phase of WSD
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """Shape of the decay phase of --lr-decay-style WSD (warm-up, stable, decay)."""
     lr_wsd_decay_iters: int | None = None
     """Iterations of the decay phase of --lr-decay-style WSD."""
     lr_wsd_decay_samples: int | None = None
     """Samples of the decay phase of --lr-decay-style WSD, with --train-samples."""
+    # Resume
     override_opt_param_scheduler: bool = False
     """On resume, use the learning-rate schedule of the command line if the checkpoint has a different one."""
     use_checkpoint_opt_param_scheduler: bool = False

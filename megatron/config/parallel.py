@@ -1,17 +1,55 @@
-"""Flags for the parallel layout."""
+"""Flags for the parallel layout, and the context-parallel types: what their ranks exchange, and what that requires."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm, prod
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
+Exchange = Literal["p2p", "allgather", "a2a"]
+
+
+@dataclass(frozen=True)
+class ContextParallelSpec:
+    """One value of --cp-comm-type."""
+
+    levels: tuple[Exchange, ...]
+    """The exchanges, from groups of neighbouring ranks outwards. All but the last are a2a."""
+    summary: str
+    """For --help."""
+
+    def level_sizes(self, context_parallel_size: int, hierarchical_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Ranks of each level."""
+        return tuple(hierarchical_sizes) if len(self.levels) > 1 else (context_parallel_size,)
+
+    def head_divisor(self, level_sizes: Sequence[int]) -> int:
+        """The number of ranks over which attention heads are divided."""
+        return prod(size for level, size in zip(self.levels, level_sizes, strict=True) if level == "a2a")
+
+
+CONTEXT_PARALLEL_TYPES = {
+    "p2p": ContextParallelSpec(("p2p",), "keys and values in a ring, overlapped with attention"),
+    "allgather": ContextParallelSpec(("allgather",), "an all-gather of keys and values"),
+    "a2a": ContextParallelSpec(("a2a",), "an all-to-all from a shard of the sequence to a shard of the heads"),
+    "a2a+p2p": ContextParallelSpec(
+        ("a2a", "p2p"),
+        "a2a in groups of neighbouring ranks, p2p across groups: --hierarchical-context-parallel-sizes",
+    ),
+}
+
+if TYPE_CHECKING:
+    ContextParallelType = str
+else:
+    ContextParallelType = Literal[tuple(CONTEXT_PARALLEL_TYPES)]
+    """The choices of --cp-comm-type."""
+
+
+# Axes of the rank grid, in the default order from neighbouring ranks to distant ones.
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
-"""Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""
 
 ShardingStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 _TYPES = ", ".join(f"{name} ({spec.summary})" for name, spec in CONTEXT_PARALLEL_TYPES.items())
@@ -22,6 +60,7 @@ _CP_COMM_TYPE_HELP = f"Communication of context parallelism: {_TYPES}. One for a
 class ParallelConfig:
     """Parallel layout. Data-parallel size = number of ranks / (tensor x context x pipeline-parallel size)."""
 
+    # Tensor parallelism: tp ranks divide every layer
     tensor_model_parallel_size: int = 1
     """Tensor-parallel size: ranks that share every layer."""
     sequence_parallel: bool = False
@@ -30,8 +69,10 @@ class ParallelConfig:
     """Overlap the collectives of --sequence-parallel with the adjacent matrix multiplications: with PyTorch's symmetric
     memory where the GPUs of the tensor-parallel ranks can access each other's memory, otherwise with sends and receives
     of shards. --transformer-impl transformer_engine uses its own overlap."""
+    # Pipeline parallelism: pp stages of layers
     pipeline_model_parallel_size: int = 1
     """Pipeline-parallel size: ranks among which the layers are divided; see the pipeline flags."""
+    # Context parallelism: cp ranks divide a sequence
     context_parallel_size: int = 1
     """Context-parallel size: ranks that share a sequence. Each holds two of 2 x size chunks, one from either end."""
     cp_comm_type: Annotated[tuple[ContextParallelType, ...], tyro.conf.arg(help=_CP_COMM_TYPE_HELP)] = ("p2p",)
@@ -39,16 +80,19 @@ class ParallelConfig:
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """Sizes of the levels of --cp-comm-type a2a+p2p: ranks per all-to-all group, then number of groups (ranks of a
     ring). Their product is --context-parallel-size."""
+    # Expert parallelism folds ep x etp out of the ranks of a stage
     expert_model_parallel_size: int = 1
     """Expert-parallel size: ranks among which the experts of a layer are divided. They are ranks of the same stage, so
     the size multiplies neither the number of ranks nor divides the batch."""
     expert_tensor_parallel_size: int | None = None
     """Tensor-parallel size of the experts: ranks that share every expert (default: --tensor-model-parallel-size). 1 is
     usually faster with small experts."""
+    # The rank grid
     rank_order: str = "-".join(RANK_AXES)
     """Axes of the rank grid, from the fastest-varying rank to the slowest."""
     use_tp_pp_dp_mapping: bool = False
     """Same as --rank-order tp-cp-ep-pp-dp, the default. (Megatron-LM's default is tp-cp-ep-dp-pp.)"""
+    # Data parallelism: dp replicas, and what they shard
     data_parallel_sharding_strategy: ShardingStrategy | None = None
     """Data-parallel sharding: no_shard (default) replicates everything; optim shards master weights and optimizer state
     (ZeRO-1); optim_grads also shards gradients and reduce-scatters them in every microbatch (ZeRO-2);
@@ -69,6 +113,7 @@ class ParallelConfig:
     num_distributed_optimizer_instances: int = 1
     """Hybrid sharding: shard inside groups of (data-parallel size / this) neighbouring ranks and replicate across the
     groups (with optim_grads_params: HSDP)."""
+    # Buckets, and overlap with computation
     overlap_grad_reduce: bool = False
     """Overlap the reduction of gradients with the backward pass: start a bucket when its last gradient is complete."""
     overlap_param_gather: bool = False
@@ -80,6 +125,7 @@ class ParallelConfig:
     layer is a bucket."""
     ddp_num_buckets: int | None = None
     """Approximate number of buckets of a rank, instead of --ddp-bucket-size."""
+    # Process groups
     distributed_backend: Literal["nccl", "gloo"] | None = None
     """Backend of the process groups (default: nccl with GPUs, otherwise gloo, and shared memory between the ranks of
     one host)."""

@@ -36,6 +36,7 @@ _SCHEDULE_HELP = f"Pipeline schedule. No effect without pipeline parallelism. Ch
 class PipelineConfig:
     """Pipeline schedule, and division of the layers among the pipeline stages."""
 
+    # Schedule and chunks of a rank
     pipeline_schedule: Annotated[ScheduleName | None, tyro.conf.arg(help=_SCHEDULE_HELP)] = None
     """Pipeline schedule. No effect without pipeline parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = None
@@ -45,6 +46,7 @@ class PipelineConfig:
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved: consecutive microbatches of a chunk before the next chunk (default and minimum:
     --pipeline-model-parallel-size)."""
+    # Division of the layers
     decoder_first_pipeline_num_layers: int | None = None
     """Layers on the first pipeline rank, in all its chunks; the others share the remaining layers evenly."""
     decoder_last_pipeline_num_layers: int | None = None
@@ -57,6 +59,7 @@ class PipelineConfig:
     """Layers of each stage as a quoted string: E is the embedding, t a layer, L the output layer with the loss, | ends
     a stage, t*3 and (tt|)*3 repeat: "Et*3|(tt|)*6tL" has 3, six times 2, and 1 layers. The number of stages is the
     number of pipeline ranks, or a multiple of it for several chunks per rank."""
+    # Communication
     overlap_p2p_communication: bool = True
     """Overlap receives of activations and gradients with computation."""
 
@@ -119,12 +122,18 @@ class PipelineConfig:
             return "1f1b"  # One rank never waits for another: any other order would only save more activations.
         chunks = self.num_chunks(num_layers, num_stages)
         name = self.pipeline_schedule or ("interleaved" if chunks > 1 else "1f1b")
-        if not SCHEDULES[name].allows(chunks):
-            raise ConfigError(
-                f"--pipeline-schedule {name} needs {SCHEDULES[name].chunks} per pipeline rank, not {chunks}: "
-                f"{self._way_to_other_chunks(name)}."
+        if SCHEDULES[name].allows(chunks):
+            return name
+        remedy = "add --num-virtual-stages-per-pipeline-rank 2, or more"
+        asked_by = changed_flags(self, *_LAYOUT, *_CHUNKS)
+        if asked_by:
+            use = "use --pipeline-schedule interleaved"
+            remedy = (
+                f"change {asked_by[0]}, or {use if SCHEDULES[name].allows(1) else 'choose another --pipeline-schedule'}"
             )
-        return name
+        raise ConfigError(
+            f"--pipeline-schedule {name} needs {SCHEDULES[name].chunks} per pipeline rank, not {chunks}: {remedy}."
+        )
 
     def virtual_stages(self, num_layers: int, num_stages: int) -> tuple[VirtualStage, ...]:
         """The virtual stages in the order of their layers; raises :class:`ConfigError` for an impossible division."""
@@ -144,11 +153,3 @@ class PipelineConfig:
     @property
     def _account(self) -> tuple[bool, bool]:
         return self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
-
-    def _way_to_other_chunks(self, name: str) -> str:
-        asked_by = changed_flags(self, *_LAYOUT, *_CHUNKS)
-        if SCHEDULES[name].allows(1):
-            return f"change {asked_by[0]}, or use --pipeline-schedule interleaved"
-        if asked_by:
-            return f"change {asked_by[0]}, or choose another --pipeline-schedule"
-        return "add --num-virtual-stages-per-pipeline-rank 2, or more"

@@ -1,26 +1,28 @@
-"""Flags for number formats."""
+"""Flags for number formats, and for the kernels that compute in them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
+# Precisions in which the model computes.
 PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
-"""Precisions in which the model computes."""
 
+# Sizes of FP8 matrices must be multiples of this, by recipe.
 FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""Sizes of FP8 matrices must be multiples of this, by recipe."""
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
     """Precision; the default is fp32."""
 
+    # Format of the model; fp32 without a flag
     bf16: bool = False
     """Compute in bf16, with master weights and by default gradients in fp32."""
     fp16: bool = False
     """Compute in fp16 with a loss scale, with master weights and by default gradients in fp32."""
+    # FP8 linear layers
     fp8_format: Literal["e4m3", "hybrid"] | None = None
     """Compute the linear layers of the transformer layers in FP8, and everything else in bf16 (needs --bf16): e4m3, or
     hybrid with e4m3 for inputs and weights and e5m2 for output gradients. See docs/precision.md."""
@@ -42,8 +44,10 @@ class PrecisionConfig:
     """Number of first layers in bf16, with --first-last-layers-bf16."""
     num_layers_at_end_in_bf16: int = 1
     """Number of last layers in bf16, with --first-last-layers-bf16."""
+    # Verification
     fp64: bool = False
     """Compute everything in fp64, to verify that every layout equals one process to 1e-9."""
+    # Loss scale of fp16
     loss_scale: float | None = None
     """Constant loss scale, preferably a power of 2 (default: dynamic with --fp16, otherwise 1)."""
     initial_loss_scale: float = 2.0**32
@@ -54,6 +58,7 @@ class PrecisionConfig:
     """Consecutive updates without an overflow after which the dynamic loss scale doubles."""
     hysteresis: int = 2
     """Halve the dynamic loss scale at this many overflows after it has doubled, and at every later one."""
+    # Gradients
     grad_reduce_in_bf16: bool = False
     """Accumulate main gradients and reduce them over data-parallel ranks in bf16: half the memory and communication of
     gradients, with less precision."""
@@ -113,3 +118,79 @@ class PrecisionConfig:
     def product_name(self) -> PrecisionName | Literal["fp8"]:
         """Precision of the linear layers, which decides the peak FLOP/s for MFU."""
         return self.name if self.fp8_format is None else "fp8"
+
+
+# Known implementations of every operation, whether installed or not (docs/kernels.md).
+IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+    "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
+    "rms_norm": ("eager", "compiled", "triton", "apex", "te"),
+    "swiglu": ("eager", "compiled", "triton"),
+    "rope": ("eager", "compiled", "triton"),
+    "cross_entropy": ("eager", "compiled"),
+    "weight_gradient": ("separate", "in_place", "apex"),
+    "grouped_gemm": ("grouped_mm", "padded", "loop"),
+    "fp8_quantization": ("eager", "triton"),
+    "fp8_weight_gradient": ("separate", "triton"),
+    "adam": ("torch", "apex", "te"),
+    "l2_norm": ("torch", "apex", "te"),
+}
+
+# Operation and implementation of --no-... by field.
+_MEANING_OF_NO = {
+    "bias_swiglu_fusion": ("swiglu", "eager"),
+    "rope_fusion": ("rope", "eager"),
+    "gradient_accumulation_fusion": ("weight_gradient", "separate"),
+}
+
+
+class Wanted(NamedTuple):
+    """An implementation that a flag requires."""
+
+    implementation: str
+    flag: str
+    """The flag with its value, as on the command line."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Implementation of each operation: the fastest available one, unless a flag requires another."""
+
+    kernel: tuple[str, ...] = ()
+    """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
+    reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
+    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, grouped_gemm={grouped_mm,padded,loop} (of
+    experts), fp8_quantization={eager,triton}, fp8_weight_gradient={separate,triton} (triton is never chosen without
+    this flag, because its speed is unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
+    bias_swiglu_fusion: bool = True
+    """--no-bias-swiglu-fusion means --kernel swiglu=eager."""
+    rope_fusion: bool = True
+    """--no-rope-fusion means --kernel rope=eager."""
+    gradient_accumulation_fusion: bool = True
+    """--no-gradient-accumulation-fusion means --kernel weight_gradient=separate."""
+
+    def check(self) -> None:
+        seen: dict[str, Wanted] = {}
+        for operation, wanted in self._all_wanted():
+            known = IMPLEMENTATIONS.get(operation)
+            if known is None:
+                raise ConfigError(f"{wanted.flag} is not an operation: use one of {', '.join(IMPLEMENTATIONS)}.")
+            if wanted.implementation not in known:
+                raise ConfigError(f"{wanted.flag} is not an implementation of {operation}: use {' or '.join(known)}.")
+            other = seen.setdefault(operation, wanted)
+            if other.implementation != wanted.implementation:
+                raise ConfigError(f"{other.flag} and {wanted.flag} contradict each other: remove one of them.")
+
+    def wanted(self, operation: str) -> Wanted | None:
+        """The implementation of ``operation`` that a flag requires; None without such a flag."""
+        return dict(self._all_wanted()).get(operation)
+
+    def _all_wanted(self) -> list[tuple[str, Wanted]]:
+        wanted = [
+            (operation, Wanted(implementation, flag))
+            for name, (operation, implementation) in _MEANING_OF_NO.items()
+            for flag in changed_flags(self, name)
+        ]
+        for entry in self.kernel:
+            operation, _, implementation = entry.partition("=")
+            wanted.append((operation, Wanted(implementation, f"--kernel {entry}")))
+        return wanted

@@ -27,6 +27,7 @@ class Recipe:
     """What could not be decided without running its script."""
 
 
+# Flags of architectures that the registry does not have, by architecture.
 ABSENT_ARCHITECTURES = {
     "GPT-NeoX's rotation of a part of a head, or of pairs": "--rotary-percent --rotary-interleaved",
     "squared ReLU (Nemotron)": "--squared-relu",
@@ -39,12 +40,11 @@ ABSENT_ARCHITECTURES = {
         "--export-te-mcore-model --export-kd-cfg --export-kd-teacher-load"
     ),
 }
-"""Flags of architectures that the registry does not have, by architecture."""
 
+# Flags that name the corpus and the tokenizer, and change the text of the corpus.
 DATA_FLAGS = frozenset(
     ["--data-path", "--vocab-file", "--merge-file", "--tokenizer-model", "--fim-data", "--fim-rate", "--fim-spm-rate"]
 )
-"""Flags that name the corpus and the tokenizer, and change the text of the corpus."""
 
 
 def edited(words: list[str]) -> list[str]:
@@ -147,7 +147,7 @@ def _words_of_mapping(flags: Mapping[str, Any]) -> Iterator[str]:
 
 
 def script_recipe(text: str, environment: Mapping[str, str]) -> Recipe:
-    """The flags that a shell script, started without arguments in ``environment``, gives to a Python file; or the flags
+    """The flags that a shell script, started without arguments in ``environment``, passes to a Python file; or those
     of a file with flags alone.
 
     Raises :class:`ValueError` for text that is no script.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compatibility import CompatibilityConfig
@@ -61,6 +62,11 @@ class RunConfig:
     """Flags from files."""
     compatibility: CompatibilityConfig = field(default_factory=CompatibilityConfig)
     """Compatibility."""
+
+    @property
+    def architecture(self) -> TransformerConfig:
+        """The architecture with a vocabulary of one token, for checks of the other sizes."""
+        return self.model.resolve(1, self.parallel.tensor_model_parallel_size, self.data.seq_length or 1)
 
     @property
     def seq_length(self) -> int:

@@ -11,6 +11,7 @@ from megatron.flags import changed_flags, require_at_least, require_flag, requir
 class TrainingConfig:
     """Batch sizes, length of the run, and conditions to stop."""
 
+    # Batch sizes
     micro_batch_size: int | None = None
     """Sequences per microbatch of a model replica (required for training)."""
     global_batch_size: int | None = None
@@ -23,6 +24,7 @@ class TrainingConfig:
     T)."""
     decrease_batch_size_if_needed: bool = False
     """Round the global batch size down to a multiple of --micro-batch-size x data-parallel size, instead of failing."""
+    # Length of the run, and reasons to stop it earlier
     train_iters: int | None = None
     """Length of the run in iterations (this or --train-samples)."""
     train_samples: int | None = None
@@ -35,6 +37,7 @@ class TrainingConfig:
     """Finish the iteration, save and exit with code 75 on SIGINT, SIGTERM or --exit-signal."""
     exit_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     """Signal for a graceful stop, in addition to SIGINT and SIGTERM."""
+    # Numbers
     seed: int = 1234
     """Seed of the initial weights and of the sample order."""
     check_for_nan_in_loss_and_grad: bool = True
@@ -48,11 +51,13 @@ class TrainingConfig:
     """Add this times the squared log-sum-exp of a token's logits to its loss, so that the log-sum-exp stays near zero
     (PaLM: 1e-4; OLMo 2: 1e-5). The reported loss is the cross entropy alone; the metric lm_z_loss is the mean of the
     square, without the multiplier."""
+    # Parameters without updates
     freeze_parameters: tuple[str, ...] = ()
     """Patterns of names of parameters that are not trained, such as 'embedding.*' or 'layers.[0-3].*' (in quotes; as in
     a shell, but * also fits dots). Names are those of checkpoints. Frozen parameters have no gradient, no optimizer
     state and no part in the gradient norm; checkpoints hold their weights. To train parameters that were frozen in the
     loaded checkpoint, add --no-load-optim."""
+    # Execution
     deterministic_mode: bool = False
     """Use only torch's deterministic algorithms, and fail where there is none. CPU runs are always deterministic. On
     GPUs it costs time, and CUBLAS_WORKSPACE_CONFIG is set to :4096:8 unless the environment sets it."""

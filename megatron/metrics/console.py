@@ -1,10 +1,11 @@
-"""The lines of the console: Megatron-LM's, or one short line for each record on a terminal."""
+"""The console: Megatron-LM's lines, or one short line for each record on a terminal, and the progress bar."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, TextIO
+
+from tqdm import tqdm
 
 from megatron.metrics.record import EvaluationRecord, IterationRecord, is_detail
 from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags, print_above_bar
@@ -12,6 +13,7 @@ from megatron.reports.svg import duration
 
 _THROUGHPUT = ("tflops_per_gpu", "tokens_per_s_per_gpu", "mfu")
 
+# Megatron-LM's fields in its order; nothing may stand between them, because log parsers match their sequence.
 _MEGATRON_FIELDS = {
     "iteration_time_ms": "elapsed time per iteration (ms): {:.1f}",
     "tflops_per_gpu": "throughput per GPU (TFLOP/s/GPU): {}",
@@ -27,8 +29,8 @@ _MEGATRON_FIELDS = {
     "params_norm": "params norm: {:.3f}",
     "skipped": "number of skipped iterations: {:3d}",
 }
-"""Megatron-LM's fields in its order; nothing may stand between them, because log parsers match their sequence."""
 
+# Fields after Megatron-LM's. Metrics that are not listed follow them, without those of single layers.
 _OWN_FIELDS = {
     "tokens_per_s_per_gpu": "tokens/s per GPU: {:.1f}",
     "mfu": "MFU: {:.2%}",
@@ -36,13 +38,10 @@ _OWN_FIELDS = {
     "effective_time": "effective time: {:.2%}",
     "peak_memory_gib": "peak memory (GiB): {:.2f}",
 }
-"""Fields after Megatron-LM's. Metrics that are not listed follow them, without those of single layers."""
 
 
 @dataclass(frozen=True)
 class ConsoleFlags(WriterFlags):
-    """The console."""
-
     log_throughput: bool = True
     """Log TFLOP/s per GPU, tokens/s and MFU."""
     log_format: Literal["compact", "megatron"] | None = None
@@ -69,18 +68,17 @@ def format_console_line(record: IterationRecord, now: datetime, log_throughput: 
         fields.append(f"skipped samples: {record.skipped_samples:12d}")
     hidden = () if log_throughput else _THROUGHPUT
     metrics = {name: value for name, value in record.metrics.items() if value is not None and name not in hidden}
-    fields += [_field(name, text, metrics[name]) for name, text in _MEGATRON_FIELDS.items() if name in metrics]
+    for name, text in _MEGATRON_FIELDS.items():
+        if name in metrics:
+            value = metrics[name]
+            fields.append(text.format(format_throughput(value) if name == "tflops_per_gpu" else value))
     fields.append(f"number of nan iterations: {record.nan_iterations:3d}")
     others = (name for name in metrics if not is_detail(name) and name not in _MEGATRON_FIELDS)
     for name in dict.fromkeys((*_OWN_FIELDS, *others)):
         if name in metrics:
             default = name.replace("_", " ") + (": {:d}" if isinstance(metrics[name], int) else ": {:.6E}")
-            fields.append(_field(name, _OWN_FIELDS.get(name, default), metrics[name]))
+            fields.append(_OWN_FIELDS.get(name, default).format(metrics[name]))
     return "".join(f" {text} |" for text in fields)
-
-
-def _field(name: str, text: str, value: float) -> str:
-    return text.format(format_throughput(value) if name == "tflops_per_gpu" else value)
 
 
 def format_throughput(tflops: float) -> str:
@@ -116,9 +114,12 @@ class ConsoleWriter:
     log_throughput: bool
 
     def write_iteration(self, record: IterationRecord) -> None:
-        print_above_bar(self.stream, format_console_line(record, datetime.now(), self.log_throughput))
+        print_above_bar(self.stream, self._line(record))
         if record.timer_report:
             print_above_bar(self.stream, record.timer_report)
+
+    def _line(self, record: IterationRecord) -> str:
+        return format_console_line(record, datetime.now(), self.log_throughput)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         print_above_bar(self.stream, format_evaluation_lines(record))
@@ -141,50 +142,67 @@ def format_compact_line(record: IterationRecord, left_s: float | None, log_throu
         fields.append(f"{metrics['tokens_per_s_per_gpu']:,.0f} tokens/s/GPU")
         if metrics.get("mfu") is not None:
             fields.append(f"MFU {metrics['mfu']:.1%}")
-    fields.append("" if left_s is None else f"{duration(left_s)} left")
-    return "  ".join(field for field in [*fields, *_unusual(record)] if field)
-
-
-def _unusual(record: IterationRecord) -> list[str]:
-    """What a person should see: skipped updates, losses that are not finite, spikes."""
-    spike: float | None = record.metrics.get("spike")
-    counts: Mapping[str, float | None] = {"skipped": record.metrics["skipped"], "not finite": record.nan_iterations}
-    shown = [f"{name} {count:.0f}" for name, count in counts.items() if count]
-    return [*shown, f"spike {spike:.1f}"] if spike else shown
-
-
-def format_compact_evaluation(record: EvaluationRecord) -> str:
-    """One evaluation in one line."""
-    return f"{record.split} at iteration {record.iteration}  loss {record.loss:.4f}  perplexity {record.perplexity:.4g}"
+    if left_s is not None:
+        fields.append(f"{duration(left_s)} left")
+    # What a person should see: skipped updates, losses that are not finite, spikes.
+    unusual = {"skipped": metrics["skipped"], "not finite": record.nan_iterations}
+    fields += [f"{name} {count:.0f}" for name, count in unusual.items() if count]
+    spike = metrics.get("spike")
+    return "  ".join([*fields, f"spike {spike:.1f}"] if spike else fields)
 
 
 @dataclass
-class CompactConsoleWriter:
+class CompactConsoleWriter(ConsoleWriter):
     """Prints one short line for each record above the progress bar, if there is one."""
 
-    stream: TextIO
-    log_throughput: bool
     train_iters: int
     _first: IterationRecord | None = field(default=None, init=False)
 
-    def write_iteration(self, record: IterationRecord) -> None:
+    def _line(self, record: IterationRecord) -> str:
         self._first = self._first or record
-        print_above_bar(self.stream, format_compact_line(record, self._left_s(record), self.log_throughput))
-        if record.timer_report:
-            print_above_bar(self.stream, record.timer_report)
-
-    def _left_s(self, record: IterationRecord) -> float | None:
-        """Seconds to the end at the mean speed so far, with evaluations and saves, after the first record."""
-        assert self._first is not None
+        # At the mean speed since the first record, with evaluations and saves.
         iterations, seconds = record.iteration - self._first.iteration, record.elapsed_s - self._first.elapsed_s
         if iterations <= 0:
-            iteration_ms = record.metrics["iteration_time_ms"]
-            iterations, seconds = 1, (iteration_ms or 0.0) / 1e3
+            iterations, seconds = 1, (record.metrics["iteration_time_ms"] or 0.0) / 1e3
         remaining = self.train_iters - record.iteration
-        return remaining * seconds / iterations if remaining > 0 else None
+        left_s = remaining * seconds / iterations if remaining > 0 else None
+        return format_compact_line(record, left_s, self.log_throughput)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        print_above_bar(self.stream, format_compact_evaluation(record))
+        figures = f"loss {record.loss:.4f}  perplexity {record.perplexity:.4g}"
+        print_above_bar(self.stream, f"{record.split} at iteration {record.iteration}  {figures}")
+
+
+@dataclass(frozen=True)
+class ProgressBarFlags(WriterFlags):
+    progress_bar: bool | None = None
+    """Show a progress bar (default: only on a terminal)."""
+
+    def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
+        is_shown = run.stream.isatty() if self.progress_bar is None else self.progress_bar
+        return ProgressBar(run.stream, run.train_iters, run.resume_iteration) if is_shown else None
+
+
+class ProgressBar(MetricsWriter):
+    """A bar over iterations with the last loss and tokens/s, drawn at most twice a second."""
+
+    def __init__(self, stream: TextIO, train_iters: int, resume_iteration: int) -> None:
+        self._bar = tqdm(
+            total=train_iters,
+            initial=resume_iteration,
+            file=stream,
+            unit="it",
+            dynamic_ncols=True,
+            mininterval=0.5,
+            delay=1e-9,  # no frame before the first record: the lines that describe the run come first
+            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+        )
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        loss = record.metrics["lm_loss"]
+        rate = f"{record.metrics['tokens_per_s_per_gpu']:,.0f}/GPU"
+        self._bar.set_postfix({"loss": "skipped" if loss is None else f"{loss:.4f}", "tokens/s": rate}, refresh=False)
+        self._bar.update(record.iteration - self._bar.n)
 
     def close(self) -> None:
-        self.stream.flush()
+        self._bar.close()

@@ -1,28 +1,30 @@
-"""The metrics file: one JSON object per record."""
+"""The metrics file, one JSON object per record: how it is written, and read again as curves over tokens."""
 
+import bisect
 import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.flags import values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 
+# Key of the description of the run in the first record of a process.
 RUN = "run"
-"""Key of the description of the run in the first record of a process."""
 
 
 @dataclass(frozen=True)
 class JsonlFlags(WriterFlags):
-    """The metrics file."""
-
     metrics_jsonl: str | None = None
     """File that receives one JSON object per logged iteration and per evaluation."""
 
@@ -63,7 +65,13 @@ class JsonlWriter:
         self._append(record, {"consumed_samples": record.consumed_samples, **record.metrics}, run)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
-        self._append(record, _evaluation_values(record))
+        values = {}
+        # The figures over all sets, and the figures of each set by ".../name".
+        for suffix, one in {"": record, **{f"/{name}": one for name, one in record.sets.items()}}.items():
+            values[f"{record.split}_loss{suffix}"] = one.loss
+            if one.bits_per_byte is not None:
+                values[f"{record.split}_bits_per_byte{suffix}"] = one.bits_per_byte
+        self._append(record, values)
 
     def _append(
         self,
@@ -78,16 +86,6 @@ class JsonlWriter:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """The figures over all sets, and the figures of each set by ``…/name``."""
-    values = {}
-    for suffix, one in {"": record, **{f"/{name}": one for name, one in record.sets.items()}}.items():
-        values[f"{record.split}_loss{suffix}"] = one.loss
-        if one.bits_per_byte is not None:
-            values[f"{record.split}_bits_per_byte{suffix}"] = one.bits_per_byte
-    return values
 
 
 def _strict(value: Any) -> Any:
@@ -108,9 +106,9 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
     with path.open("r+b") as file:
         num_others, has_records, end, kept = 0, False, 0, b"\n"
         for start, line in _lines_from_the_end(file):
-            iteration = _iteration_of(line)
-            has_records = has_records or iteration is not None
-            if iteration is not None and (is_new_run or iteration <= resume_iteration):
+            iteration = _record(line.decode("utf-8", errors="replace")).get("iteration")
+            has_records = has_records or isinstance(iteration, int)
+            if isinstance(iteration, int) and (is_new_run or iteration <= resume_iteration):
                 end, kept = start + len(line), line
                 break
             num_others += 1
@@ -136,11 +134,134 @@ def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
             end = start
 
 
-def _iteration_of(line: bytes) -> int | None:
-    """Iteration of a record; None for a line that is not a whole record."""
+Point = tuple[float, float]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class History:
+    """The records of a run by iteration, and the tokens up to each of them."""
+
+    iterations: Sequence[Record]
+    evaluations: Sequence[Record]
+    tokens: Sequence[float] | None
+    """Tokens up to each record of an iteration; None if the file does not say how long a sequence is."""
+
+    def curve(self, key: str, in_tokens: bool = True) -> list[Point]:
+        """(tokens or iterations, value) of every record with a finite value."""
+        records = [*self.iterations, *self.evaluations]
+        points = [
+            (self.place(record, in_tokens), float(record[key])) for record in records if _is_number(record.get(key))
+        ]
+        return sorted(points)
+
+    def place(self, record: Record, in_tokens: bool = True) -> float:
+        """The place of a record on the horizontal axis: its tokens, or its iteration."""
+        iteration = float(record["iteration"])
+        if not in_tokens or self.tokens is None:
+            return iteration
+        # An evaluation has the tokens of the record of its iteration, or is interpolated between two records.
+        known, tokens = self._known
+        after = bisect.bisect_left(known, iteration)
+        if after >= len(known):
+            return tokens[-1]
+        before = max(after - 1, 0)
+        share = (iteration - known[before]) / (known[after] - known[before]) if known[after] > known[before] else 1.0
+        return tokens[before] + share * (tokens[after] - tokens[before])
+
+    @cached_property
+    def _known(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Iterations, and the tokens up to each of them, from the start of the run."""
+        return [0.0, *[float(one["iteration"]) for one in self.iterations]], [0.0, *(self.tokens or ())]
+
+    def flag(self, group: str, name: str, default: Any) -> Any:
+        """The value of a flag in the last process that wrote the file."""
+        for record in reversed(self.iterations):
+            value = _flag(record, group, name)
+            if value is not None:
+                return value
+        return default
+
+
+def read_history(flag: str, path: str) -> History:
+    """Read a metrics file; a torn line is left out. Raises :class:`DataError` that names ``flag``."""
     try:
-        record = json.loads(line.decode("utf-8", errors="replace"))
+        with Path(path).open(encoding="utf-8", errors="replace") as lines:
+            records = [record for record in map(_record, lines) if _is_number(record.get("iteration"))]
+            is_empty = os.fstat(lines.fileno()).st_size == 0
+    except OSError as error:
+        raise DataError(f"{flag} {path} cannot be read ({error.strerror}): check the path.") from error
+    iterations = [record for record in records if "lm_loss" in record]
+    evaluations = [record for record in records if "lm_loss" not in record]
+    losses = ("lm_loss", "validation_loss")
+    if not any(_is_number(record.get(key)) for record in records for key in losses):
+        what = "is empty" if is_empty else "has no losses"
+        raise DataError(
+            f"{flag} {path} {what}: name the file that --metrics-jsonl of the run wrote, after its first record."
+        )
+    return History(iterations, evaluations, _tokens(iterations))
+
+
+def _tokens(iterations: Sequence[Record]) -> list[float] | None:
+    """Tokens up to each record: the samples since the one before, times the sequence length of its process."""
+    found: list[float] = []
+    length, samples, tokens = None, 0, 0.0
+    for record in iterations:
+        length = _flag(record, "data", "seq_length") or length
+        if length is None or not _is_number(record.get("consumed_samples")):
+            return None
+        tokens += length * max(0, record["consumed_samples"] - samples)
+        samples = record["consumed_samples"]
+        found.append(tokens)
+    return found or None
+
+
+def _flag(record: Record, group: str, name: str) -> Any:
+    value: Any = record
+    for key in (RUN, "flags", group, name):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# Keys are the same strings in every record, which halves the memory of a history.
+_DECODER = json.JSONDecoder(object_pairs_hook=lambda pairs: {sys.intern(key): value for key, value in pairs})
+
+
+def _record(line: str) -> dict[str, Any]:
+    """The object of a line; empty for a line that is not a whole record."""
+    try:
+        found = _DECODER.decode(line)
     except (ValueError, RecursionError):
-        return None
-    iteration = record.get("iteration") if isinstance(record, dict) else None
-    return iteration if isinstance(iteration, int) else None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class ValidationHistory(MetricsWriter):
+    """A metrics writer that keeps the validation losses of this process.
+
+    With ``metrics_jsonl``, the file of ``--metrics-jsonl``, it also reads the losses of earlier processes.
+    """
+
+    def __init__(self, metrics_jsonl: str | None) -> None:
+        self._path = metrics_jsonl
+        self._losses: dict[int, float] = {}
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        if record.split == "validation":
+            self._losses[record.iteration] = record.loss
+
+    def best(self) -> tuple[int, float] | None:
+        """Iteration and loss of the best evaluation so far; None without one that is finite."""
+        losses: dict[int, float] = {}
+        if self._path is not None:
+            with suppress(OSError), Path(self._path).open(encoding="utf-8", errors="replace") as lines:
+                # Only the few lines of evaluations are decoded.
+                for record in (_record(line) for line in lines if '"validation_loss"' in line):
+                    with suppress(KeyError, TypeError, ValueError):
+                        losses[int(record["iteration"])] = float(record["validation_loss"])
+        losses = {iteration: loss for iteration, loss in (losses | self._losses).items() if math.isfinite(loss)}
+        return min(losses.items(), key=lambda item: item[1], default=None)

@@ -1,15 +1,14 @@
-"""The record of one iteration and of one evaluation, which every writer receives."""
+"""The record of one iteration and of one evaluation, which every writer receives, and its points in plots."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-_LARGEST_EXPONENT = 20.0
-"""Perplexities stop at exp(20): an untrained or broken model must not overflow the report."""
+_LARGEST_EXPONENT = 20.0  # perplexities stop at exp(20): an untrained or broken model must not overflow the report
 
+# Prefix of metrics of single layers, as in Megatron-LM, for example moe/z_loss_layer_3.
 LAYER_METRICS = "moe/"
-"""Prefix of metrics of single layers, as in Megatron-LM, for example ``moe/z_loss_layer_3``."""
 
 
 def is_detail(name: str) -> bool:
@@ -79,7 +78,7 @@ class EvaluationRecord(SetLoss):
     """Training sequences consumed before this evaluation."""
     split: Literal["validation", "test"]
     sets: Mapping[str, SetLoss] = field(default_factory=dict)
-    """By name; empty if the split is one set without a name."""
+    """The sets by name; empty if the split is one set without a name."""
     is_periodic: bool = True
     """Whether ``--eval-interval`` is the reason for this evaluation."""
     is_final: bool = False
@@ -88,3 +87,62 @@ class EvaluationRecord(SetLoss):
     """Seconds since the epoch."""
     elapsed_s: float
     """Seconds since this process began to train."""
+
+
+# Keys of metrics where they are not the name with hyphens. Metrics of single layers have their names as keys.
+_KEYS = {
+    "global_batch_size": "batch-size",
+    "lm_loss": "lm loss",
+    "iteration_time_ms": "iteration-time",
+    "tflops_per_gpu": "throughput",
+    "tokens_per_s_per_gpu": "tokens-per-second-per-gpu",
+    "skipped": "skipped-iterations",
+    "load_balancing_loss": "load_balancing_loss",
+    "z_loss": "z_loss",
+    "lm_z_loss": "lm z_loss",
+}
+
+_SAMPLED = ("learning-rate", "batch-size", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
+
+
+def has_sample_axis(key: str) -> bool:
+    """Whether TensorBoard also shows ``key`` over consumed samples, as Megatron-LM's ``... vs samples`` twins."""
+    # Losses too, but those of named test sets.
+    return key in _SAMPLED or (key.startswith("lm loss") and not key.startswith("lm loss test-"))
+
+
+def iteration_scalars(record: IterationRecord) -> dict[str, float]:
+    """The points of one iteration; ``iteration-time`` and the ``...-time`` of timers (slowest rank) are seconds."""
+    scalars: dict[str, float] = {"world-size": record.world_size, "consumed-samples": record.consumed_samples}
+    for name, value in record.metrics.items():
+        if value is not None:
+            scalars[name if is_detail(name) else _KEYS.get(name, name.replace("_", "-"))] = value
+    if "iteration-time" in scalars:
+        scalars["iteration-time"] /= 1e3
+    timers = {f"{name}-time": slowest / 1e3 for name, (_, slowest) in record.timers.items()}
+    return scalars | dict(record.memory) | timers
+
+
+def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
+    """The points over all sets, and the points of each set with its name behind the split, as in Megatron-LM."""
+    scalars: dict[str, float] = {}
+    for suffix, one in {"": record, **{f"-{name}": one for name, one in record.sets.items()}}.items():
+        split = record.split + suffix
+        scalars |= {f"lm loss {split}": one.loss, f"lm loss {split} ppl": one.perplexity}
+        if one.bits_per_byte is not None:
+            scalars[f"bits-per-byte {split}"] = one.bits_per_byte
+    return scalars
+
+
+class IntervalGate:
+    """Selects the first record at or after each multiple of ``interval`` iterations."""
+
+    def __init__(self, interval: int, resume_iteration: int) -> None:
+        self._interval = interval
+        self._reached = resume_iteration // interval
+
+    def passes(self, iteration: int) -> bool:
+        """Whether the record of ``iteration`` passes; ask once per record, in order."""
+        # interval 10, records at 8, 12, 19, 31: reached 0, 1, 1, 3, so that 12 and 31 pass
+        before, self._reached = self._reached, max(self._reached, iteration // self._interval)
+        return self._reached > before

@@ -20,7 +20,7 @@ from megatron.metrics.record import (
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 
-_VS_SAMPLES = " vs samples"
+_VS_SAMPLES = " vs samples"  # ends the tags of points over samples
 _EVENT_SUFFIX = ".pretrain"
 _HEADER, _CHECKSUM = 12, 4  # bytes around the payload of a record
 WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has some 60
@@ -28,8 +28,6 @@ WINDOW = 1 << 16  # bytes in which a bisection looks for a record; a point has s
 
 @dataclass(frozen=True)
 class TensorBoardFlags(WriterFlags):
-    """TensorBoard."""
-
     tensorboard_dir: str | None = None
     """Directory for TensorBoard events; enables the TensorBoard writer."""
 
@@ -97,10 +95,10 @@ class TensorBoardWriter:
 def rewind_events(path: Path, resume_iteration: int, search_from: int | None = None) -> None:
     """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
 
-    The file is a sequence of records: length (8 bytes, little endian), its checksum (4), payload, checksum (4). All
-    records after the first stale point are stale, so bisection finds it without reading the points of a long run;
+    All records after the first stale point are stale, so bisection finds it without reading the points of a long run;
     ``search_from`` is the start of an earlier record to read from instead.
     """
+    # A record of the file:  | length: 8 bytes, little endian | checksum: 4 | payload | checksum: 4 |
     with path.open("r+b") as file:
         file.seek(start_of_search(file, resume_iteration) if search_from is None else search_from)
         while True:
@@ -108,13 +106,16 @@ def rewind_events(path: Path, resume_iteration: int, search_from: int | None = N
             header = file.read(_HEADER)
             length = struct.unpack("<Q", header[:8])[0] if len(header) == _HEADER else 0
             payload = file.read(length + _CHECKSUM)
-            if not length or len(payload) < length + _CHECKSUM or _is_stale(payload[:length], resume_iteration):
+            is_whole = length > 0 and len(payload) == length + _CHECKSUM
+            event = _parse_event(payload[:length]) if is_whole else None
+            if event is None or (_is_over_iterations(event) and event.step > resume_iteration):
                 file.truncate(start)
                 return
 
 
 def start_of_search(file: BinaryIO, resume_iteration: int) -> int:
     """Start of a record that is not stale, shortly before the first stale or torn record."""
+    # | fresh ... fresh | ? ... ? | stale ... stale |  the middle part halves in each round
     fresh, stale = 0, os.fstat(file.fileno()).st_size
     while stale - fresh > WINDOW:
         middle = (fresh + stale) // 2
@@ -154,11 +155,6 @@ def _first_record(content: bytes) -> int | None:
         if 0 < length < WINDOW and masked_crc32c(content[at : at + 8]) == checksum:
             return at
     return None
-
-
-def _is_stale(payload: bytes, resume_iteration: int) -> bool:
-    event = _parse_event(payload)
-    return event is None or (_is_over_iterations(event) and event.step > resume_iteration)
 
 
 def _is_over_iterations(event: Any) -> bool:

@@ -21,8 +21,8 @@ class Timers:
     def __init__(self, level: int, synchronize: Callable[[], None] | None = None) -> None:
         self._level = level
         self._synchronize = synchronize
+        # Seconds of every finished span since the last call of elapsed, by name.
         self._spans: dict[str, list[float]] = {}
-        """Seconds of every finished span since the last :meth:`elapsed`, by name."""
         self._running: set[str] = set()
 
     def __call__(self, name: str, level: int = 1) -> AbstractContextManager[None]:
@@ -70,9 +70,10 @@ def combine(local: list[dict[str, float]], option: TimingOption) -> dict[str, tu
 
     ``local`` is ``elapsed()`` of every rank, in rank order.
     """
-    ends = {name: (min(times.values()), max(times.values())) for name, times in _by_name(local).items()}
-    if option == "max":
-        return {name: (slowest, slowest) for name, (_, slowest) in ends.items()}
+    ends = {}
+    for name, times in _by_name(local).items():
+        slowest = max(times.values())
+        ends[name] = (slowest if option == "max" else min(times.values()), slowest)
     return ends
 
 

@@ -28,8 +28,6 @@ _QUEUE_LENGTH = 1024
 
 @dataclass(frozen=True)
 class WandbFlags(WriterFlags):
-    """wandb."""
-
     wandb_project: str | None = None
     """wandb project; enables the wandb writer. The API key is read only from the environment."""
     wandb_exp_name: str | None = None
@@ -73,6 +71,8 @@ class WandbFlags(WriterFlags):
 class WandbWriter:
     """Sends records to wandb from a separate thread, so that neither network nor service delays training.
 
+        training ── write_iteration ──▶ queue of points ── thread ──▶ wandb, its files and the network
+
     Points have Megatron-LM's keys and the iteration as their step; a run whose id exists is continued, and points that
     it already has keep their first value. A run that is not sent within a minute after the end stays on disk for
     ``wandb sync``. Raises :class:`ConfigError` if the wandb package is missing.
@@ -115,6 +115,7 @@ class WandbWriter:
             self._fail("it did not finish in time")
 
     def _put(self, point: tuple[int, Mapping[str, float]] | None) -> None:
+        """Hand a point to the thread; None ends it."""
         if self._failed:
             return
         try:

@@ -13,7 +13,7 @@ from megatron.metrics.record import EvaluationRecord, IterationRecord
 
 
 class MetricsWriter(Protocol):
-    """Receives every record of a run, on one rank."""
+    """Receives every record of a run, on one rank. A subclass may leave a method out, which then does nothing."""
 
     def write_iteration(self, record: IterationRecord) -> None:
         """Write one logged iteration."""

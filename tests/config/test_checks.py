@@ -17,7 +17,7 @@ from megatron.config.checks import check_resolved_architecture, check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.model import preset
-from megatron.config.words import flag_names
+from megatron.config.words import fields_by_flag
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 from megatron.schedules.registry import SCHEDULES
@@ -209,7 +209,7 @@ def refuse(arguments: str, world_size: int) -> ConfigError:
 def test_a_bad_combination_is_refused_by_a_sentence_that_helps(arguments: str, world_size: int, named: str) -> None:
     message = str(refuse(arguments, world_size))
     assert_helpful(message, named)
-    known = {*flag_names(), *("--no-" + name[2:] for name in flag_names()), "--sequence-length"}
+    known = {*fields_by_flag(), *("--no-" + name[2:] for name in fields_by_flag()), "--sequence-length"}
     known |= {*NO_EFFECT, *NOT_SUPPORTED, "--learning-rate", "--help"}
     assert set(re.findall(r"--[a-z][a-z0-9-]*", message)) <= known, "the message names a flag that does not exist"
 
@@ -251,14 +251,12 @@ def raised_at(traceback: TracebackType | None) -> tuple[Path, int]:
 
 def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     (package,) = megatron.__path__
-    modules = [
-        Path(package, name) for name in ("urls.py", "flags.py", "intervals.py", "ranges.py", "schedules/stages.py")
-    ]
+    modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py")]
     modules += Path(package, "update_rules").glob("[!r]*.py")
     # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
     # test_bash_scripts.py of files;
     # tests/inference of the flags of tools that use a model.
-    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "generation.py", "loaded_model.py")
+    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "inference.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}

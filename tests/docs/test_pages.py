@@ -14,7 +14,7 @@ from megatron.commands.flag_reference import accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.help import Flag, flags_of
-from megatron.config.inference import GenerationConfig, LoadedModelConfig
+from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -111,7 +111,7 @@ def flags_of_script(path: Path) -> frozenset[str]:
     if path == PROGRAMS["overfit_check"]:
         found |= pretrain_flags()
     if path == PROGRAMS["evaluate"]:
-        found |= pretrain_flags() | flags_of_script(REPOSITORY / "megatron/config/inference.py")
+        found |= pretrain_flags() | spellings(flags_of(EvaluateConfig))
     return frozenset(found)
 
 

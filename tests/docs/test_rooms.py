@@ -25,7 +25,7 @@ ROOMS = (
     ("config",),
     ("architectures", "schedules", "metrics", "update_rules"),
     ("reports",),
-    ("console", "flags", "intervals", "ranges", "torch_compat", "urls"),
+    ("console", "flags", "torch_compat", "urls"),
     ("errors",),
 )
 """From the top to the ground."""

@@ -8,9 +8,9 @@ import pytest
 
 from megatron.commands import flag_reference
 from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
-from megatron.config import help as flag_docs
+from megatron.config.help import describe_values
 from megatron.config.megatron_lm import NOT_SUPPORTED
-from megatron.config.words import flag_names
+from megatron.config.words import fields_by_flag
 from megatron.errors import ConfigError
 
 DOCS = flag_reference.REPOSITORY / "docs"
@@ -54,7 +54,7 @@ def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
 
 def test_every_flag_has_its_row() -> None:
     page = flag_reference.flag_page()
-    for flag in flag_names():
+    for flag in fields_by_flag():
         assert page.count(f"\n| `{flag}` |") == 1, flag
 
 
@@ -109,7 +109,7 @@ def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     ],
 )
 def test_values_are_described(kind: object, expected: str) -> None:
-    assert flag_docs.describe_values(kind) == expected
+    assert describe_values(kind) == expected
 
 
 def test_help_cannot_break_a_table() -> None:

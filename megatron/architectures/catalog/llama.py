@@ -34,7 +34,7 @@ _PRESETS = {
 }
 
 
-ARCHITECTURE = ArchitectureSpec(
+LLAMA = ArchitectureSpec(
     name="llama",
     title="Llama",
     layer_weights=dense_layer,

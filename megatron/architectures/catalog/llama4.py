@@ -48,7 +48,11 @@ def _experts(config: TransformerConfig) -> tuple[WeightMapping, ...]:
 
 
 def _read_fields(fields: Fields) -> dict[str, Any]:
-    has_rope = _rope_layers(fields)
+    has_rope, floor, tunes = _rope_layers(fields), number(fields, "floor_scale"), fields["attn_temperature_tuning"]
+    if floor < 1 or floor != int(floor):
+        raise ValueError(f"floor_scale is {fields['floor_scale']!r}, not a positive integer: convert another model")
+    # Published files have the number 4, of which only the truth counts.
+    tunes = tunes != 0 if isinstance(tunes, int) else flag(fields, "attn_temperature_tuning", True)
     return {
         "ffn_hidden_size": size(fields, "intermediate_size_mlp"),
         "num_experts": size(fields, "num_local_experts"),
@@ -59,8 +63,8 @@ def _read_fields(fields: Fields) -> dict[str, Any]:
         "qk_l2_norm": flag(fields, "use_qk_norm", True),
         "no_rope_freq": describe_nope_layers(not rope for rope in has_rope),
         "attention_chunk_size": _chunk_size(fields, has_rope),
-        "attention_temperature_tuning": _tunes_temperature(fields),
-        "attention_temperature_floor": _temperature_floor(fields),
+        "attention_temperature_tuning": tunes,
+        "attention_temperature_floor": int(floor),
         "attention_temperature_scale": number(fields, "attn_scale"),
     }
 
@@ -79,7 +83,7 @@ def _moe_layers(fields: Fields) -> list[bool]:
 
 
 def _rope_layers(fields: Fields) -> list[bool]:
-    """For every layer whether it has rotary position embedding, which is a 1 in ``no_rope_layers``."""
+    """Whether each layer has rotary position embedding, which is a 1 in ``no_rope_layers``."""
     layers = range(size(fields, "num_hidden_layers"))
     # Published files have an empty list, which means the default.
     if not fields.get("no_rope_layers"):
@@ -95,7 +99,7 @@ def _rope_layers(fields: Fields) -> list[bool]:
 
 
 def _chunk_size(fields: Fields, has_rope: list[bool]) -> int | None:
-    """None if no layer has chunks."""
+    """The size of the chunks of attention; None if no layer has chunks."""
     wanted = [_CHUNKED if rope else _FULL for rope in has_rope]
     kinds = fields.get("layer_types") or wanted
     if "attention_chunk_size" in fields and fields["attention_chunk_size"] is None:
@@ -108,19 +112,6 @@ def _chunk_size(fields: Fields, has_rope: list[bool]) -> int | None:
         f"layer_types differs from no_rope_layers: the layers with rotary embedding, and no others, can have "
         f"{_CHUNKED!r}; convert another model"
     )
-
-
-def _tunes_temperature(fields: Fields) -> bool:
-    value = fields["attn_temperature_tuning"]
-    # Published files have the number 4, of which only the truth counts.
-    return value != 0 if isinstance(value, int) else flag(fields, "attn_temperature_tuning", True)
-
-
-def _temperature_floor(fields: Fields) -> int:
-    value = number(fields, "floor_scale")
-    if value < 1 or value != int(value):
-        raise ValueError(f"floor_scale is {fields['floor_scale']!r}, not a positive integer: convert another model")
-    return int(value)
 
 
 def _integers(fields: Fields, name: str) -> list[int]:
@@ -139,7 +130,8 @@ def _config_fields(config: TransformerConfig) -> dict[str, Any]:
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.moe_router_topk,
         "moe_layers": [layer for layer, is_moe in enumerate(config.moe_layers()) if is_moe],
-        "interleave_moe_layer_step": _moe_step(config),
+        # The step of regular MoE layers, for programs that do not read moe_layers, which has priority.
+        "interleave_moe_layer_step": config.moe_layers().index(True) + 1,
         "use_qk_norm": config.qk_l2_norm,
         "no_rope_layers": [int(has_rope) for has_rope in rope],
         # transformers needs a size even if no layer has chunks.
@@ -154,71 +146,33 @@ def _config_fields(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _moe_step(config: TransformerConfig) -> int:
-    """The step of regular MoE layers, for programs that do not read ``moe_layers``, which has priority."""
-    is_moe = config.moe_layers()
-    return is_moe.index(True) + 1
-
-
-def _accepts(config: TransformerConfig) -> bool:
-    return config.moe_router_topk == 1 and config.moe_shared_expert_intermediate_size == config.moe_ffn_hidden_size
-
-
 # --- presets -------------------------------------------------------------------------------------------------
 
 
 def _llama4(
     layers: int, hidden: int, ffn: int, heads: int, positions: int, expert: int, chunk: int, **more: Any
 ) -> dict[str, Any]:
-    return preset(
-        layers,
-        hidden,
-        ffn,
-        heads,
-        max_position_embeddings=positions,
-        no_rope_freq="4",
-        attention_chunk_size=chunk,
-        attention_temperature_tuning=True,
-        moe_ffn_hidden_size=expert,
-        moe_shared_expert_intermediate_size=expert,
-        moe_router_topk=1,
-        moe_router_score_function="sigmoid",
-        moe_apply_probs_on_input=True,
-        **more,
-    )
+    # Three layers with rotary position embedding and chunks, one without both.
+    attention = {"no_rope_freq": "4", "attention_chunk_size": chunk, "attention_temperature_tuning": True}
+    widths = {"moe_ffn_hidden_size": expert, "moe_shared_expert_intermediate_size": expert}
+    router = {"moe_router_topk": 1, "moe_router_score_function": "sigmoid", "moe_apply_probs_on_input": True}
+    more |= attention | widths | router
+    return preset(layers, hidden, ffn, heads, max_position_embeddings=positions, **more)
 
 
 def _published(positions: int, **more: Any) -> dict[str, Any]:
     return _llama4(48, 5120, 16384, 40, positions, 8192, 8192, groups=8, kv_channels=128, **more)
 
 
+_TINY = {"num_experts": 8, "moe_layer_freq": "[0,1]*2", "qk_l2_norm": True, "make_vocab_size_divisible_by": 128}
+_SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 16.0, "rope_scaling_high_freq_factor": 1.0}
 _PRESETS = {
-    "tiny-llama4": _llama4(
-        4,
-        128,
-        384,
-        8,
-        8192,
-        192,
-        64,
-        groups=4,
-        num_experts=8,
-        moe_layer_freq="[0,1]*2",
-        qk_l2_norm=True,
-        make_vocab_size_divisible_by=128,
-    ),
-    "llama4-scout": _published(
-        10485760,
-        num_experts=16,
-        qk_l2_norm=True,
-        use_rope_scaling=True,
-        rope_scaling_factor=16.0,
-        rope_scaling_high_freq_factor=1.0,
-    ),
+    "tiny-llama4": _llama4(4, 128, 384, 8, 8192, 192, 64, groups=4, **_TINY),
+    "llama4-scout": _published(10485760, num_experts=16, qk_l2_norm=True, **_SCALED),
     "llama4-maverick": _published(1048576, num_experts=128, moe_layer_freq="[0,1]*24"),
 }
 
-ARCHITECTURE = ArchitectureSpec(
+LLAMA4 = ArchitectureSpec(
     name="llama4_text",
     title="Llama4",
     layer_weights=_layer_weights,
@@ -233,7 +187,9 @@ ARCHITECTURE = ArchitectureSpec(
         }
     ),
     moe_layers=any,
-    accepts=_accepts,
+    accepts=lambda config: (
+        config.moe_router_topk == 1 and config.moe_shared_expert_intermediate_size == config.moe_ffn_hidden_size
+    ),
     multimodal=MultimodalModel("llama4", "Llama4ForConditionalGeneration", ("vision_model.", "multi_modal_projector.")),
     presets=_PRESETS,
     vocab_sizes={name: 202048 for name in _PRESETS if name != "tiny-llama4"},

@@ -39,7 +39,7 @@ def _mixtral(
     return preset(layers, hidden, ffn, heads, groups, positions, **experts, **more)
 
 
-ARCHITECTURE = ArchitectureSpec(
+MIXTRAL = ArchitectureSpec(
     name="mixtral",
     title="Mixtral",
     layer_weights=_layer_weights,

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import eq, ge, gt, le, lt, ne
 
 from megatron.config.bash.expansion import (
     Variables,
@@ -31,27 +32,9 @@ from megatron.config.bash.syntax import (
     source_of,
 )
 
-_NO_START = frozenset(
-    [
-        "cat",
-        "chmod",
-        "cp",
-        "echo",
-        "git",
-        "grep",
-        "ln",
-        "ls",
-        "mkdir",
-        "mv",
-        "printf",
-        "rm",
-        "rsync",
-        "sed",
-        "tee",
-        "touch",
-    ]
-)
-"""Commands whose words may name a program, but do not start it."""
+# Commands whose words may name a program, but do not start it.
+_NAMING = "cat chmod cp echo git grep ln ls mkdir mv printf rm rsync sed tee touch"
+_NO_START = frozenset(_NAMING.split())
 _DECLARATIONS = frozenset(["declare", "export", "local", "readonly", "typeset"])
 _MOST_TURNS = 1000
 
@@ -105,8 +88,8 @@ def started_by(words: Sequence[str], environment: Mapping[str, str]) -> list[Sta
 class _Evaluation:
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
+        # The variables without a value that a condition has used.
         self.unset: list[str] = []
-        """The variables without a value that a condition has used."""
 
     def attempt(self, body: Body) -> Reading:
         """The reading after ``body``, which may leave the script. The present reading stays as it is."""
@@ -132,10 +115,8 @@ class _Evaluation:
                 return self._chain(node)
             case If():
                 self._if(node)
-            case Loop(kind="for"):
-                self._for(node)
             case Loop():
-                self._while(node)
+                self._loop(node)
             case Case():
                 self._case(node)
             case Group():
@@ -188,15 +169,15 @@ class _Evaluation:
     def _remark(self, sentence: str) -> None:
         self.reading.remarks[sentence] = None
 
-    def _for(self, node: Loop) -> None:
-        items = [item for word in node.words for item in fields(word, self.reading.variables)]
-        for item in items[:_MOST_TURNS]:
-            if node.name:
-                self.reading.variables.values[node.name] = item
-            if self._turn(node.body) == "break":
-                return
-
-    def _while(self, node: Loop) -> None:
+    def _loop(self, node: Loop) -> None:
+        if node.kind == "for":
+            items = [item for word in node.words for item in fields(word, self.reading.variables)]
+            for item in items[:_MOST_TURNS]:
+                if node.name:
+                    self.reading.variables.values[node.name] = item
+                if self._turn(node.body) == "break":
+                    return
+            return
         for _ in range(_MOST_TURNS):
             status = self.run(node.condition)
             if status is (node.kind == "until"):
@@ -248,18 +229,14 @@ class _Evaluation:
                 variables.assign(word)
             return True
         if words[0] in _DECLARATIONS:
-            self._declare(words)
+            is_array = any(re.match(r"-\w*[aA]", word) for word in words)
+            for word in words[1:]:
+                if ASSIGNMENT.match(word):
+                    variables.assign(word)
+                elif is_array and word.isidentifier():
+                    variables.values.setdefault(word, {})
             return True
         return self._command(node, [field for word in words for field in fields(word, variables)])
-
-    def _declare(self, words: Sequence[str]) -> None:
-        variables = self.reading.variables
-        is_array = any(re.match(r"-\w*[aA]", word) for word in words)
-        for word in words[1:]:
-            if ASSIGNMENT.match(word):
-                variables.assign(word)
-            elif is_array and word.isidentifier():
-                variables.values.setdefault(word, {})
 
     def _arithmetic_command(self, source: str) -> bool | None:
         changed = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=(?!=))(.*)", source, re.DOTALL)
@@ -346,17 +323,18 @@ class _Test:
         self._words = list(words)
         self._known = known
         self._variables = variables
+        # For the operands of [[ ]], which are not expanded yet.
         self._expand = expand
-        """For the operands of ``[[ ]]``, which are not expanded yet."""
-
-    def result(self) -> bool | None:
-        return self._either() if self._words else False
 
     def _take(self, *words: str) -> bool:
         found = bool(self._words) and self._words[0] in words
         if found:
             self._words.pop(0)
         return found
+
+    def result(self) -> bool | None:
+        """Whether the condition holds; None if that is not known."""
+        return self._either() if self._words else False
 
     def _either(self) -> bool | None:
         result = self._both()
@@ -386,49 +364,37 @@ class _Test:
         if self._words and self._words[0] in _COMPARISONS:
             comparison = self._words.pop(0)
             return self._compared(first, comparison, self._words.pop(0) if self._words else "")
-        if re.fullmatch(r"-[a-zA-Z]", first) and self._words:
-            return self._unary(first, self._words.pop(0))
-        value = self._value(first)
-        return None if value is None else value != ""
+        is_unary = re.fullmatch(r"-[a-zA-Z]", first) is not None and bool(self._words)
+        value = self._value(self._words.pop(0) if is_unary else first)
+        if value is None:
+            return None
+        if not is_unary:
+            return value != ""
+        if first in ("-n", "-z"):
+            return (value == "") is (first == "-z")
+        # The others are tests of files.
+        return self._variables.elements(value) is not None if first == "-v" else None
 
     def _value(self, word: str) -> str | None:
         return self._known(self._expand(word) if self._expand else word)
 
-    def _unary(self, operator: str, word: str) -> bool | None:
-        value = self._value(word)
-        if value is None or operator not in ("-z", "-n", "-v"):
-            return None  # a test of a file
-        if operator == "-v":
-            return self._variables.elements(value) is not None
-        return (value == "") is (operator == "-z")
-
     def _compared(self, left: str, comparison: str, right: str) -> bool | None:
-        values = [self._value(left), self._value(right)]
-        if values[0] is None or values[1] is None:
+        one, other = self._value(left), self._value(right)
+        if one is None or other is None:
             return None
-        one, other = values[0], values[1]
         if comparison in _NUMBERS:
-            numbers = [arithmetic(one, self._variables), arithmetic(other, self._variables)]
-            if numbers[0] is None or numbers[1] is None:
-                return None
-            return _NUMBERS[comparison](numbers[0], numbers[1])
+            number, limit = arithmetic(one, self._variables), arithmetic(other, self._variables)
+            return None if number is None or limit is None else _NUMBERS[comparison](number, limit)
         if comparison == "=~":
             try:
                 return re.search(other, one) is not None
             except re.error:
                 return None
         if comparison in ("<", ">"):
-            return one < other if comparison == "<" else one > other
+            return one != other and (one < other) is (comparison == "<")
         is_pattern = self._expand is not None and right[:1] not in ("'", '"')
         return (matches(one, other) if is_pattern else one == other) is (comparison != "!=")
 
 
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
-    "-eq": lambda one, other: one == other,
-    "-ne": lambda one, other: one != other,
-    "-lt": lambda one, other: one < other,
-    "-le": lambda one, other: one <= other,
-    "-gt": lambda one, other: one > other,
-    "-ge": lambda one, other: one >= other,
-}
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {f"-{one.__name__}": one for one in (eq, ne, lt, le, gt, ge)}
 _COMPARISONS = frozenset([*_NUMBERS, "=", "==", "!=", "=~", "<", ">"])

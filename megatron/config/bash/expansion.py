@@ -13,8 +13,10 @@ from typing import NamedTuple
 
 from megatron.config.bash.syntax import ASSIGNMENT, end_of_expansion, words_of
 
+# Private characters around source text without a value, and for the blanks in it.
 _BEGIN, _END, _BLANK = "\ue000", "\ue001", "\ue002"
-"""Private characters around source text without a value, and for the blanks in it."""
+# Private characters where bash begins another word, and where it had a quoted part.
+_CUT, _QUOTED = "\ue003", "\ue004"
 _ESCAPES = {"n": "\n", "t": "\t"}
 _UNSET = re.compile(rf"{_BEGIN}\$\w+{_END}")
 
@@ -119,29 +121,12 @@ class _Piece(NamedTuple):
 
 def fields(source: str, variables: Variables) -> list[str]:
     """The words that bash makes of one word in the source."""
-    found: list[str] = []
-    current: str | None = None
+    text = ""
     for piece in _pieces(source, variables, is_quoted=False):
-        for number, value in enumerate(piece.values):
-            if number and current is not None:
-                found.append(current)
-                current = None
-            if piece.is_quoted:
-                current = (current or "") + value
-                continue
-            parts = value.split()
-            if value[:1].isspace() and current is not None:
-                found.append(current)
-                current = None
-            for part_number, part in enumerate(parts):
-                if part_number and current is not None:
-                    found.append(current)
-                    current = None
-                current = (current or "") + part
-            if parts and value[-1:].isspace() and current is not None:
-                found.append(current)
-                current = None
-    return found if current is None else [*found, current]
+        # A quoted part keeps its blanks, and makes a word even if it is empty. Elements of an array are separate words.
+        values = [_QUOTED + value if piece.is_quoted else re.sub(r"\s+", _CUT, value) for value in piece.values]
+        text += _CUT.join(values)
+    return [word.replace(_QUOTED, "") for word in text.split(_CUT) if word]
 
 
 def joined(source: str, variables: Variables) -> str:
@@ -176,13 +161,18 @@ def _pieces(source: str, variables: Variables, is_quoted: bool) -> Iterator[_Pie
             position = end
         elif character == "`" or re.match(r"\$[({]|[<>]\(", source[position : position + 2]):
             end = end_of_expansion(source, position)
-            yield from _expansion(source[position:end], variables, is_quoted)
+            inner_source = source[position:end]
+            if inner_source.startswith("${"):
+                yield from _parameter(inner_source[2:-1], variables, is_quoted)
+            else:
+                is_number = inner_source.startswith("$((") and inner_source.endswith("))")
+                number = arithmetic(inner_source[3:-2], variables) if is_number else None
+                # A command is not run.
+                yield _Piece([_unknown(inner_source) if number is None else str(number)], is_quoted)
             position = end
-        elif name := re.compile(r"\$(\w+|[@*#?$!-])").match(source, position):
-            bare = re.match(r"\d|\w+|.", name[1])
-            assert bare is not None
-            yield from _parameter(bare[0], variables, is_quoted)
-            position += 1 + len(bare[0])
+        elif name := re.compile(r"\$(\d|\w+|[@*#?$!-])").match(source, position):
+            yield from _parameter(name[1], variables, is_quoted)
+            position = name.end()
         else:
             plain = re.compile(r"[^\\'\"$`<>]+|.", re.DOTALL).match(source, position)
             assert plain is not None
@@ -190,78 +180,51 @@ def _pieces(source: str, variables: Variables, is_quoted: bool) -> Iterator[_Pie
             position = plain.end()
 
 
-def _expansion(source: str, variables: Variables, is_quoted: bool) -> Iterator[_Piece]:
-    if source.startswith("$((") and source.endswith("))"):
-        number = arithmetic(source[3:-2], variables)
-        yield _Piece([_unknown(source) if number is None else str(number)], is_quoted)
-    elif source.startswith("${"):
-        yield from _parameter(source[2:-1], variables, is_quoted)
-    else:
-        yield _Piece([_unknown(source)], is_quoted)
-
-
 _PARAMETER = re.compile(r"(!?)(#?)(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 
 
 def _parameter(inner: str, variables: Variables, is_quoted: bool) -> Iterator[_Piece]:
     """The value of ``${inner}``."""
-    found = _PARAMETER.fullmatch(inner)
+    found, source = _PARAMETER.fullmatch(inner), f"${{{inner}}}"
     if inner in ("#", "?"):
         yield _Piece([str(len(variables.arguments or ())) if inner == "#" else "0"], is_quoted)
         return
     if found is None or found[3] in "#?$!-":
-        yield _Piece([_unknown(f"${{{inner}}}")], is_quoted)
+        yield _Piece([_unknown(source)], is_quoted)
         return
     indirect, counts, name, subscript, rest = found.groups()
     is_list = name in "@*" or subscript in ("@", "*")
-    if indirect and is_list:
+    if indirect and is_list:  # ${!A[@]}: the keys
         present = variables.values.get(name, {})
         values: list[str] | None = list(present) if isinstance(present, dict) else ["0"]
     elif is_list:
         values = variables.elements(name)
     else:
-        if indirect:
+        if indirect:  # ${!A}: the variable whose name is the value of A
             name = variables.get(name) or "unknown"
         value = variables.get(name, "0" if subscript is None else variables.index(name, subscript))
         values = None if value is None else [value]
-    if counts:
+    if counts:  # ${#A}
         number = len(values or ()) if is_list else len((values or [""])[0])
         yield _Piece([str(number)], is_quoted)
         return
-    yield from _changed(f"${name}", values, rest, variables, is_quoted, is_list, f"${{{inner}}}", subscript)
-
-
-def _changed(
-    name: str,
-    values: list[str] | None,
-    rest: str,
-    variables: Variables,
-    is_quoted: bool,
-    is_list: bool,
-    source: str,
-    subscript: str | None,
-) -> Iterator[_Piece]:
-    """The values of a parameter after the operator that begins ``rest``."""
     choice = re.match(r"(:?)([-=+?])", rest)
-    if choice:
-        text = " ".join(values or ())
+    if choice:  # ${A:-default} and the like
+        default, text = rest[choice.end() :], " ".join(values or ())
         is_set = values is not None and (without_unset(text) != "" or not (choice[1] or _UNSET.search(text)))
-        if choice[2] == "+":
-            if is_set:
-                yield from _pieces(rest[choice.end() :], variables, is_quoted)
-            return
-        if not is_set and choice[2] in "-=":
-            default = rest[choice.end() :]
-            if choice[2] == "=" and name[1:].isidentifier():
-                variables.values[name[1:]] = joined(default, variables)
+        if is_set == (choice[2] == "+") and choice[2] != "?":
+            if choice[2] == "=" and name.isidentifier():
+                variables.values[name] = joined(default, variables)
             yield from _pieces(default, variables, is_quoted)
+            return
+        if choice[2] == "+":
             return
     elif rest and values is not None:
         texts = [_modified(value, rest, variables) for value in values]
         values = [_unknown(source) if text is None else text for text in texts]
     if values is None:
-        values = [_unknown(name)]
-    if is_list and is_quoted and (subscript or name[1:]) == "*":
+        values = [_unknown(f"${name}")]
+    if is_list and is_quoted and (subscript or name) == "*":
         values = [" ".join(values)]
     yield _Piece(values, is_quoted)
 

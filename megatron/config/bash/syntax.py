@@ -72,8 +72,6 @@ class Group:
 
 @dataclass(frozen=True)
 class Function:
-    """The definition of a function."""
-
     name: str
     body: "Body"
 
@@ -103,19 +101,15 @@ def end_of_expansion(text: str, start: int) -> int:
             position += 1
         elif closing == ")" and character == "#" and text[position - 1] in " \t\n(":
             position = (text + "\n").index("\n", position)
-        elif _begins_nested(text, position, closing):
-            position = end_of_expansion(text, position)
+        elif (
+            re.match(r"\$[({]|`", text[position : position + 2])
+            or (closing != '"' and text[position] in "'\"")
+            or (closing == ")" and character == "(")
+        ):
+            position = end_of_expansion(text, position)  # nested
         else:
             position += 1
     raise ValueError(f"line {text.count(chr(10), 0, start) + 1}: {text[start : start + 2].strip()!r} is not closed")
-
-
-def _begins_nested(text: str, position: int, closing: str) -> bool:
-    if re.match(r"\$[({]|`", text[position : position + 2]):
-        return True
-    if closing == '"':
-        return False
-    return text[position] in "'\"" or (text[position] == "(" and closing == ")")
 
 
 class _Tokens:
@@ -124,12 +118,12 @@ class _Tokens:
     def __init__(self, text: str) -> None:
         self._text = text
         self._position = 0
+        # Where the next token begins, and the token, if it has been read.
         self._peeked: tuple[int, str] | None = None
-        """Where the next token begins, and the token, if it has been read."""
+        # The here-documents whose text begins after the present line: delimiter, whether tabs are stripped, text.
         self._here: list[tuple[str, bool, list[str]]] = []
-        """The here-documents whose text begins after the present line."""
+        # The text of the last one, once its line has ended.
         self.here_document: list[str] = []
-        """The text of the last one, once its line has ended."""
 
     @property
     def line(self) -> int:
@@ -166,19 +160,17 @@ class _Tokens:
             return operator[0]
         return self._word()
 
-    def operand(self) -> str:
-        """The next operand or operator of ``[[ ]]``."""
+    def operand(self, previous: str = "") -> str:
+        """The next operand or operator of ``[[ ]]``, after the ``previous`` one."""
+        if previous == "=~":  # a regular expression may contain parentheses
+            self._skip_blanks()
+            return self._word(ends=" \t\n")
         while self._text[self._position : self._position + 1] == "\n" or _BLANK.match(self._text, self._position):
             self._position += 1
         if operator := re.compile(r"&&|\|\||[()<>]").match(self._text, self._position):
             self._position = operator.end()
             return operator[0]
         return self._word()
-
-    def regular_expression(self) -> str:
-        """The operand of ``=~``, which may contain parentheses."""
-        self._skip_blanks()
-        return self._word(ends=" \t\n")
 
     def arithmetic(self) -> str:
         """The text up to ``))``."""
@@ -368,7 +360,8 @@ def _case(tokens: _Tokens, line: int) -> Case:
         while token != ")":
             if token not in ("(", "|"):
                 patterns.append(token)
-            token = _expect_any(tokens)
+            if not (token := tokens.next()):
+                raise ValueError(f"line {tokens.line}: ')' is missing")
         body = _body(tokens, (";;", ";&", ";;&", "esac"))
         branches.append((tuple(patterns), body))
         if tokens.peek() != "esac":
@@ -377,21 +370,12 @@ def _case(tokens: _Tokens, line: int) -> Case:
     return Case(line, word, tuple(branches))
 
 
-def _expect_any(tokens: _Tokens) -> str:
-    token = tokens.next()
-    if not token:
-        raise ValueError(f"line {tokens.line}: ')' is missing")
-    return token
-
-
 def _test(tokens: _Tokens, line: int) -> Simple:
     words = ["[["]
-    while (token := tokens.operand()) != "]]":
-        if not token:
+    while (token := tokens.operand(words[-1])) != "]]" or words[-1] == "=~":
+        if not token and words[-1] != "=~":
             raise ValueError(f"line {line}: '[[' is not closed")
         words.append(token)
-        if token == "=~":
-            words.append(tokens.regular_expression())
     return Simple(line, tuple(words))
 
 

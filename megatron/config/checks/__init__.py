@@ -1,32 +1,13 @@
 """Checks that cross flag groups, by topic, and the order in which a run has them."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 
-from megatron.config.checks import (
-    faults,
-    layout,
-    operation,
-    precision,
-    run_all,
-)
-from megatron.config.checks import (
-    model as attention,
-)
-from megatron.config.checks import (
-    model as experts,
-)
-from megatron.config.checks import (
-    model as mup,
-)
-from megatron.config.checks import (
-    precision as backends,
-)
-from megatron.config.checks import (
-    training as length,
-)
+from megatron.config.checks import faults, layout, model, operation, precision, training
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
 
 
 def check_run(run: RunConfig, world_size: int) -> None:
@@ -46,39 +27,76 @@ def check_resolved_architecture(run: RunConfig, world_size: int) -> None:
     run_all([[partial(check, run, world_size) for check in ARCHITECTURE_CHECKS]])
 
 
+# Checks that need no architecture.
 CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
-    length.check_required,
-    length.check_data_source,
-    length.check_loader_timeout,
+    training.check_required,
+    training.check_data_source,
+    training.check_loader_timeout,
     layout.check_tensor_parallel_overlap,
-    backends.check_transformer_engine_overlap,
+    precision.check_transformer_engine_overlap,
     layout.check_data_parallel,
     precision.check_formats,
-    backends.check_transformer_engine,
-    length.check_length,
-    length.check_profile,
-    length.check_data_stage,
-    length.check_validation_sets,
-    length.check_evaluation_batch,
-    length.check_evaluation_of_average,
+    precision.check_transformer_engine,
+    training.check_length,
+    training.check_profile,
+    training.check_data_stage,
+    training.check_validation_sets,
+    training.check_evaluation_batch,
+    training.check_evaluation_of_average,
     operation.check_update_policies,
-    backends.check_kernels,
-    length.check_dry_run,
+    precision.check_kernels,
+    training.check_dry_run,
     faults.check_faults,
 )
+# Checks of sizes; checkpoints and Hugging Face models have them, too.
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
-    attention.check_attention,
-    mup.check_mup,
-    experts.check_experts,
-    experts.check_expert_layout,
+    model.check_attention,
+    model.check_mup,
+    model.check_experts,
+    model.check_expert_layout,
     layout.check_context_parallel,
     layout.check_pipeline,
     layout.check_activations,
-    experts.check_recomputed_modules,
+    model.check_recomputed_modules,
     layout.check_fully_sharded,
-    experts.check_expert_precision,
-    experts.check_expert_optimizer,
+    model.check_expert_precision,
+    model.check_expert_optimizer,
     precision.check_fp8,
-    backends.check_transformer_engine_buffers,
+    precision.check_transformer_engine_buffers,
 )
+
+
+def flags_in(text: str) -> list[str]:
+    """The flags that a text names, in order."""
+    return re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)
+
+
+def run_all(stages: Iterable[Iterable[Callable[[], None]]]) -> None:
+    """Run every check; raises one :class:`ConfigError` with all their sentences.
+
+    A check of a later stage may rely on earlier ones. So its sentence is left out if it names the flag with which an
+    earlier sentence begins, and another exception of it if there is any sentence.
+    """
+    found: list[ConfigError] = []
+    # A stage relies on those before it: a wrong flag would make it raise a second sentence, or any exception.
+    for stage in stages:
+        wrong = {flag for error in found for sentence in error.sentences for flag in flags_in(sentence)[:1]}
+        for check in stage:
+            try:
+                check()
+            except ConfigError as error:
+                found += without_sentences_on(error, wrong)
+            except Exception:
+                if not found:
+                    raise
+    if found:
+        raise ConfigError.of(found)
+
+
+def without_sentences_on(error: ConfigError, flags: set[str]) -> list[ConfigError]:
+    """``error`` without the sentences that name one of ``flags``; empty if none is left."""
+    kept = [sentence for sentence in error.sentences if not flags & set(flags_in(sentence))]
+    if len(kept) == len(error.sentences):
+        return [error]
+    return [ConfigError(*kept)] if kept else []

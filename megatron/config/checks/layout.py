@@ -10,16 +10,15 @@ from megatron.schedules.registry import SCHEDULES
 
 
 def check_tensor_parallel(run: RunConfig, world_size: int) -> None:
-    size = run.parallel.tensor_model_parallel_size
-    model = run.model.resolve(1, size, run.data.seq_length or 1)
+    size, model = run.parallel.tensor_model_parallel_size, run.architecture
     divided = values_of(model, "num_attention_heads", "num_query_groups")
     if not all(model.moe_layers()):
         divided |= values_of(model, "ffn_hidden_size")
     for flag, value in divided.items():
         if value % size:
             raise ConfigError(
-                f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower the latter to a "
-                f"divisor of {value}, or change the former."
+                f"{flag} {value} is not divisible by --tensor-model-parallel-size {size}: lower "
+                f"--tensor-model-parallel-size to a divisor of {value}, or change {flag}."
             )
     if run.parallel.sequence_parallel and run.data.seq_length is not None and run.data.seq_length % size:
         raise ConfigError(
@@ -38,9 +37,8 @@ def check_tensor_parallel_overlap(run: RunConfig, world_size: int) -> None:
 
 
 def check_context_parallel(run: RunConfig, world_size: int) -> None:
-    parallel = run.parallel
+    parallel, model = run.parallel, run.architecture
     size, tensor_size = parallel.context_parallel_size, parallel.tensor_model_parallel_size
-    model = run.model.resolve(1, tensor_size, run.data.seq_length or 1)
     types = " ".join(parallel.cp_comm_type)
     if len(parallel.cp_comm_type) not in (1, model.num_layers):
         raise ConfigError(
@@ -50,6 +48,7 @@ def check_context_parallel(run: RunConfig, world_size: int) -> None:
     if size == 1:
         return
     length = run.data.seq_length
+    # Each rank has two of 2 x size chunks, whose rows --sequence-parallel divides again.
     parts = math.lcm(2 * size, size * tensor_size) if parallel.sequence_parallel else 2 * size
     if length is not None and length % parts:
         by = " and --sequence-parallel" if parallel.sequence_parallel and tensor_size > 1 else ""
@@ -72,8 +71,7 @@ def check_context_parallel(run: RunConfig, world_size: int) -> None:
 
 
 def check_pipeline(run: RunConfig, world_size: int) -> None:
-    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
-    run.pipeline.check_stages(model.num_layers, run.parallel.pipeline_model_parallel_size)
+    run.pipeline.check_stages(run.architecture.num_layers, run.parallel.pipeline_model_parallel_size)
 
 
 def check_data_parallel(run: RunConfig, world_size: int) -> None:
@@ -101,7 +99,7 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> None:
     shards = copies // parallel.num_distributed_optimizer_instances
     if parallel.sharding_strategy != "optim_grads_params" or stages == 1 or shards == 1:
         return
-    model = run.model.resolve(1, parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    model = run.architecture
     schedule = run.pipeline.schedule(model.num_layers, stages)
     if SCHEDULES[schedule].placement == "v" and not model.untie_embeddings_and_output_weights:
         raise ConfigError(
@@ -112,9 +110,8 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> None:
 
 
 def check_activations(run: RunConfig, world_size: int) -> None:
-    activations, parallel = run.activations, run.parallel
+    activations, parallel, model = run.activations, run.parallel, run.architecture
     size = parallel.tensor_model_parallel_size
-    model = run.model.resolve(1, size, run.data.seq_length or 1)
     stages = run.pipeline.virtual_stages(model.num_layers, parallel.pipeline_model_parallel_size)
     layers = max(len(stage.layers) for stage in stages)
     for flag, count in values_of(activations, "recompute_num_layers", "cpu_offloading_num_layers").items():
@@ -127,7 +124,7 @@ def check_activations(run: RunConfig, world_size: int) -> None:
         raise ConfigError(f"{flag} has no effect with --sequence-parallel, which already shards the inputs: remove it.")
     if size == 1:
         raise ConfigError(
-            f"{flag} needs more than one tensor-parallel rank, not {sizes}: remove it, or raise the latter."
+            f"{flag} needs more than one tensor-parallel rank, not {sizes}: remove it, or raise the size."
         )
     if model.hidden_size % size:
         raise ConfigError(

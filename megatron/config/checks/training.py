@@ -38,7 +38,8 @@ def check_loader_timeout(run: RunConfig, world_size: int) -> None:
     if world_size > 1 and run.dataloader_timeout >= minutes * 60:
         raise ConfigError(
             f"--dataloader-timeout {run.dataloader_timeout:.0f} s must be shorter than --distributed-timeout-minutes "
-            f"{minutes:g}, after which collectives of the other ranks fail: lower the former or raise the latter."
+            f"{minutes:g}, after which collectives of the other ranks fail: lower --dataloader-timeout, or raise "
+            "--distributed-timeout-minutes."
         )
 
 
@@ -68,10 +69,9 @@ def check_profile(run: RunConfig, world_size: int) -> None:
 
 
 def check_data_stage(run: RunConfig, world_size: int) -> None:
-    if run.data.new_data_stage is not None and run.validation.skip_train:
-        raise ConfigError(
-            f"--new-data-stage {run.data.new_data_stage} and --skip-train exclude each other: remove one of them."
-        )
+    stage = run.data.new_data_stage
+    if stage is not None and run.validation.skip_train:
+        raise ConfigError(f"--new-data-stage {stage} and --skip-train exclude each other: remove one of them.")
 
 
 def check_validation_sets(run: RunConfig, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of mixture of experts against the model, the layout, precision and recompute."""
+"""Checks of the model: attention, the maximal update parametrization, mixture of experts."""
 
 from dataclasses import fields
 
@@ -6,15 +6,58 @@ from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
-from megatron.update_rules.rule import update_rules
+from megatron.update_rules.rule import build_rule, update_rules
+
+
+def check_attention(run: RunConfig, world_size: int) -> None:
+    model = run.model
+    tuned = changed_flags(model, "attention_temperature_floor", "attention_temperature_scale")
+    require_flag("--attention-temperature-tuning", model.attention_temperature_tuning, tuned)
+    if model.qk_l2_norm and model.qk_layernorm:
+        raise ConfigError(
+            "--qk-l2-norm contradicts --qk-layernorm, which normalises the same heads with a gain: remove one of them."
+        )
+    has_rope = run.architecture.rope_layers()
+    for flag in changed_flags(model, "qk_l2_norm", "attention_chunk_size"):
+        if not any(has_rope):
+            raise ConfigError(
+                f"{flag} has no effect with --no-rope-freq {model.no_rope_freq}, where no layer has rotary position "
+                "embedding: remove one of them."
+            )
+    if model.attention_temperature_tuning and all(has_rope):
+        raise ConfigError(
+            "--attention-temperature-tuning has no effect without layers that have no rotary position embedding: add "
+            "--no-rope-freq, or remove it."
+        )
+
+
+def check_mup(run: RunConfig, world_size: int) -> None:
+    model, optimizer = run.model, run.optimizer
+    if not model.use_mup:
+        return
+    if model.mup_output_mult == 1.0 and model.mup_base_hidden_size not in (None, model.hidden_size):
+        raise ConfigError(
+            "--mup-output-mult 1 means 1 / width multiplier in Megatron-LM: remove it, which has the same effect."
+        )
+    # The scale of attention is a factor of the rotation, and conversion to Hugging Face needs weights to multiply.
+    for flag in changed_flags(model, "qk_l2_norm", "no_rope_freq"):
+        raise ConfigError(f"--use-mup does not support {flag}: remove one of them.")
+    obstacle = build_rule(optimizer).mup_obstacle()
+    if obstacle is not None:
+        raise ConfigError(f"--use-mup does not support --optimizer {optimizer.optimizer} here: {obstacle}")
+    if optimizer.optimizer == "sgd" and model.qk_layernorm:
+        raise ConfigError(
+            "--use-mup with --optimizer sgd does not support --qk-layernorm, whose gains are shared by all heads: use "
+            "adam, or remove one of them."
+        )
 
 
 def check_experts(run: RunConfig, world_size: int) -> None:
     model = run.model
     if model.num_experts == 0 and model.model is not None and preset(model.model).num_experts:
         raise ConfigError(
-            f"--num-experts 0 contradicts --model {model.model}, a model with experts: remove the former, or choose a "
-            "dense model."
+            f"--num-experts 0 contradicts --model {model.model}, a model with experts: remove --num-experts, or choose "
+            "a dense model."
         )
     if not model.num_experts:
         dependent = [field.name for field in fields(model) if field.name.startswith("moe_")]
@@ -27,8 +70,7 @@ def check_experts(run: RunConfig, world_size: int) -> None:
     experts, topk = model.num_experts, model.moe_router_topk
     if topk > experts:
         raise ConfigError(f"--moe-router-topk {topk} exceeds --num-experts {experts}: lower it.")
-    tensor_size, length = run.parallel.tensor_model_parallel_size, run.data.seq_length or 1
-    if not any(model.resolve(1, tensor_size, length).moe_layers()):
+    if not any(run.architecture.moe_layers()):
         raise ConfigError(
             f"--moe-layer-freq {model.moe_layer_freq} has no MoE layer for --num-experts {experts}: add a 1, or remove "
             "--num-experts."
@@ -36,14 +78,15 @@ def check_experts(run: RunConfig, world_size: int) -> None:
     if model.moe_apply_probs_on_input and topk > 1:
         raise ConfigError(
             f"--moe-apply-probs-on-input needs --moe-router-topk 1, not {topk}: the chosen experts of a token have "
-            "different weights, but one input; lower the latter, or remove the former."
+            "different weights, but one input; lower --moe-router-topk, or remove --moe-apply-probs-on-input."
         )
     _check_score_function(run)
     _check_groups(run)
     _check_balance(run)
     if run.moe.moe_shared_expert_overlap and model.moe_shared_expert_intermediate_size is None:
         raise ConfigError(
-            "--moe-shared-expert-overlap needs --moe-shared-expert-intermediate-size: add it, or remove the former."
+            "--moe-shared-expert-overlap needs --moe-shared-expert-intermediate-size: add it, or remove "
+            "--moe-shared-expert-overlap."
         )
 
 
@@ -63,7 +106,7 @@ def _check_score_function(run: RunConfig) -> None:
     if model.moe_router_enable_expert_bias and is_softmax:
         raise ConfigError(
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores do not sum to 1: "
-            "add it, or remove the former."
+            "add it, or remove --moe-router-enable-expert-bias."
         )
     rate = changed_flags(run.moe, "moe_router_bias_update_rate")
     require_flag("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias, rate)
@@ -89,7 +132,8 @@ def _check_groups(run: RunConfig) -> None:
     if chosen * (experts // groups) < topk:
         raise ConfigError(
             f"--moe-router-group-topk {chosen} leaves {chosen * (experts // groups)} experts of "
-            f"{experts // groups} in a group for --moe-router-topk {topk}: raise the former, or lower the latter."
+            f"{experts // groups} in a group for --moe-router-topk {topk}: raise --moe-router-group-topk, or lower "
+            "--moe-router-topk."
         )
 
 
@@ -117,16 +161,15 @@ def _check_balance(run: RunConfig) -> None:
 
 
 def check_expert_layout(run: RunConfig, world_size: int) -> None:
-    parallel = run.parallel
+    parallel, model = run.parallel, run.architecture
     tensor_size, size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     expert_tensor_size = parallel.expert_tensor_size
-    model = run.model.resolve(1, tensor_size, run.data.seq_length or 1)
     if model.num_experts is None:
         return
     if model.num_experts % size:
         raise ConfigError(
-            f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {size}: lower the "
-            "latter to a divisor."
+            f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {size}: lower "
+            "--expert-model-parallel-size to a divisor."
         )
     by_default = "" if parallel.expert_tensor_parallel_size else " (its default is --tensor-model-parallel-size)"
     assert model.moe_ffn_hidden_size is not None
@@ -208,7 +251,7 @@ def check_expert_optimizer(run: RunConfig, world_size: int) -> None:
 
 def check_recomputed_modules(run: RunConfig, world_size: int) -> None:
     """Modules of ``--recompute-modules`` that no layer has."""
-    model = run.model.resolve(1, run.parallel.tensor_model_parallel_size, run.data.seq_length or 1)
+    model = run.architecture
     is_moe = model.moe_layers()
     exists = {
         "mlp": not all(is_moe),
