@@ -30,7 +30,8 @@ from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
 from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
-from megatron.operation import accounting, attempts
+from megatron.operation import attempts
+from megatron.operation import attempts as accounting
 from megatron.operation.faults import FILE as INJECTED
 from megatron.operation.faults import injected
 from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of

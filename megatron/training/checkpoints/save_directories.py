@@ -17,8 +17,8 @@ from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
 from megatron.checkpoint.remote_path import RemotePath, UnreachableError
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
-from megatron.training.signals import StopRequested
 from megatron.urls import is_url
 
 
