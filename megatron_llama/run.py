@@ -29,6 +29,7 @@ from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
+from megatron.operation.signals import SignalWatch
 from megatron.training.build.architecture import resolve_architecture
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.locks import save_directories_locked
@@ -38,7 +39,6 @@ from megatron.training.initialize import Process, choose_device, init_distribute
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.pretrain import deterministic_algorithms
-from megatron.training.signals import SignalWatch
 from megatron_llama.model import Texts
 
 FlagValue = str | float | bool | os.PathLike[str] | Sequence[str | float] | None

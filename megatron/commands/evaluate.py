@@ -30,9 +30,9 @@ from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
-from megatron.operation.run_files import StartedCommand, words_of_process
 from megatron.ranges import require_at_least
 from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.training.run_files import StartedCommand, words_of_process
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:

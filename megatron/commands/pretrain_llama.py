@@ -18,14 +18,13 @@ from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
 from megatron.flags import changed_flags
-from megatron.operation.elastic import ELASTIC, usable_world_size
+from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
 from megatron.operation.environment import prepare_environment
 from megatron.operation.failure import record_own_failure
-from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.heartbeat import Heartbeat, RunSettings
 from megatron.operation.processes import LAUNCHER, available_cores, collection_paused, die_with_parent
-from megatron.operation.run_files import StartedCommand, words_of_process
-from megatron.operation.run_settings import RunSettings
 from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.training.run_files import StartedCommand, words_of_process
 
 
 def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
@@ -91,7 +90,6 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     import_for_training()
     from megatron.training.initialize import Process, choose_device
     from megatron.training.pretrain import pretrain
-    from megatron.training.spares import Spares
 
     process = Process.from_environment(os.environ, num_spares)
     command = StartedCommand.of(given, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
@@ -101,7 +99,11 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
         on_gpu = choose_device(config.training.device, process).type != "cpu"
         return InProcessRestart(run, process, heartbeat, on_gpu).run()
-    return Spares(config.training, process, os.environ).end_with(run, heartbeat) if num_spares else run()
+    return (
+        Spares(config.training, process.rank, process.world_size, os.environ).end_with(run, heartbeat)
+        if num_spares
+        else run()
+    )
 
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:
@@ -130,8 +132,7 @@ def import_for_training() -> None:
     (megatron/operation/warm.py)."""
     is_first = "torch" not in sys.modules
     with collection_paused(is_first):
-        import megatron.training.pretrain
-        import megatron.training.spares  # noqa: F401
+        import megatron.training.pretrain  # noqa: F401
 
 
 Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]

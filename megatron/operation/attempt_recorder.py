@@ -29,8 +29,7 @@ from megatron.operation.accounting import (
 from megatron.operation.attempts import take_back_running
 from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Snapshot
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Snapshot
 
 WRITE_SECONDS = 30.0
 """Between two writes of the record of the attempt under way."""

@@ -22,8 +22,7 @@ from megatron.operation.attempt_recorder import (
     reported_failure,
 )
 from megatron.operation.attempts import AttemptCounter
-from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.run_settings import RunSettings, run_directory
+from megatron.operation.heartbeat import Heartbeat, RunSettings, run_directory
 from megatron.training.context import RunContext
 
 _HOSTS_LENGTH = 4000  # characters of all host names; the settings have 8 KB

@@ -18,7 +18,7 @@ from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.processes import LAUNCHER
-from megatron.operation.run_files import StartedCommand
+from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_counted, attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
@@ -29,8 +29,7 @@ from megatron.training.context import RunContext
 from megatron.training.faults import build_fault_injector
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.preflight import check_nodes
-from megatron.training.run_files import run_files_written
-from megatron.training.signals import StopRequested, watch_signals
+from megatron.training.run_files import StartedCommand, run_files_written
 
 
 def pretrain(

@@ -10,9 +10,12 @@ from typing import Any
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
 from megatron.config.faults import SAVE, Fault
-from megatron.operation import accounting, failure, named_nodes, run_files, stays
+from megatron.operation import accounting, failure
 from megatron.operation.causes import Cause
 from megatron.operation.faults import FILE as INJECTED
+from megatron.operation.hang import STAYS
+from megatron.operation.nodes import NAMED_NODES
+from megatron.training import run_files
 from tests.end_to_end.run_process import assert_same_tensors
 
 CAUSES: Mapping[str, set[Cause]] = {
@@ -39,10 +42,10 @@ PERMANENT = {
     accounting.ATTEMPTS,
     failure.FILE,
     failure.DIRECTORY,
-    named_nodes.FILE,
+    NAMED_NODES,
     *run_files.FILES,
     run_files.EARLIER,
-    stays.FILE,
+    STAYS,
 }
 """What remains beside the checkpoints."""
 

@@ -42,8 +42,7 @@ from megatron.operation.attempt_recorder import (
     outcome_of,
     reported_failure,
 )
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Section
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Section
 
 CLASS_OF = {Section.START: "start", Section.LOAD: "load", Section.DATA: "data", Section.STEP: "step"}
 CLASS_OF |= {Section.EVALUATION: "evaluation", Section.SAVE: "save", Section.END: "idle"}

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode, NoProgressError
-from megatron.operation import stays
 from megatron.operation.attempts import FILE, AttemptCounter, FailedAttempts, read
-from megatron.operation.backoff import Backoff
-from megatron.operation.stays import command_key, longest_stays, write_stays
+from megatron.operation.hang import STAYS, command_key, longest_stays, write_stays
+from megatron.operation.nodes import Backoff
 
 LIMIT = 3
 
@@ -111,7 +110,7 @@ def test_the_longest_stay_of_the_same_command_counts(tmp_path: Path) -> None:
     write_stays(tmp_path, KEY, "b", {"start": 2.0, "save": 0.6})
     write_stays(tmp_path, command_key(["pretrain_llama.py", "--bf16"], 16), "c", {"start": 100.0})
     assert longest_stays(tmp_path, KEY) == {"start": 8.0, "save": 0.6}
-    assert len(json.loads((tmp_path / stays.FILE).read_text())["attempts"]) == 3
+    assert len(json.loads((tmp_path / STAYS).read_text())["attempts"]) == 3
 
 
 def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
     ["", "[", "{}", "[" * 100_000, '{"schema": 1, "attempts": 3}', '{"schema": 1, "attempts": [3, {"command": []}]}'],
 )
 def test_a_damaged_file_teaches_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / stays.FILE).write_text(text)
+    (tmp_path / STAYS).write_text(text)
     assert longest_stays(tmp_path, KEY) == {}
     write_stays(tmp_path, KEY, "a", {"save": 1.0})
     assert longest_stays(tmp_path, KEY) == {"save": 1.0}

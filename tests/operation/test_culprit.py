@@ -9,19 +9,23 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.operation import stacks
+from megatron.operation import evidence
 from megatron.operation.causes import Cause
 from megatron.operation.culprit import Evidence, find_culprit
-from megatron.operation.failure import failure_of_hang
-from megatron.operation.process_states import (
+from megatron.operation.evidence import (
     STOPPED,
     ChildProcess,
+    Frame,
     child_processes,
     context_switches,
+    group_by_stack,
+    is_waiting_for_ranks,
+    main_stack,
     num_threads,
+    parse_stacks,
     process_state,
 )
-from megatron.operation.stacks import Frame, group_by_stack, is_waiting_for_ranks, main_stack, parse_stacks
+from megatron.operation.failure import failure_of_hang
 from tests.end_to_end.run_process import wait_until
 
 DUMP = """\
@@ -40,7 +44,7 @@ Current thread 0x00007f1a4c0b2740 (most recent call first):
 
 
 def text() -> str:
-    return DUMP.replace("{repository}/", stacks._REPOSITORY)
+    return DUMP.replace("{repository}/", evidence._REPOSITORY)
 
 
 def test_the_text_of_a_dump_is_parsed() -> None:

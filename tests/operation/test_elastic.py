@@ -19,8 +19,17 @@ from megatron.operation import launch
 from megatron.operation.elastic import usable_world_size
 from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
-from megatron.operation.named_nodes import FILE, NamedNodes, Naming, append, read
-from megatron.operation.node_order import NodeOrder, NodeReport, first_ranks, order_nodes
+from megatron.operation.nodes import (
+    NAMED_NODES,
+    NamedNodes,
+    Naming,
+    NodeOrder,
+    NodeReport,
+    append_naming,
+    first_ranks,
+    order_nodes,
+    read_namings,
+)
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -106,12 +115,12 @@ def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> 
     nodes.name(naming("b", "1"), tmp_path)
     assert nodes.suspects() == {}
     # The file survives the job, and lines that are damaged do no harm.
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / NAMED_NODES).open("a") as file:
         file.write('{"host": "b", "reas\n[]\n{"host": 1}\n\0\n')
     later = NamedNodes(tmp_path)
     later.name(naming("a", "2", "silent_corruption", 1.0), tmp_path)
     assert later.suspects() == {"a": ["hang", "silent_corruption"]}
-    assert len(read(tmp_path / FILE)) == 3
+    assert len(read_namings(tmp_path / NAMED_NODES)) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -213,7 +222,7 @@ def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
 
 def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append(tmp_path / FILE, Naming("a", "hang", attempt, 0.0))
+        append_naming(tmp_path / NAMED_NODES, Naming("a", "hang", attempt, 0.0))
     assert ranks_of(tmp_path, "1:2", "ab") == {"b.0.4", "b.1.4", "a.2.4", "a.3.4"}
     assert "Node a was named 2 times (hang, hang)" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
@@ -221,7 +230,7 @@ def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="waits for a place in the rendezvous")
 def test_a_node_that_was_named_twice_leaves_its_place_to_one_that_waits(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append(tmp_path / FILE, Naming("b", "hang", attempt, 0.0))
+        append_naming(tmp_path / NAMED_NODES, Naming("b", "hang", attempt, 0.0))
     assert {name.partition(".")[0] for name in ranks_of(tmp_path, "2", "abc")} == {"a", "c"}
 
 

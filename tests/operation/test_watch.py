@@ -19,7 +19,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import launch, side_watch, watch, watchdog
+from megatron.operation import hang, launch, side_watch, watchdog
 from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
@@ -106,7 +106,7 @@ class Launchers:
         self.seconds = 1000.0
         self.nodes = nodes(HashStore(), count)
         self.memories = [HeartbeatMemory(1) for _ in range(count)]
-        self.all = [watch.RankWatch(memory, words, self.now_ns, nodes_seconds=0.0) for memory in self.memories]
+        self.all = [hang.RankWatch(memory, words, self.now_ns, nodes_seconds=0.0) for memory in self.memories]
         for node, launcher in enumerate(self.all):
             launcher.start([node], count, {0: os.getpid()}, self.nodes, node, 0)
 
@@ -131,7 +131,7 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
         if found is not None:
             break
     assert found is not None and (found.cause, found.rank) == (Cause.NODE_LOST, 1)
-    assert 15.0 + watch.LOST_SECONDS < second <= 20.0 + watch.LOST_SECONDS + 5.0
+    assert 15.0 + hang.LOST_SECONDS < second <= 20.0 + hang.LOST_SECONDS + 5.0
 
 
 def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,7 +257,7 @@ def test_a_node_that_is_lost_is_named_within_a_minute(tmp_path: Path, kind: str,
     began = time.monotonic()
     wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
     assert time.monotonic() - began < 60.0
-    assert body == LOST or time.monotonic() - began > watch.LOST_SECONDS - 10.0
+    assert body == LOST or time.monotonic() - began > hang.LOST_SECONDS - 10.0
     (found,) = failures(tmp_path)
     assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
     assert "rank 1" in found["message"] and found["host"] in found["message"]

@@ -19,8 +19,8 @@ from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.metrics.validation import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
-from megatron.operation.sections import Sections
 from megatron.operation.update_guard import UpdateGuard
+from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
 from megatron.training.build.guard import Guard, build_guard

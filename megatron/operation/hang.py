@@ -4,6 +4,8 @@ Several nodes: the launcher that decides first asks the others for what they kno
 store, and waits for them for a limited time.
 """
 
+import hashlib
+import json
 import os
 import secrets
 import socket
@@ -19,6 +21,21 @@ from typing import Any
 from megatron.config.operation import OperationConfig
 from megatron.operation.causes import Cause, OutOfMemoryKills
 from megatron.operation.culprit import Evidence, find_culprit
+from megatron.operation.evidence import (
+    BACKGROUND_WRITER,
+    ENDED,
+    HELPER,
+    STOPPED,
+    UNINTERRUPTIBLE,
+    child_processes,
+    context_switches,
+    main_stack,
+    num_threads,
+    parse_stacks,
+    process_state,
+    request_stacks,
+    transferred_bytes,
+)
 from megatron.operation.failure import (
     FILE,
     Failure,
@@ -33,23 +50,8 @@ from megatron.operation.failure import (
     read_failure,
     write_failure,
 )
-from megatron.operation.heartbeat import HeartbeatMemory
+from megatron.operation.heartbeat import HeartbeatMemory, RunSettings, run_directory_in
 from megatron.operation.nodes import Nodes
-from megatron.operation.process_states import (
-    BACKGROUND_WRITER,
-    ENDED,
-    HELPER,
-    STOPPED,
-    UNINTERRUPTIBLE,
-    child_processes,
-    context_switches,
-    num_threads,
-    process_state,
-    transferred_bytes,
-)
-from megatron.operation.run_settings import RunSettings, run_directory_in
-from megatron.operation.stacks import main_stack, parse_stacks, request_stacks
-from megatron.operation.stays import command_key, longest_stays, write_stays
 from megatron.operation.watchdog import Limits, Overrun, Processes, Watchdog
 
 SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
@@ -87,7 +89,7 @@ class _Attempt:
     node: int
     restarts: int
     key: str
-    """Of the command, for :mod:`megatron.operation.stays`."""
+    """Of the command, for :mod:`megatron.operation.hang`."""
     stays_at: float
     """When :attr:`stays` were written last; before that, when the attempt began."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
@@ -555,3 +557,50 @@ def _number_after(flag: str, words: Sequence[str]) -> float | None:
     with suppress(ValueError, TypeError):
         return float(_word_after(flag, words) or "")
     return None
+
+
+STAYS = "stays.json"
+_STAYS_SCHEMA = 1
+_MOST_ATTEMPTS = 20
+"""Attempts that are kept."""
+_COMMAND = "command"
+
+
+def command_key(words: Sequence[str], world_size: int) -> str:
+    """Another one for every command: nothing is learned from attempts of another model, batch or number of ranks."""
+    return hashlib.sha256("\0".join([str(world_size), *words]).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def longest_stays(directory: Path | None, key: str) -> dict[str, float]:
+    """The longest stay by section in the attempts of the command ``key``; empty without a file."""
+    longest: dict[str, float] = {}
+    for attempt in _read_stays(directory):
+        if attempt.get(_COMMAND) == key:
+            for label, seconds in attempt.items():
+                if isinstance(seconds, int | float) and seconds >= 0:
+                    longest[label] = max(float(seconds), longest.get(label, 0.0))
+    return longest
+
+
+def write_stays(directory: Path, key: str, attempt: str, stays: Mapping[str, float]) -> None:
+    """Write the ``stays`` of the attempt under way, which has the name ``attempt``; raises :class:`OSError`."""
+    others = [one for one in _read_stays(directory) if one.get("attempt") != attempt]
+    own = {"attempt": attempt, _COMMAND: key, **{label: round(seconds, 3) for label, seconds in stays.items()}}
+    text = json.dumps({"schema": _STAYS_SCHEMA, "attempts": [*others, own][-_MOST_ATTEMPTS:]})
+    draft = directory / f".{STAYS}.draft"  # one name, which the next attempt replaces if a launcher is killed here
+    try:
+        draft.write_text(text + "\n", encoding="utf-8")
+        os.replace(draft, directory / STAYS)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def _read_stays(directory: Path | None) -> list[dict[str, Any]]:
+    """What the file has of each attempt; a damaged file teaches nothing."""
+    if directory is not None:
+        with suppress(OSError, ValueError, TypeError, RecursionError):
+            found = json.loads((directory / STAYS).read_text(encoding="utf-8"))
+            if isinstance(found, dict) and found.get("schema") == _STAYS_SCHEMA:
+                return [one for one in found.get("attempts", ()) if isinstance(one, dict)]
+    return []
