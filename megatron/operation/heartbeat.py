@@ -391,7 +391,9 @@ class RunSettings:
     """Absolute path of the run directory."""
     operation: OperationConfig
     hosts: tuple[str, ...] = ()
-    """Of all ranks, each once, cut to the first 4,000 characters; rank 0 alone knows them."""
+    """Distinct host names (at most 4,000 characters); written by rank 0 only, when it holds the lock of the run."""
+    counts_from: int | None = None
+    """:attr:`megatron.operation.attempts.Attempt.counts_from`; written by rank 0 only."""
     dataloader_timeout: float | None = None
     """``--dataloader-timeout``, if given."""
 
@@ -414,4 +416,5 @@ class RunSettings:
         known = {item.name for item in dataclasses.fields(OperationConfig)}
         operation = OperationConfig(**{name: value for name, value in values["operation"].items() if name in known})
         hosts, timeout = tuple(values.get("hosts", ())), values.get("dataloader_timeout")
-        return cls(values["rank"], values["world_size"], values["run_dir"], operation, hosts, timeout)
+        counts_from = values.get("counts_from")
+        return cls(values["rank"], values["world_size"], values["run_dir"], operation, hosts, counts_from, timeout)

@@ -21,6 +21,7 @@ from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
 from megatron.operation.nodes import (
     NAMED_NODES,
+    Backoff,
     NamedNodes,
     Naming,
     NodeOrder,
@@ -249,3 +250,14 @@ def test_how_long_further_nodes_are_waited_for() -> None:
     assert prepare_elastic(ours) and prepare_elastic(theirs)
     assert ours.rdzv_conf == "read_timeout=9,last_call_timeout=15" and theirs.rdzv_conf == "last_call_timeout=3"
     assert not prepare_elastic(parse(["--nnodes", "2", "script.py"]))
+
+
+# --- the pause before a restart ------------------------------------------------------------------------------
+
+
+def test_pauses() -> None:
+    """None before the first restart, then doubling up to a limit; progress starts the count anew."""
+    backoff = Backoff(first_s=1.0, longest_s=30.0)
+    assert [backoff.pause_after_failure(False) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert backoff.pause_after_failure(True) == 0
+    assert [backoff.pause_after_failure(False) for _ in range(3)] == [0, 1, 2]

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.faults import ITERATION, KINDS, LOAD, parse_fault, parse_faults
 from megatron.core.parameter import ParameterInfo, columns_box, padded_rows_box, sharded_boxes
-from megatron.operation.accounting import read_attempts
+from megatron.operation.attempts import read_attempts
 from megatron.operation.faults import (
     EVENT_FAULTS,
     FILE,

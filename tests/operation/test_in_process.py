@@ -11,8 +11,8 @@ import pytest
 from megatron.config.command_line import parse_command_line
 from megatron.config.faults import VARIABLE
 from megatron.errors import ConfigError, ExitCode, NotFiniteError
-from megatron.operation.accounting import read_attempts
 from megatron.operation.attempt_recorder import Beginning, LaunchedAttempts
+from megatron.operation.attempts import read_attempts
 from megatron.operation.elastic import ELASTIC
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, RunSettings, Section
 from megatron.operation.processes import LAUNCHER

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 from megatron.errors import ExitCode
 from megatron.operation import hang, launch, side_watch, watchdog
 from megatron.operation.causes import Cause
+from megatron.operation.hang import STAYS, command_key, longest_stays, write_stays
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
@@ -405,3 +406,35 @@ def test_nodes_under_torchrun_report_once(tmp_path: Path, jobs: list[Job]) -> No
     assert all(map(is_alive, pids))
     os.kill(pids[1], signal.SIGCONT)
     first.wait_for(lambda: any("The ranks go on" in job.text() for job in jobs))
+
+
+# --- stays ---------------------------------------------------------------------------------------------------
+
+KEY = command_key(["pretrain_llama.py", "--bf16"], 8)
+
+
+def test_the_longest_stay_of_the_same_command_counts(tmp_path: Path) -> None:
+    assert longest_stays(tmp_path, KEY) == longest_stays(None, KEY) == {}
+    write_stays(tmp_path, KEY, "a", {"start": 8.0, "save": 0.4})
+    write_stays(tmp_path, KEY, "a", {"start": 8.0, "save": 0.5})
+    write_stays(tmp_path, KEY, "b", {"start": 2.0, "save": 0.6})
+    write_stays(tmp_path, command_key(["pretrain_llama.py", "--bf16"], 16), "c", {"start": 100.0})
+    assert longest_stays(tmp_path, KEY) == {"start": 8.0, "save": 0.6}
+    assert len(json.loads((tmp_path / STAYS).read_text())["attempts"]) == 3
+
+
+def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
+    for attempt in range(40):
+        write_stays(tmp_path, KEY, str(attempt), {"save": float(40 - attempt)})
+    assert longest_stays(tmp_path, KEY) == {"save": 20.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "{}", "[" * 100_000, '{"schema": 1, "attempts": 3}', '{"schema": 1, "attempts": [3, {"command": []}]}'],
+)
+def test_a_damaged_file_teaches_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / STAYS).write_text(text)
+    assert longest_stays(tmp_path, KEY) == {}
+    write_stays(tmp_path, KEY, "a", {"save": 1.0})
+    assert longest_stays(tmp_path, KEY) == {"save": 1.0}

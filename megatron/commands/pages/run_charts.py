@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from megatron.commands.pages.run_curves import alarm_legend, alarm_marks, alarms
 from megatron.metrics.history import History
-from megatron.operation.accounting import Attempt, TimeClass, gaps
+from megatron.operation.attempts import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg
 from megatron.reports.page import Lane, lanes, legend, plural

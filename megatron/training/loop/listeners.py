@@ -19,7 +19,7 @@ from megatron.data.token_bytes import TokenBytes
 from megatron.intervals import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
-from megatron.operation.accounting import EffectiveTimeMeter
+from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
 from megatron.training.loop.data import EvaluationSet
