@@ -234,12 +234,17 @@ def append_attempt(directory: Path, attempt: Attempt) -> None:
 
 
 def write_current(directory: Path, attempt: Attempt) -> None:
-    """Replace current_attempt.json atomically; raises :class:`OSError`."""
+    """Replace current_attempt.json; raises :class:`OSError`."""
     directory.mkdir(parents=True, exist_ok=True)
-    draft = directory / f".{CURRENT}.{secrets.token_hex(4)}"
+    replace_file(directory / CURRENT, to_json(attempt) + "\n")
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file in one step: a reader finds the old text or the new one. Raises :class:`OSError`."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        draft.write_text(to_json(attempt) + "\n", encoding="utf-8")
-        os.replace(draft, directory / CURRENT)
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)
         raise

@@ -3,12 +3,137 @@
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron.operation.heartbeat import DUMP_SIGNAL
+from megatron.operation.heartbeat import DUMP_SIGNAL, HeartbeatMemory
+from megatron.operation.watchdog import Processes
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+STOPPED = "Tt"
+"""Stopped by a signal, or by a debugger."""
+UNINTERRUPTIBLE = "D"
+"""Waits for a device; no signal ends it."""
+ENDED = "ZX"
+BACKGROUND_WRITER, HELPER = "background writer", "helper process"
+_WRITER = "megatron.checkpoint.background_main"
+_HELPERS = ("resource_tracker", "forkserver", "compile_worker")
+
+
+@dataclass(frozen=True)
+class ChildProcess:
+    """A process that a rank has started, or one of that process."""
+
+    pid: int
+    state: str
+    role: str
+    """"loader process", "background writer" or "helper process"."""
+
+
+def process_state(pid: int) -> str | None:
+    """The letter of the process's state, "?" where the system does not tell; None without such a process."""
+    stat = _stat(pid)
+    if stat is not None:
+        return stat[0]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "?"
+
+
+def child_processes(pid: int) -> tuple[ChildProcess, ...]:
+    """Children, grandchildren and so on."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for name in _pids():
+        stat = _stat(name)
+        if stat is not None:
+            children.setdefault(stat[1], []).append((name, stat[0]))
+    found, unseen = [], [pid]
+    while unseen:
+        for child, state in children.get(unseen.pop(), []):
+            found.append(ChildProcess(child, state, _role(child)))
+            unseen.append(child)
+    return tuple(sorted(found, key=lambda child: child.pid))
+
+
+def transferred_bytes(pid: int) -> int:
+    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
+    tell."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def context_switches(pid: int) -> int:
+    """How often the main thread has given up the processor of its own accord."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def _pids() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and parent."""
+    try:
+        # "pid (name) state parent ...": the name may contain blanks and parentheses.
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return state, int(parent)
+
+
+def _role(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return HELPER
+    if _WRITER in words:
+        return BACKGROUND_WRITER
+    # torch forks its loader processes from the rank, so they have the rank's command line.
+    return HELPER if any(word in words for word in _HELPERS) else "loader process"
+
+
+def observe_processes(pid: int) -> Processes:
+    """What the kernel says of a rank that makes no progress, and of its children."""
+    children = [child for child in child_processes(pid) if child.role != HELPER]
+    state = process_state(pid) or "Z"
+    states = [state, *(child.state for child in children)]
+    writers = [child.pid for child in children if child.role == BACKGROUND_WRITER]
+    return Processes(
+        # Not of a child that has ended: what the rank does with it is its own matter.
+        is_stopped=state in ENDED or any(one in STOPPED for one in states),
+        waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
+        transferred=sum(map(transferred_bytes, [pid, *writers])),
+    )
+
+
+# --- stacks --------------------------------------------------------------------------------------------------
 
 ANSWER_SECONDS = 1.0
 """Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor."""
@@ -141,106 +266,94 @@ def main_stack(stacks: Sequence[Stack]) -> Stack | None:
     )
 
 
-STOPPED = "Tt"
-"""Stopped by a signal, or by a debugger."""
-UNINTERRUPTIBLE = "D"
-"""Waits for a device; no signal ends it."""
-ENDED = "ZX"
-BACKGROUND_WRITER, HELPER = "background writer", "helper process"
-_WRITER = "megatron.checkpoint.background_main"
-_HELPERS = ("resource_tracker", "forkserver", "compile_worker")
+# --- evidence ------------------------------------------------------------------------------------------------
+
+_LOCK_SECONDS = 0.3
+"""For so long the wait for the interpreter's lock is observed."""
+_LOCK_RATES = 20.0, 400.0
+"""Context switches per second of a thread that waits for the lock: it wakes up every 5 ms."""
 
 
-@dataclass(frozen=True)
-class ChildProcess:
-    """A process that a rank has started, or one of that process."""
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a rank when one of the ranks has exceeded its limit."""
 
-    pid: int
-    state: str
-    role: str
-    """"loader process", "background writer" or "helper process"."""
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None
+    section: str
+    """Label of the section; ``start`` before the rank has attached."""
+    seconds: float
+    """Time since the last progress."""
+    iteration: int | None = None
+    microbatch: int | None = None
+    collectives: int | None = None
+    state: str | None = None
+    """Letter of the process's state; None if there is no such process."""
+    children: tuple[ChildProcess, ...] = ()
+    """Stopped children, or children that wait in the kernel."""
+    stack: Stack | None = None
+    """Of the main thread; None if the rank has given none."""
+    waits_for_lock: bool = False
+    """Whether the main thread tries all the time to get the interpreter's lock."""
+    committed_iteration: int | None = None
+    is_lost: bool = False
+    """Whether the launcher of the rank does not answer, so that nothing else is known."""
 
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-def process_state(pid: int) -> str | None:
-    """The letter of the process's state, "?" where the system does not tell; None without such a process."""
-    stat = _stat(pid)
-    if stat is not None:
-        return stat[0]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "?"
-
-
-def child_processes(pid: int) -> tuple[ChildProcess, ...]:
-    """Children, grandchildren and so on."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for name in _pids():
-        stat = _stat(name)
-        if stat is not None:
-            children.setdefault(stat[1], []).append((name, stat[0]))
-    found, unseen = [], [pid]
-    while unseen:
-        for child, state in children.get(unseen.pop(), []):
-            found.append(ChildProcess(child, state, _role(child)))
-            unseen.append(child)
-    return tuple(sorted(found, key=lambda child: child.pid))
-
-
-def transferred_bytes(pid: int) -> int:
-    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
-    tell."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
-    except (OSError, ValueError, IndexError):
-        return 0
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Evidence":
+        """The inverse of :meth:`to_json`."""
+        children = tuple(ChildProcess(**child) for child in values["children"])
+        stack = None if values["stack"] is None else tuple(Frame(**frame) for frame in values["stack"])
+        return Evidence(**{**values, "children": children, "stack": stack})
 
 
-def context_switches(pid: int) -> int:
-    """How often the main thread has given up the processor of its own accord."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0
+def gather_evidence(
+    heartbeats: HeartbeatMemory,
+    ranks: Mapping[int, int],
+    pids: Mapping[int, int],
+    host: str,
+    now_ns: Callable[[], int],
+) -> list[Evidence]:
+    """What is known of the ranks of this node that still run.
 
-
-def num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
-
-
-def _pids() -> Iterable[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent."""
-    try:
-        # "pid (name) state parent ...": the name may contain blanks and parentheses.
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return state, int(parent)
-
-
-def _role(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-    except OSError:
-        return HELPER
-    if _WRITER in words:
-        return BACKGROUND_WRITER
-    # torch forks its loader processes from the rank, so they have the rank's command line.
-    return HELPER if any(word in words for word in _HELPERS) else "loader process"
+    ``ranks`` are global ranks and ``pids`` the processes that run, both by local rank; ``now_ns`` reads the monotonic
+    clock. Takes a third of a second, and longer if a rank does not write its stacks.
+    """
+    before = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}
+    began = time.monotonic()
+    files = {}
+    for rank in pids:
+        path = heartbeats.settings(rank).get("stacks")
+        if path is not None and (before[rank][0] or "Z") not in STOPPED + ENDED:
+            files[rank] = path
+    texts = request_stacks(files, pids)
+    time.sleep(max(0.0, _LOCK_SECONDS - (time.monotonic() - began)))
+    seconds = time.monotonic() - began
+    evidence = []
+    for rank, pid in pids.items():
+        state, (state_before, switches) = process_state(pid), before[rank]
+        if state == UNINTERRUPTIBLE and state_before != UNINTERRUPTIBLE:
+            state = state_before  # a short wait for a disk is no evidence
+        rate = (context_switches(pid) - switches) / seconds
+        snapshot = heartbeats.read(rank)
+        evidence.append(
+            Evidence(
+                rank=ranks[rank],
+                local_rank=rank,
+                host=host,
+                pid=pid,
+                seconds=0.0 if snapshot is None else (now_ns() - snapshot.entered_ns) * 1e-9,
+                collectives=None if snapshot is None else snapshot.collectives,
+                state=state,
+                children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
+                stack=main_stack(parse_stacks(texts.get(rank, ""))),
+                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and num_threads(pid) > 1,
+                **({"section": "start"} if snapshot is None else snapshot.position()),
+            )
+        )
+    return evidence

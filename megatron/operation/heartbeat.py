@@ -117,6 +117,16 @@ class Snapshot:
         times[self.section] += max(0, now_ns - self.entered_ns)
         return times
 
+    def position(self) -> dict[str, Any]:
+        """Where the rank is, or has ended, as fields of the reports of a failure."""
+        known = [number for number in (self.committed_iteration, self.first_iteration) if number]
+        return {
+            "iteration": self.iteration or None,
+            "microbatch": self.microbatch if self.iteration else None,
+            "section": self.section.label,
+            "committed_iteration": known[0] if known else None,
+        }
+
 
 class Heartbeat:
     """A rank's own slot. Only its main thread writes, or autograd's thread while the main thread waits for it."""

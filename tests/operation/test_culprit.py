@@ -11,10 +11,11 @@ import pytest
 
 from megatron.operation import evidence
 from megatron.operation.causes import Cause
-from megatron.operation.culprit import Evidence, find_culprit
+from megatron.operation.culprit import failure_of_hang, find_culprit
 from megatron.operation.evidence import (
     STOPPED,
     ChildProcess,
+    Evidence,
     Frame,
     child_processes,
     context_switches,
@@ -25,7 +26,6 @@ from megatron.operation.evidence import (
     parse_stacks,
     process_state,
 )
-from megatron.operation.failure import failure_of_hang
 from tests.end_to_end.run_process import wait_until
 
 DUMP = """\

@@ -175,8 +175,8 @@ def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
     assert first.have_nodes_left({0, 1}) == (said is None)
     assert not second.have_nodes_left({1})  # the first launcher has left in the meantime, and has said why
     if said is None:
-        assert first.failure is not None and second.failure is None
-        assert (first.failure.cause, first.failure.rank) == (Cause.NODE_LOST, 2)
+        assert first.reports.failure is not None and second.reports.failure is None
+        assert (first.reports.failure.cause, first.reports.failure.rank) == (Cause.NODE_LOST, 2)
     assert job.nodes.must_restart(0) == (said != "join")
     assert capsys.readouterr().err.count("node_lost") == (said is None)
 
@@ -191,8 +191,8 @@ def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() ->
     job = Launchers(2, nodes=LostStore)
     message = {"message": "... Connection closed by peer"}
     end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
-    job.all[1].record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
-    failure = job.all[1].failure
+    job.all[1].reports.record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
+    failure = job.all[1].reports.failure
     assert failure is not None and (failure.cause, failure.host) == (Cause.NODE_LOST, "first")
 
 
