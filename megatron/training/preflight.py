@@ -15,7 +15,7 @@ from megatron.operation.preflight.run import Preflight, run_preflight
 from megatron.torch_compat import ranks_store
 from megatron.training.build.vocabulary import load_vocabulary
 from megatron.training.context import RunContext
-from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import build_rule
 
 
 def check_nodes(context: RunContext) -> None:

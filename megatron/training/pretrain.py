@@ -23,8 +23,8 @@ from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import RunParts, build_trainer
-from megatron.training.checkpoints.locks import save_directories_locked
 from megatron.training.checkpoints.rollback import Return, RollbackRequested, go_back
+from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.context import RunContext
 from megatron.training.faults import build_fault_injector
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu

@@ -26,8 +26,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
-from megatron.checkpoint.storage import file_of_rank
 from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
 from megatron.operation import attempts

@@ -11,7 +11,7 @@ from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, single_process
 from megatron.errors import NotFiniteError, SilentCorruptionError
-from megatron.intervals import IntervalSchedule
+from megatron.flags import IntervalSchedule
 from megatron.operation.known_product import KnownProduct
 from megatron.operation.replicas import HOLDERS, HolderGroups, TensorKey
 from megatron.operation.signals import SignalWatch

@@ -4,8 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.errors import SilentCorruptionError
 from megatron.operation.known_product import KnownProduct
 from megatron.training.loop.trainer import Listener, Trainer

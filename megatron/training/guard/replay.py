@@ -21,7 +21,7 @@ from megatron.errors import SilentCorruptionError
 from megatron.operation.digests import digest, key_of, list_ranks
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.replay import RankReplay, Verdict, judge, neighbour_distance
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
+from megatron.training.checkpoints.tensors import random_tensors, restore_random
 from megatron.training.guard.known_answer import KnownAnswer
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.train_module import TrainModule

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.topology import Topology
 from megatron.errors import NotFiniteError, SilentCorruptionError
-from megatron.intervals import IntervalSchedule
+from megatron.flags import IntervalSchedule
 from megatron.operation.digests import OddRanks, find_odd, list_ranks
 from megatron.operation.replicas import HOLDERS, HolderAxes, HolderGroups, StateDigests, TensorKey, TrainingState
 from megatron.training.guard.known_answer import KnownAnswer

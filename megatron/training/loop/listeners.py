@@ -15,8 +15,8 @@ import torch
 
 from megatron.config.logging import LoggingConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
-from megatron.data.token_bytes import TokenBytes
-from megatron.intervals import IntervalSchedule
+from megatron.data.evaluation_data import TokenBytes
+from megatron.flags import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
 from megatron.operation.attempts import EffectiveTimeMeter

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.errors import ConfigError
 from megatron.schedules.simulator import Timeline
 from megatron.training.context import LogRank0
