@@ -18,7 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
 from megatron.flags import changed_flags
-from megatron.operation.elastic import ELASTIC, usable_world_size
+from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
 from megatron.operation.environment import prepare_environment
 from megatron.operation.failure import record_own_failure
 from megatron.operation.heartbeat import Heartbeat, RunSettings
@@ -88,7 +88,6 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
     # Only now: torch is not needed to explain a flag, and reads the environment.
     import_for_training()
-    from megatron.operation.elastic import Spares
     from megatron.training.initialize import Process, choose_device
     from megatron.training.pretrain import pretrain
 
@@ -100,7 +99,11 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
         on_gpu = choose_device(config.training.device, process).type != "cpu"
         return InProcessRestart(run, process, heartbeat, on_gpu).run()
-    return Spares(config.training, process, os.environ).end_with(run, heartbeat) if num_spares else run()
+    return (
+        Spares(config.training, process.rank, process.world_size, os.environ).end_with(run, heartbeat)
+        if num_spares
+        else run()
+    )
 
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:
@@ -129,8 +132,7 @@ def import_for_training() -> None:
     (megatron/operation/warm.py)."""
     is_first = "torch" not in sys.modules
     with collection_paused(is_first):
-        import megatron.operation.elastic
-        import megatron.training.pretrain
+        import megatron.training.pretrain  # noqa: F401
 
 
 Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]

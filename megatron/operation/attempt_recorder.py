@@ -23,7 +23,6 @@ from megatron.operation.attempts import (
     read_attempts,
     read_current,
     remove_current,
-    take_back_running,
     with_commit,
     write_current,
 )
@@ -100,9 +99,10 @@ class AttemptRecorder:
         hosts: Sequence[str],
         warn: Callable[[str], None],
         has_lock: bool = True,
+        counts_from: int | None = None,
         now_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``now_ns`` reads the monotonic clock."""
+        """``now_ns`` reads the monotonic clock; the others are fields of the record."""
         self._directory, self._beginning, self._warn, self._has_lock = directory, beginning, warn, has_lock
         self._now_ns = now_ns
         self._has_warned = False
@@ -119,18 +119,26 @@ class AttemptRecorder:
             outcome="running",
             world_size=world_size,
             hosts=tuple(hosts),
+            counts_from=counts_from,
         )
         self.update(None)
 
-    def update(self, snapshot: Snapshot | None) -> None:
+    def update(self, snapshot: Snapshot | None, is_due: bool = False) -> None:
         """Write the record if it is due: every 30 s, and after a save."""
         now = self._now_ns()
+        is_due = is_due or now / 1e9 - self._written >= WRITE_SECONDS
         has_saved = snapshot is not None and snapshot.saves > self.attempt.saves
-        if not self._has_lock or (not has_saved and now / 1e9 - self._written < WRITE_SECONDS):
+        if not self._has_lock or not (is_due or has_saved):
             return
         self._measure(snapshot, now)
         self._written = now / 1e9
         self._try(lambda: write_current(self._directory, self.attempt))
+
+    def set_counts_from(self, iteration: int | None, snapshot: Snapshot | None) -> None:
+        """Change :attr:`Attempt.counts_from`, also in the file."""
+        if self.attempt.counts_from != iteration:
+            self.attempt = replace(self.attempt, counts_from=iteration)
+            self.update(snapshot, is_due=True)
 
     def finish(
         self,
@@ -179,13 +187,14 @@ class LaunchedAttempts:
         """Local rank of rank 0 in the attempt under way."""
         self._seen: Snapshot | None = None
         """The last snapshot of rank 0 in the attempt under way."""
+        self._is_stopping = False
         self._recorder: AttemptRecorder | None = None
         self._polled = 0.0
 
     def begin(self, global_ranks: Sequence[int], world_size: int, beginning: Beginning) -> None:
         """The ranks of this node have been started; ``global_ranks`` by local rank."""
         self._recorder, self._beginning, self._world_size, self._seen = None, beginning, world_size, None
-        self._local_rank = global_ranks.index(0) if 0 in global_ranks else None
+        self._local_rank, self._is_stopping = global_ranks.index(0) if 0 in global_ranks else None, False
 
     def poll(self) -> None:
         """Write the record if it is due; call it often."""
@@ -214,12 +223,10 @@ class LaunchedAttempts:
             self._recorder.finish(self._memory.read(local_rank), outcome, exit_code, failure)
 
     def stop_requested(self) -> None:
-        """A signal stops the attempt under way, so it is not counted as failed, even if it is killed before its end."""
-        if self._local_rank is None:
-            return
-        self._open(self._local_rank)
-        if self._recorder is not None and self._run_dir is not None:
-            take_back_running(self._run_dir)
+        """A signal stops the attempt under way, so it never counts as failed, even if it is killed before its end."""
+        self._is_stopping = True
+        if self._local_rank is not None:
+            self._open(self._local_rank)
 
     def _notice_restart(self, local_rank: int) -> None:
         """End the record, and begin another, if the ranks have restarted in process (``--inprocess-restart``)."""
@@ -245,6 +252,10 @@ class LaunchedAttempts:
         self._run_dir = None if settings.run_dir is None else Path(settings.run_dir)
         if self._recorder is None and settings.hosts:
             self._recorder = self._record(settings.hosts, has_lock=True)
+        if self._recorder is not None:
+            # Again at every call: the settings stay when the ranks restart in process, and are replaced then.
+            counts_from = None if self._is_stopping else settings.counts_from
+            self._recorder.set_counts_from(counts_from, self._memory.read(local_rank))
 
     def _record(self, hosts: Sequence[str], has_lock: bool) -> AttemptRecorder | None:
         if self._run_dir is None:

@@ -1,68 +1,37 @@
 """Which rank the others wait for, from the evidence of all ranks; pure logic.
 
 Criteria are applied in order of their strength. Each keeps only the ranks that it holds for, if it holds for some and
-not for all. The first that keeps a part of the ranks is the reason in the report.
+not for all. The first that keeps a part of the ranks is the reason in the report:
+
+    rank   section           stack        collectives     criterion            keeps
+    0      grads-reduce      all_reduce   501        ─┐
+    1      forward-backward  matmul       500         ├─> waits for nobody ──> 1   "it does not wait for other ranks"
+    2      grads-reduce      all_reduce   501        ─┘
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from megatron.errors import ExitCode
 from megatron.operation.causes import Cause
 from megatron.operation.evidence import (
     ENDED,
     STOPPED,
     UNINTERRUPTIBLE,
-    ChildProcess,
-    Frame,
-    Stack,
+    Evidence,
+    excerpt,
+    group_by_stack,
     is_waiting_for_ranks,
 )
+from megatron.operation.failure import MOST_LISTED, Failure, ranks_text
 from megatron.operation.heartbeat import Section
 
 _OLDER_SECONDS = 1.0
 """A heartbeat that is older by less proves nothing: ranks of one step stop within it."""
 _MOST_BEHIND = 2
 """Ranks of the same role have started equal numbers of collectives, except for the last. Other ranks differ by more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What is known of a rank when one of the ranks has exceeded its limit."""
-
-    rank: int
-    local_rank: int
-    host: str
-    pid: int | None
-    section: str
-    """Label of the section; ``start`` before the rank has attached."""
-    seconds: float
-    """Time since the last progress."""
-    iteration: int | None = None
-    microbatch: int | None = None
-    collectives: int | None = None
-    state: str | None = None
-    """Letter of the process's state; None if there is no such process."""
-    children: tuple[ChildProcess, ...] = ()
-    """Stopped children, or children that wait in the kernel."""
-    stack: Stack | None = None
-    """Of the main thread; None if the rank has given none."""
-    waits_for_lock: bool = False
-    """Whether the main thread tries all the time to get the interpreter's lock."""
-    committed_iteration: int | None = None
-    is_lost: bool = False
-    """Whether the launcher of the rank does not answer, so that nothing else is known."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "Evidence":
-        """The inverse of :meth:`to_json`."""
-        children = tuple(ChildProcess(**child) for child in values["children"])
-        stack = None if values["stack"] is None else tuple(Frame(**frame) for frame in values["stack"])
-        return Evidence(**{**values, "children": children, "stack": stack})
 
 
 @dataclass(frozen=True)
@@ -74,19 +43,16 @@ class Verdict:
     reason: str
 
 
-Test = Callable[[Evidence, Sequence[Evidence]], bool]
-
-
 def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
-    """The verdict on one or more ranks. Nobody waits for spare ranks."""
+    """The verdict on one or more ranks. No rank waits for spare ranks."""
     candidates = [one for one in evidence if one.section != Section.SPARE.label] or list(evidence)
     cause, reason = Cause.HANG, ""
-    for test, criterion_cause, sentence in _CRITERIA:
-        kept = [one for one in candidates if test(one, candidates)]
-        is_proof = criterion_cause is not None  # also of all ranks, and of the only one
+    for criterion in _CRITERIA:
+        kept = [one for one in candidates if criterion.holds(one, candidates)]
+        is_proof = criterion.cause is not None  # also of all ranks, and of the only one
         if kept and (len(kept) < len(candidates) or (is_proof and not reason)):
             if not reason:
-                cause, reason = criterion_cause or Cause.HANG, sentence(kept[0])
+                cause, reason = criterion.cause or Cause.HANG, criterion.reason(kept[0])
             candidates = kept
         if len(candidates) == 1 and reason:
             break
@@ -97,36 +63,12 @@ def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
     return Verdict(None, Cause.HANG, "nothing distinguishes one of them")
 
 
-def _is_stopped(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.state is not None and one.state in STOPPED
-
-
-def _is_lost(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.is_lost
-
-
-def _is_gone(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.state is None or one.state in ENDED
-
-
-def _is_uninterruptible(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.state is not None and one.state in UNINTERRUPTIBLE and one.stack is None
-
-
-def _has_stopped_child(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return any(child.state in STOPPED for child in one.children)
-
-
-def _has_uninterruptible_child(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return any(child.state in UNINTERRUPTIBLE for child in one.children) and one.section == "data"
-
-
-def _waits_for_lock(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.waits_for_lock
-
-
-def _waits_for_nobody(one: Evidence, others: Sequence[Evidence]) -> bool:
-    return one.stack is not None and not is_waiting_for_ranks(one.stack)
+class _Criterion(NamedTuple):
+    holds: Callable[[Evidence, Sequence[Evidence]], bool]
+    """Whether it holds for a rank, among all candidates."""
+    reason: Callable[[Evidence], str]
+    cause: Cause | None = None
+    """Of a criterion that alone is proof, also where it holds for all ranks."""
 
 
 def _is_behind(one: Evidence, others: Sequence[Evidence]) -> bool:
@@ -164,31 +106,103 @@ def _child(one: Evidence, states: str) -> str:
     return f"its {child.role} {child.pid}"
 
 
-_CRITERIA: Sequence[tuple[Test, Cause | None, Callable[[Evidence], str]]] = (
-    (_is_lost, Cause.NODE_LOST, lambda one: "the launcher of its node does not answer: the node or its link is lost"),
-    (_is_gone, Cause.KILLED, lambda one: "its process has ended"),
-    (_is_stopped, Cause.STOPPED_PROCESS, lambda one: f"its process is stopped (state {one.state})"),
-    (
-        _has_stopped_child,
+_CRITERIA = (
+    # Proofs: what the kernel or a launcher says of a process.
+    _Criterion(
+        lambda one, _: one.is_lost,
+        lambda one: "the launcher of its node does not answer: the node or its link is lost",
+        Cause.NODE_LOST,
+    ),
+    _Criterion(
+        lambda one, _: one.state is None or one.state in ENDED, lambda one: "its process has ended", Cause.KILLED
+    ),
+    _Criterion(
+        lambda one, _: one.state is not None and one.state in STOPPED,
+        lambda one: f"its process is stopped (state {one.state})",
         Cause.STOPPED_PROCESS,
+    ),
+    _Criterion(
+        lambda one, _: any(child.state in STOPPED for child in one.children),
         lambda one: f"{_child(one, STOPPED)} is stopped",
+        Cause.STOPPED_PROCESS,
     ),
-    (
-        _is_uninterruptible,
-        Cause.HANG,
+    _Criterion(
+        lambda one, _: one.state is not None and one.state in UNINTERRUPTIBLE and one.stack is None,
         lambda one: "its process waits in the kernel (state D): a file system or a driver does not answer",
-    ),
-    (
-        _has_uninterruptible_child,
         Cause.HANG,
-        lambda one: f"{_child(one, UNINTERRUPTIBLE)} waits in the kernel (state D)",
     ),
-    (_waits_for_lock, Cause.HANG, lambda one: "another of its threads holds the interpreter's lock"),
-    (_waits_for_nobody, None, lambda one: "it does not wait for other ranks, as the others do"),
-    (_is_behind, None, lambda one: f"it is still in iteration {one.iteration}"),
-    (_is_in_another_section, None, lambda one: "it is in another section than the others"),
-    (_has_other_collectives, None, lambda one: "its number of collectives differs from the others'"),
-    (_has_another_stack, None, lambda one: "its stack differs from the others'"),
-    (_is_oldest, None, lambda one: "its last progress is the oldest"),
+    _Criterion(
+        lambda one, _: any(child.state in UNINTERRUPTIBLE for child in one.children) and one.section == "data",
+        lambda one: f"{_child(one, UNINTERRUPTIBLE)} waits in the kernel (state D)",
+        Cause.HANG,
+    ),
+    _Criterion(
+        lambda one, _: one.waits_for_lock, lambda one: "another of its threads holds the interpreter's lock", Cause.HANG
+    ),
+    # Comparisons with the other ranks, the strongest first.
+    _Criterion(
+        lambda one, _: one.stack is not None and not is_waiting_for_ranks(one.stack),
+        lambda one: "it does not wait for other ranks, as the others do",
+    ),
+    _Criterion(_is_behind, lambda one: f"it is still in iteration {one.iteration}"),
+    _Criterion(_is_in_another_section, lambda one: "it is in another section than the others"),
+    _Criterion(_has_other_collectives, lambda one: "its number of collectives differs from the others'"),
+    _Criterion(_has_another_stack, lambda one: "its stack differs from the others'"),
+    _Criterion(_is_oldest, lambda one: "its last progress is the oldest"),
 )
-"""Test, cause (if the test alone is proof, also where it holds for all ranks), and reason."""
+
+
+# --- the report ----------------------------------------------------------------------------------------------
+
+
+def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: float, limit: float) -> Failure:
+    """The report on the ranks of ``evidence``, one of which has made no progress for ``seconds``."""
+    culprit = next((one for one in evidence if one.rank == verdict.rank), None)
+    if culprit is None:
+        section = _only([one.section for one in evidence])
+        what = f"The ranks hang{f' in {section}' if section else ''}"
+        place = {"section": section}
+    else:
+        where = culprit.section if not culprit.iteration else f"{culprit.section} of iteration {culprit.iteration}"
+        what = f"Rank {culprit.rank} on {culprit.host} hangs in {where}"
+        place = {name: getattr(culprit, name) for name in ("rank", "local_rank", "host", "iteration", "microbatch")}
+        place |= {"section": culprit.section, "stack": None if culprit.stack is None else excerpt(culprit.stack)}
+    groups = tuple(
+        {
+            "ranks": ranks,
+            "section": _only([one.section for one in evidence if one.rank in ranks]),
+            "stack": None if stack is None else excerpt(stack),
+        }
+        for ranks, stack in group_by_stack({one.rank: one.stack for one in evidence})
+    )
+    found = f"no progress for {seconds:.1f} s, the limit is {limit:.1f} s"
+    return Failure(
+        cause=verdict.cause,
+        message=f"{what}: {verdict.reason}; {found}.{_different_waits(evidence)}",
+        exit_code=ExitCode.CRASH,
+        groups=groups,
+        last_checkpoint=max((one.committed_iteration or 0 for one in evidence), default=0) or None,
+        **place,
+    )
+
+
+def _only(values: Sequence[str]) -> str | None:
+    """The value, if all are equal."""
+    return values[0] if len(set(values)) == 1 else None
+
+
+def _different_waits(evidence: Sequence[Evidence]) -> str:
+    """A sentence if all ranks wait for others, at different places: they have not called the same collective."""
+    waiting = {one.rank: one.stack for one in evidence}
+    if not all(stack is not None and is_waiting_for_ranks(stack) for stack in waiting.values()):
+        return ""
+    groups = group_by_stack(waiting)
+    if len(groups) < 2:
+        return ""
+    counts = {one.rank: one.collectives for one in evidence}
+    places = []
+    for ranks, stack in groups[:MOST_LISTED]:
+        assert stack is not None
+        caller = next((frame for frame in stack if not is_waiting_for_ranks((frame,))), stack[-1])
+        places.append(f"{ranks_text(ranks)} at {caller} (collective {counts[ranks[0]]})")
+    return f" All ranks wait for others, in different collectives: {'; '.join(places)}."

@@ -4,11 +4,20 @@ The sizes of tensor, context and pipeline parallelism and of the experts do not 
 the data-parallel size does: it is the largest with which the run is valid. Further ranks wait as spares.
 """
 
-from collections.abc import Callable
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
 
 from megatron.config.checks import check_run
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
+from megatron.config.training import TrainingConfig
+from megatron.errors import ConfigError, ExitCode
+from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.signals import watch_signals
 
 ELASTIC = "MEGATRON_ELASTIC"
 """Environment variable of the ranks: set if the number of nodes may change."""
@@ -41,3 +50,56 @@ def usable_world_size(config: RunConfig, world_size: int, check_batches: Callabl
             return data_parallel_size * replica
     assert first is not None
     raise first
+
+
+_END, _STOP = "megatron/spares/end", "megatron/spares/stop"
+_POLL_SECONDS = 0.5
+
+
+class Spares:
+    """Ends the spare ranks with the training, and stops the training at a signal to a spare.
+
+    The launcher of the first node has a new store for each attempt. If the training fails, launchers end the spares.
+    """
+
+    def __init__(self, training: TrainingConfig, rank: int, world_size: int, environment: Mapping[str, str]) -> None:
+        """``world_size`` ranks train; those with a higher number are the spares."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._training, self._rank, self._world_size = training, rank, world_size
+        self._store = TCPStore(
+            environment["MASTER_ADDR"],
+            int(environment["MASTER_PORT"]),
+            is_master=False,
+            timeout=timedelta(minutes=5),
+            wait_for_workers=False,
+        )
+
+    def end_with(self, run: Callable[[], ExitCode], heartbeat: Heartbeat) -> ExitCode:
+        """Train with ``run``, or wait for the end of the training; its exit code."""
+        if self._rank >= self._world_size:
+            with heartbeat.section(Section.SPARE):
+                return self._wait()
+        if self._rank > 0:
+            return run()
+        threading.Thread(target=self._stop_on_request, daemon=True).start()
+        exit_code = run()
+        self._store.set(_END, str(int(exit_code)))
+        return exit_code
+
+    def _wait(self) -> ExitCode:
+        with watch_signals(self._training) as signals:
+            while not self._store.check([_END]):
+                if signals.received is not None:
+                    self._store.set(_STOP, signals.received)
+                time.sleep(_POLL_SECONDS)
+        return ExitCode(int(self._store.get(_END)))
+
+    def _stop_on_request(self) -> None:
+        """On rank 0: act as if the signal to a spare had come here."""
+        from torch.distributed import DistError
+
+        with suppress(DistError):
+            while not self._store.check([_STOP]):
+                time.sleep(_POLL_SECONDS)
+            os.kill(os.getpid(), signal.Signals[self._training.exit_signal])

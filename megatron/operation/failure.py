@@ -10,30 +10,31 @@ fails does.
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.errors import DirectoryInUseError, ExitCode, UserError, cause_of
-from megatron.operation.attempts import read_attempts, read_current
-from megatron.operation.causes import Cause, advice, cause_named
-from megatron.operation.culprit import Evidence, Verdict
-from megatron.operation.evidence import excerpt, group_by_stack, is_waiting_for_ranks
-from megatron.operation.heartbeat import Heartbeat, Snapshot
+from megatron.operation.attempts import read_attempts, read_current, replace_file
+from megatron.operation.causes import Cause, OutOfMemoryKills, advice, cause_named
+from megatron.operation.evidence import process_state
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings
+
+if TYPE_CHECKING:
+    from megatron.operation.nodes import Nodes
 
 FILE = "failure.json"
 DIRECTORY = "failures"
 SCHEMA = 1
 _MOST_TEXT = 8000
 """Characters of a traceback that are kept, from its end."""
-_MOST_LISTED = 8
+MOST_LISTED = 8
 
 _CONSEQUENCE = re.compile(
     "|".join(
@@ -87,79 +88,6 @@ class Failure:
         return {**head, **asdict(self), "advice": advice(self.cause)}
 
 
-# --- ranks that hang -----------------------------------------------------------------------------------------
-
-
-def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: float, limit: float) -> Failure:
-    """``evidence`` of all ranks; one of them has made no progress for ``seconds``."""
-    culprit = next((one for one in evidence if one.rank == verdict.rank), None)
-    groups = tuple(
-        {
-            "ranks": ranks,
-            "section": _only([one.section for one in evidence if one.rank in ranks]),
-            "stack": None if stack is None else excerpt(stack),
-        }
-        for ranks, stack in group_by_stack({one.rank: one.stack for one in evidence})
-    )
-    checkpoints = [one.committed_iteration for one in evidence if one.committed_iteration is not None]
-    found = f"no progress for {seconds:.1f} s, the limit is {limit:.1f} s"
-    last_checkpoint = max(checkpoints, default=None)
-    if culprit is None:
-        section = _only([one.section for one in evidence])
-        message = f"The ranks hang{f' in {section}' if section else ''}: {verdict.reason}; {found}."
-        return Failure(
-            cause=verdict.cause,
-            message=message + _different_waits(evidence),
-            exit_code=ExitCode.CRASH,
-            section=section,
-            groups=groups,
-            last_checkpoint=last_checkpoint,
-        )
-    where = culprit.section if not culprit.iteration else f"{culprit.section} of iteration {culprit.iteration}"
-    message = f"Rank {culprit.rank} on {culprit.host} hangs in {where}: {verdict.reason}; {found}."
-    return Failure(
-        cause=verdict.cause,
-        message=message + _different_waits(evidence),
-        exit_code=ExitCode.CRASH,
-        rank=culprit.rank,
-        local_rank=culprit.local_rank,
-        host=culprit.host,
-        iteration=culprit.iteration,
-        microbatch=culprit.microbatch,
-        section=culprit.section,
-        stack=None if culprit.stack is None else excerpt(culprit.stack),
-        groups=groups,
-        last_checkpoint=last_checkpoint,
-    )
-
-
-def _only(values: Sequence[str]) -> str | None:
-    """The value, if all are equal."""
-    return values[0] if len(set(values)) == 1 else None
-
-
-def _different_waits(evidence: Sequence[Evidence]) -> str:
-    """A sentence if all ranks wait for others, at different places: they have not called the same collective."""
-    waiting = {one.rank: one.stack for one in evidence}
-    if not all(stack is not None and is_waiting_for_ranks(stack) for stack in waiting.values()):
-        return ""
-    groups = group_by_stack(waiting)
-    if len(groups) < 2:
-        return ""
-    counts = {one.rank: one.collectives for one in evidence}
-    places = []
-    for ranks, stack in groups[:_MOST_LISTED]:
-        assert stack is not None
-        caller = next((frame for frame in stack if not is_waiting_for_ranks((frame,))), stack[-1])
-        places.append(f"{ranks_text(ranks)} at {caller} (collective {counts[ranks[0]]})")
-    return f" All ranks wait for others, in different collectives: {'; '.join(places)}."
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_MOST_LISTED]))
-    return f"rank{'s' * (len(ranks) > 1)} {listed}{', ...' * (len(ranks) > _MOST_LISTED)}"
-
-
 # --- ranks that ended ----------------------------------------------------------------------------------------
 
 
@@ -201,19 +129,10 @@ class RankEnd:
             return (2 if is_killed else 3), self.time
         return (0 if is_killed else 1), self.time
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> "RankEnd":
-        return RankEnd(**values)
-
-
-def first_end(ends: Sequence[RankEnd]) -> RankEnd:
-    """The rank that failed first."""
-    return min(ends, key=RankEnd.precedence)
-
 
 def failure_of_ends(ends: Sequence[RankEnd], exit_code: int, out_of_memory: bool) -> Failure:
     """Why an attempt failed whose ranks ended so; ``out_of_memory``: the kernel has killed a process for memory."""
-    first = first_end(ends)
+    first = min(ends, key=RankEnd.precedence)
     checkpoints = [one.committed_iteration for one in ends if one.committed_iteration is not None]
     return Failure(
         cause=_cause(first, out_of_memory),
@@ -230,6 +149,11 @@ def failure_of_ends(ends: Sequence[RankEnd], exit_code: int, out_of_memory: bool
     )
 
 
+def ranks_text(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:MOST_LISTED]))
+    return f"rank{'s' * (len(ranks) > 1)} {listed}{', ...' * (len(ranks) > MOST_LISTED)}"
+
+
 def failure_of_lost_nodes(nodes: Mapping[str, Sequence[int]]) -> Failure:
     """The launchers of ``nodes`` (host: ranks) do not answer."""
     lost = "; ".join(f"{host} ({ranks_text(ranks)})" if ranks else host for host, ranks in nodes.items())
@@ -240,26 +164,6 @@ def failure_of_lost_nodes(nodes: Mapping[str, Sequence[int]]) -> Failure:
         exit_code=ExitCode.CRASH,
         rank=next((ranks[0] for ranks in nodes.values() if ranks), None) if is_one else None,
         host=next(iter(nodes)) if is_one else None,
-    )
-
-
-def failure_of_lost_rendezvous(host: str, endpoint: str) -> Failure:
-    """The launcher with the store at ``endpoint`` has ended, and another one, on ``host``, notices it."""
-    return Failure(
-        cause=Cause.NODE_LOST,
-        message=f"The launcher on {host} has lost the rendezvous host {endpoint}: its launcher or the host has ended.",
-        exit_code=ExitCode.CRASH,
-        host=endpoint.rpartition(":")[0],
-    )
-
-
-def failure_of_lost_link(host: str, endpoint: str, seconds: float, limit: float) -> Failure:
-    """The store at ``endpoint`` does not answer the launcher on ``host``."""
-    return Failure(
-        cause=Cause.LINK_LOST,
-        message=f"The launcher on {host} cannot reach the rendezvous host {endpoint}: no answer for {seconds:.1f} s, "
-        f"the limit is {limit:.1f} s.",
-        exit_code=ExitCode.CRASH,
     )
 
 
@@ -323,8 +227,8 @@ def write_failure(directory: Path, failure: Failure, attempt: int, replace: bool
         except FileExistsError:
             return False
     else:
-        _put(path, text)
-    _put(directory / FILE, text)
+        replace_file(path, text)
+    replace_file(directory / FILE, text)
     return True
 
 
@@ -350,7 +254,7 @@ def record_own_failure(error: Exception, text: str, rank: int, local_rank: int, 
         text=text,
         cause=cause_of(error),
         is_local=is_local,
-        **position(heartbeat.snapshot()),
+        **heartbeat.snapshot().position(),
     )
     started = time.time() - (time.monotonic_ns() - heartbeat.snapshot().attached_ns) * 1e-9
     try:
@@ -363,17 +267,6 @@ def record_own_failure(error: Exception, text: str, rank: int, local_rank: int, 
         print(f"WARNING: {FILE} cannot be written ({problem}).", file=sys.stderr, flush=True)
 
 
-def position(snapshot: Snapshot) -> dict[str, Any]:
-    """Where a rank is, or has ended, for :class:`RankEnd` and :class:`Evidence`."""
-    known = [number for number in (snapshot.committed_iteration, snapshot.first_iteration) if number]
-    return {
-        "iteration": snapshot.iteration or None,
-        "microbatch": snapshot.microbatch if snapshot.iteration else None,
-        "section": snapshot.section.label,
-        "committed_iteration": known[0] if known else None,
-    }
-
-
 def read_failure(path: Path) -> dict[str, Any] | None:
     """The content of a file; None if it is missing or damaged."""
     try:
@@ -383,11 +276,192 @@ def read_failure(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _put(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+# --- reports of a launcher -----------------------------------------------------------------------------------
+
+
+@dataclass
+class RankStart:
+    """One start of the ranks of a node."""
+
+    ranks: Mapping[int, int]
+    """Global rank by local rank."""
+    pids: Mapping[int, int]
+    """Process by local rank."""
+    nodes: "Nodes | None"
+    """The launchers of all nodes, if there are several."""
+    node: int
+    restarts: int
+    started: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    number: int | None = None
+    """Number of the attempt in the run directory, from the first report."""
+    settings: RunSettings | None = None
+    """Of the first rank that has written them."""
+
+
+class FailureReports:
+    """Reports why the attempts of the ranks of a node fail: in a sentence on the console, and in failure.json.
+
+    Each launcher publishes how its ranks ended. The first one whose ranks failed asks for what the others have
+    published, and writes one report for all nodes.
+    """
+
+    def __init__(self, heartbeats: HeartbeatMemory, nodes_seconds: float) -> None:
+        """``nodes_seconds``: time for the other launchers to say what they know of their ranks."""
+        self.host = socket.gethostname()
+        self.nodes_seconds = nodes_seconds
+        self.start: RankStart | None = None
+        self.failure: Failure | None = None
+        """Why the last attempt failed; None if it did not, or if another launcher reports it."""
+        self.hang_lasts = False
+        """Whether a reported hang lasts (``--on-hang report``): it is the cause of the failures after it."""
+        self._heartbeats = heartbeats
+        self._out_of_memory = OutOfMemoryKills()
+
+    def begin(self, start: RankStart) -> None:
+        """The ranks of a new attempt have started."""
+        self.start, self.failure, self.hang_lasts = start, None, False
+        self._out_of_memory.rose()  # since now
+        if start.nodes is not None:
+            content = {"host": self.host, "ranks": list(start.ranks.values())}
+            start.nodes.publish("host", start.restarts, start.node, content)
+
+    def settings(self) -> RunSettings | None:
+        """The settings of the run; None before a rank has written them."""
+        start = self.start
+        if start is not None and start.settings is None:
+            found = (RunSettings.from_json(self._heartbeats.settings(rank)) for rank in start.ranks)
+            start.settings = next((one for one in found if one is not None), None)
+        return None if start is None else start.settings
+
+    def directory(self) -> Path | None:
+        """The run directory; None if the ranks have none."""
+        settings = self.settings()
+        return None if settings is None or settings.run_dir is None else Path(settings.run_dir)
+
+    def record_ends(
+        self, failures: Mapping[int, Any], first: Collection[int], exit_code: int, endpoint: str | None = None
+    ) -> None:
+        """Report an attempt in which ranks failed.
+
+        ``failures`` are torch's, by local rank; ``first`` the local ranks that had failed when the launcher noticed it,
+        before it ended the others. ``endpoint`` is the rendezvous host with its port.
+        """
+        start = self.start
+        if start is None:
+            return
+        ends = [self._end(start, rank, failure) for rank, failure in failures.items()]
+        ends = [end for end in ends if end.local_rank in first or end.text is not None] or ends
+        nodes = start.nodes
+        if nodes is None:
+            if ends:
+                self.record(failure_of_ends(ends, exit_code, self._out_of_memory.rose()))
+            return
+        nodes.publish("ends", start.restarts, start.node, [asdict(end) for end in ends])
+        if not ends or not nodes.is_first("report", start.restarts):
+            return
+        # A rank that lost its connection says that another has gone: that one's launcher may need a moment.
+        are_consequences = all(end.is_consequence for end in ends)
+        found = nodes.collect("ends", start.restarts, self.nodes_seconds if are_consequences else 0.0)
+        if are_consequences and start.node not in found and endpoint is not None:
+            self.record_lost_rendezvous(endpoint)  # the store does not even have what this launcher has published
+            return
+        every = [RankEnd(**end) for content in found.values() for end in content] or ends
+        lost = self.missing_nodes(found) if are_consequences else {}
+        if lost and all(end.is_consequence for end in every):
+            self.record(failure_of_lost_nodes(dict(lost.values())))
+        else:
+            self.record(failure_of_ends(every, exit_code, self._out_of_memory.rose()))
+
+    def publish_health(self) -> None:
+        """Publish for the other launchers that no rank of this node has failed."""
+        if self.start is not None and self.start.nodes is not None:
+            self.start.nodes.publish("ends", self.start.restarts, self.start.node, [])
+
+    def record_survivor(self, local_rank: int) -> None:
+        """Report that a process does not end although it was killed."""
+        start = self.start
+        assert start is not None
+        pid, snapshot = start.pids[local_rank], self._heartbeats.read(local_rank)
+        end = RankEnd(
+            rank=start.ranks[local_rank],
+            local_rank=local_rank,
+            host=self.host,
+            exit_code=1,
+            text=f"process {pid} does not end after SIGKILL (state {process_state(pid)}): a driver or a file system "
+            "does not answer",
+            cause="hang",
+            **({} if snapshot is None else snapshot.position()),
+        )
+        self.record(failure_of_ends([end], exit_code=1, out_of_memory=False))
+
+    def record_lost_rendezvous(self, endpoint: str) -> None:
+        """Report that the launcher with the store of all launchers, at ``endpoint``, has ended."""
+        message = f"has lost the rendezvous host {endpoint}: its launcher or the host has ended."
+        failure = Failure(
+            cause=Cause.NODE_LOST,
+            message=f"The launcher on {self.host} {message}",
+            exit_code=ExitCode.CRASH,
+            host=endpoint.rpartition(":")[0],
+        )
+        if self.failure is None or self.failure.message != failure.message:
+            self.record(failure, replace=False)
+
+    def record_lost_link(self, endpoint: str, seconds: float, limit: float) -> None:
+        """Report that the store at ``endpoint`` does not answer this launcher."""
+        message = (
+            f"The launcher on {self.host} cannot reach the rendezvous host {endpoint}: no answer for {seconds:.1f} s, "
+            f"the limit is {limit:.1f} s."
+        )
+        self.record(Failure(cause=Cause.LINK_LOST, message=message, exit_code=ExitCode.CRASH), replace=False)
+
+    def missing_nodes(self, found: Collection[int]) -> dict[int, tuple[str, list[int]]]:
+        """Host and ranks of the nodes that are not among those that were ``found``."""
+        start = self.start
+        assert start is not None and start.nodes is not None
+        hosts = start.nodes.collect("host", start.restarts, 0.0)
+        missing = sorted(set(range(start.nodes.count)) - set(found))
+        return {
+            node: (hosts[node]["host"], hosts[node]["ranks"]) if node in hosts else (f"node {node}", [])
+            for node in missing
+        }
+
+    def _end(self, start: RankStart, local_rank: int, failure: Any) -> RankEnd:
+        """The end of a rank that torch's agent describes by ``failure``."""
+        message = failure.message
+        info = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+        moment = float(failure.timestamp)  # whole seconds
+        with suppress(OSError):
+            moment = os.stat(failure.error_file).st_mtime_ns * 1e-9
+        snapshot = self._heartbeats.read(local_rank)
+        return RankEnd(
+            rank=start.ranks[local_rank],
+            local_rank=local_rank,
+            host=self.host,
+            exit_code=failure.exitcode,
+            text=message.get("message") if isinstance(message, dict) else None,
+            cause=info.get("cause"),
+            is_local=info.get("is_local", True),
+            time=moment,
+            **({} if snapshot is None else snapshot.position()),
+        )
+
+    def record(self, failure: Failure, replace: bool = True, what: str = "The attempt failed") -> None:
+        """Print and write a report that begins with ``what``; without ``replace``, a report of this attempt by another
+        launcher is kept."""
+        reported, self.failure = self.failure, failure
+        directory, start, note = self.directory(), self.start, ""
+        if self.hang_lasts:
+            self.failure, replace = reported, False
+        if directory is not None and failure.cause != Cause.IN_USE:
+            try:
+                assert start is not None
+                newest = read_failure(directory / FILE) if not replace else None
+                if newest is None or newest.get("time", 0.0) < start.started:
+                    if start.number is None:
+                        start.number = attempt_number(directory, start.started)
+                    write_failure(directory, failure, start.number)
+                note = f" See {directory / FILE}."
+            except OSError as error:
+                note = f" {directory / FILE} cannot be written ({error.strerror})."
+        print(f"{what} ({failure.cause}). {failure.message}{note}", file=sys.stderr, flush=True)

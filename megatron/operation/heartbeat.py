@@ -8,6 +8,7 @@ its own seconds.
 A write costs less than a microsecond: single stores of 8 bytes, no system call, no lock.
 """
 
+import dataclasses
 import faulthandler
 import json
 import mmap
@@ -16,12 +17,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from megatron.config.operation import OperationConfig
+from megatron.config.run import RunConfig
 
 HEARTBEATS = "MEGATRON_HEARTBEATS"
 """Environment variable with the path of the launcher's :class:`HeartbeatMemory`."""
@@ -111,6 +116,16 @@ class Snapshot:
         times = dict(self.section_ns)
         times[self.section] += max(0, now_ns - self.entered_ns)
         return times
+
+    def position(self) -> dict[str, Any]:
+        """Where the rank is, or has ended, as fields of the reports of a failure."""
+        known = [number for number in (self.committed_iteration, self.first_iteration) if number]
+        return {
+            "iteration": self.iteration or None,
+            "microbatch": self.microbatch if self.iteration else None,
+            "section": self.section.label,
+            "committed_iteration": known[0] if known else None,
+        }
 
 
 class Heartbeat:
@@ -358,3 +373,58 @@ def _read(slot: memoryview) -> Snapshot | None:
         section_ns={section: words[_SUMS + section] for section in Section},
         waited_ns={section: words[_WAITS + section] for section in Section},
     )
+
+
+def run_directory(config: RunConfig) -> Path | None:
+    """The directory for the records of a run: ``--run-dir``, else ``--save``; None without either."""
+    place = config.operation.run_dir or config.checkpoint.save
+    return None if place is None else Path(place)
+
+
+def run_directory_in(arguments: Sequence[str]) -> Path | None:
+    """:func:`run_directory` in a command line, for the launcher, which does not parse the flags of the run."""
+    found = {}
+    for flag, following in zip(arguments, [*arguments[1:], ""]):
+        name, _, value = flag.partition("=")
+        found[name.replace("_", "-")] = value or following
+    place = found.get("--run-dir") or found.get("--save")
+    return None if not place else Path(place).absolute()
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Written by each rank into its slot (:mod:`megatron.operation.heartbeat`)."""
+
+    rank: int
+    world_size: int
+    run_dir: str | None
+    """Absolute path of the run directory."""
+    operation: OperationConfig
+    hosts: tuple[str, ...] = ()
+    """Distinct host names (at most 4,000 characters); written by rank 0 only, when it holds the lock of the run."""
+    counts_from: int | None = None
+    """:attr:`megatron.operation.attempts.Attempt.counts_from`; written by rank 0 only."""
+    dataloader_timeout: float | None = None
+    """``--dataloader-timeout``, if given."""
+
+    @classmethod
+    def of(cls, config: RunConfig, rank: int, world_size: int) -> "RunSettings":
+        directory = run_directory(config)
+        place = None if directory is None else os.path.abspath(directory)
+        return cls(rank, world_size, place, config.operation, dataloader_timeout=config.data.dataloader_timeout)
+
+    def to_json(self) -> dict[str, Any]:
+        """The inverse of :meth:`from_json`."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "RunSettings | None":
+        """The settings of a slot; None before the rank has written them."""
+        if "rank" not in values:
+            return None
+        # The code may have been replaced since the launcher was started: ranks may have other flags.
+        known = {item.name for item in dataclasses.fields(OperationConfig)}
+        operation = OperationConfig(**{name: value for name, value in values["operation"].items() if name in known})
+        hosts, timeout = tuple(values.get("hosts", ())), values.get("dataloader_timeout")
+        counts_from = values.get("counts_from")
+        return cls(values["rank"], values["world_size"], values["run_dir"], operation, hosts, counts_from, timeout)

@@ -156,7 +156,7 @@ class Agent(LocalElasticAgent):
         self._named.name(Naming(host, reason, self._attempt_name, time.time()), self._run_dir)
 
     def _name_cause(self) -> None:
-        failure = self._watch.failure
+        failure = self._watch.reports.failure
         if failure is not None and failure.host is not None and failure.cause in CAUSES:
             self.name_node(failure.host, failure.cause)
 
@@ -192,7 +192,7 @@ class Agent(LocalElasticAgent):
         if isinstance(self._pcontext, SubprocessContext):
             ranks = {rank: handler.proc for rank, handler in self._pcontext.subprocess_handlers.items()}
             end_processes(ranks, signal.SIGKILL, 0, KILL_SECONDS)
-        self._watch.record_lost_link(self._endpoint, seconds, limit)
+        self._watch.reports.record_lost_link(self._endpoint, seconds, limit)
         print_end(ExitCode.CRASH)
         os._exit(ExitCode.CRASH)
 
@@ -309,7 +309,7 @@ class Agent(LocalElasticAgent):
             print(f"The job ended {text}.", file=sys.stderr, flush=True)
             code = ExitCode.CRASH if code is None else code
         if code is None and isinstance(error, _LOST) and self._endpoint is not None:
-            self._watch.record_lost_rendezvous(self._endpoint)
+            self._watch.reports.record_lost_rendezvous(self._endpoint)
             code = ExitCode.CRASH
         return code
 
@@ -347,7 +347,7 @@ class Agent(LocalElasticAgent):
             if hang is None and code != ExitCode.STOPPED:
                 local = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
                 failures = {local[rank]: failure for rank, failure in result.failures.items()}
-                self._watch.record_ends(failures, failed, code or ExitCode.CRASH, self._endpoint)
+                self._watch.reports.record_ends(failures, failed, code or ExitCode.CRASH, self._endpoint)
             self._name_cause()
             self._put_cause_first(result, [worker_group.workers[rank].global_rank for rank in failed])
             self._end_attempt(next(iter(result.failures.values())).exitcode)
@@ -355,7 +355,7 @@ class Agent(LocalElasticAgent):
             self._watch.leave()
             self._end_attempt()
         elif result.state == WorkerState.HEALTHY and self._failed_elsewhere():
-            self._watch.publish_health()
+            self._watch.reports.publish_health()
             self._pause = self._backoff.pause_after_failure(self._made_progress())
             self._close_after_crash()
             self._end_attempt()
@@ -365,7 +365,7 @@ class Agent(LocalElasticAgent):
 
     def _put_cause_first(self, result: RunResult, failed: Sequence[int]) -> None:
         """torch shows the earliest failure, in whole seconds, or the first: it must be the rank that failed first."""
-        cause = self._watch.failure.rank if self._watch.failure is not None else None
+        cause = self._watch.reports.failure.rank if self._watch.reports.failure is not None else None
         order = [rank for rank in (cause, *failed, *result.failures) if rank in result.failures]
         result.failures = {rank: result.failures[rank] for rank in order if rank is not None}
         earliest = min((failure.timestamp for failure in result.failures.values()), default=0)
@@ -386,7 +386,7 @@ class Agent(LocalElasticAgent):
         """End this launcher: new ranks would find the devices of this node in use. The other nodes restart without it,
         if their number may vary."""
         for local_rank in self._survivors:
-            self._watch.record_survivor(local_rank)
+            self._watch.reports.record_survivor(local_rank)
         restarts, self._remaining_restarts = self._restarts, 0
         self.exit_code = ExitCode.CRASH
         if self._nodes is not None and self._is_elastic:

@@ -1,9 +1,15 @@
 """Agreement between the launchers of several nodes, through their shared store."""
 
 import json
+import os
+import secrets
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import DistError
@@ -11,6 +17,8 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from megatron.errors import ExitCode
+from megatron.operation.causes import Cause
+from megatron.torch_compat import connection_to
 
 _PREFIX = "megatron/launch"
 _JOIN_SECONDS = 300.0  # for all launchers to begin an attempt
@@ -189,3 +197,226 @@ class Nodes:
             while parting < self.count and time.monotonic() < deadline:
                 time.sleep(0.1)
                 parting = self._store.add(f"{_PREFIX}/parting", 0)
+
+
+NAMED_NODES = "named_nodes.jsonl"
+CAUSES = frozenset({Cause.HANG, Cause.STOPPED_PROCESS, Cause.SILENT_CORRUPTION, Cause.STRAGGLER, Cause.NODE_LOST})
+"""Causes that may lie in the node: not an exception of the program, nor lack of memory."""
+TIMES = 2
+"""A node is a suspect when so many attempts have named it."""
+
+
+@dataclass(frozen=True)
+class Naming:
+    """A node was named."""
+
+    host: str
+    reason: str
+    """Cause class of the failure, for example ``hang``."""
+    attempt: str
+    """A name of the attempt that is the same on all nodes: several launchers may name a node for one failure."""
+    time: float
+    """Seconds since the epoch."""
+
+    @staticmethod
+    def from_json(values: Any) -> "Naming | None":
+        """The inverse of ``asdict``; None for anything else."""
+        if not isinstance(values, Mapping):
+            return None
+        texts = [values.get(name) for name in ("host", "reason", "attempt")]
+        time = values.get("time")
+        if not all(isinstance(text, str) for text in texts) or not isinstance(time, int | float):
+            return None
+        host, reason, attempt = (str(text) for text in texts)
+        return Naming(host, reason, attempt, float(time))
+
+
+class NamedNodes:
+    """What a launcher knows of named nodes: from the file, from itself, and from other launchers."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._namings: dict[tuple[str, str], Naming] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Read the file again: another launcher may have added to it."""
+        if self._directory is not None:
+            self.add(read_namings(self._directory / NAMED_NODES))
+
+    @property
+    def namings(self) -> list[Naming]:
+        """Every naming, at most one for each node and attempt."""
+        return list(self._namings.values())
+
+    def add(self, namings: Iterable[Naming]) -> None:
+        """Also know ``namings``, which others have recorded."""
+        for naming in namings:
+            self._namings.setdefault((naming.host, naming.attempt), naming)
+
+    def name(self, naming: Naming, directory: Path | None) -> None:
+        """Record ``naming``, also in ``directory`` if it is known; a file system that fails does not end the job."""
+        if (naming.host, naming.attempt) in self._namings:
+            return
+        self.add([naming])
+        if directory is not None:
+            with suppress(OSError):
+                append_naming(directory / NAMED_NODES, naming)
+
+    def suspects(self) -> dict[str, list[str]]:
+        """The reasons for which each suspect was named."""
+        reasons: dict[str, list[str]] = {}
+        for naming in sorted(self._namings.values(), key=lambda naming: naming.time):
+            reasons.setdefault(naming.host, []).append(naming.reason)
+        return {host: found for host, found in reasons.items() if len(found) >= TIMES}
+
+
+def read_namings(path: Path) -> list[Naming]:
+    """The content of the file; lines that are damaged are left out, which must not stop a job."""
+    found = []
+    with suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, RecursionError):
+                naming = Naming.from_json(json.loads(line))
+                found += [naming] if naming is not None else []
+    return found
+
+
+def append_naming(path: Path, naming: Naming) -> None:
+    """Add a line with one write, since launchers of several nodes share the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, (json.dumps(asdict(naming)) + "\n").encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a launcher tells the first one."""
+
+    host: str
+    num_ranks: int
+    namings: tuple[Naming, ...]
+    """The nodes that it knows to have been named: the run directory need not be on shared storage."""
+
+    def to_text(self) -> str:
+        """The inverse of :meth:`from_text`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> "NodeReport":
+        values = json.loads(text)
+        return NodeReport(values["host"], values["num_ranks"], tuple(Naming(**naming) for naming in values["namings"]))
+
+
+@dataclass(frozen=True)
+class NodeOrder:
+    """What the first launcher tells the others."""
+
+    attempt: str
+    """A name of the attempt."""
+    first_ranks: tuple[int, ...]
+    """The global rank of the first process of each node."""
+    namings: tuple[Naming, ...]
+    """All that any launcher knows."""
+    sentences: tuple[str, ...] = ()
+    """For the log."""
+
+    def to_text(self) -> str:
+        """The inverse of :meth:`from_text`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> "NodeOrder":
+        values = json.loads(text)
+        namings = tuple(Naming(**naming) for naming in values["namings"])
+        return NodeOrder(values["attempt"], tuple(values["first_ranks"]), namings, tuple(values["sentences"]))
+
+
+def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
+    """The order of the nodes, by the reports of all launchers; ``named`` learns what they know."""
+    for report in reports:
+        named.add(report.namings)
+    hosts = {report.host for report in reports}
+    suspects = {host: reasons for host, reasons in named.suspects().items() if host in hosts}
+    sentences = tuple(
+        f"Node {host} was named {len(reasons)} times ({', '.join(reasons)}): its ranks are the last, which wait as "
+        "spares if there are any."
+        for host, reasons in suspects.items()
+    )
+    return NodeOrder(secrets.token_hex(8), first_ranks(reports, suspects), tuple(named.namings), sentences)
+
+
+def first_ranks(nodes: Sequence[NodeReport], suspects: Collection[str]) -> tuple[int, ...]:
+    """The global rank of the first process of each node; the ranks of ``suspects`` are the last."""
+    order = sorted(range(len(nodes)), key=lambda place: nodes[place].host in suspects)
+    starts = accumulate((nodes[place].num_ranks for place in order), initial=0)
+    first = dict(zip(order, starts))
+    return tuple(first[place] for place in range(len(nodes)))
+
+
+@dataclass
+class Backoff:
+    """Pauses that grow while attempts fail without progress.
+
+    The first restart is immediate: most failures pass. An attempt that fails at once again and again would otherwise
+    load the file system and flood the log. Three attempts without a new checkpoint end the run anyway
+    (megatron/operation/attempts.py), if it saves any.
+    """
+
+    first_s: float = 1.0
+    """The first pause, which doubles with every further failure."""
+    longest_s: float = 30.0
+    failures: int = 0
+    """Consecutive attempts that failed without progress."""
+
+    def pause_after_failure(self, made_progress: bool) -> float:
+        """Seconds to wait after an attempt that has failed; ``made_progress`` says whether it finished an iteration."""
+        self.failures = 0 if made_progress else self.failures + 1
+        if self.failures < 2:
+            return 0.0
+        return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))
+
+
+ASK_SECONDS = 2.0
+"""Between two questions."""
+_TICK_SECONDS = 0.5
+_LONGEST_TICK = 2.0
+"""Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped."""
+
+
+class StoreWatch:
+    """Calls ``act(seconds, limit)`` once, in a thread, when ``store`` has not answered for ``limit()`` seconds (0: no
+    limit)."""
+
+    def __init__(self, store: Store, limit: Callable[[], float], act: Callable[[float, float], None]) -> None:
+        self._store, self._limit, self._act = store, limit, act
+        self._silent_seconds = 0.0
+        self._is_over = threading.Event()
+        for target in (self._ask, self._count):
+            threading.Thread(target=target, name="store watch", daemon=True).start()
+
+    def end(self) -> None:
+        """Ask no more."""
+        self._is_over.set()
+
+    def _ask(self) -> None:
+        connection: Store | None = None
+        while not self._is_over.wait(ASK_SECONDS):
+            with suppress(DistError):
+                connection = connection or connection_to(self._store)
+                connection.check(["megatron/launch/answer"])
+                self._silent_seconds = 0.0
+
+    def _count(self) -> None:
+        before = time.monotonic()
+        while not self._is_over.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            self._silent_seconds += min(now - before, _LONGEST_TICK)
+            before, limit = now, self._limit()
+            if limit and self._silent_seconds > limit:
+                self._act(self._silent_seconds, limit)
+                return

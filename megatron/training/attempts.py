@@ -1,5 +1,4 @@
-"""Attempts around a run: their records (megatron/operation/attempts.py), and the count of the failed ones
-(megatron/operation/attempts.py)."""
+"""The attempt around a run: its record (megatron/operation/attempts.py), and the refusal after too many failed ones."""
 
 import socket
 import time
@@ -20,7 +19,7 @@ from megatron.operation.attempt_recorder import (
     process_age_s,
     reported_failure,
 )
-from megatron.operation.attempts import AttemptCounter, EffectiveTimeMeter
+from megatron.operation.attempts import EffectiveTimeMeter, check_progress
 from megatron.operation.heartbeat import Heartbeat, RunSettings, run_directory
 from megatron.training.context import RunContext
 
@@ -38,26 +37,36 @@ class AttemptEnd:
 def attempt_recorded(context: RunContext) -> Iterator[AttemptEnd]:
     """Record the seconds of this attempt, here on rank 0 if no launcher does; the body sets the end.
 
-    The directories of the run must be locked. Without a run directory nothing is written.
+    The directories of the run must be locked. Without a run directory nothing is written. Raises
+    :class:`~megatron.errors.NoProgressError` on every rank after ``--max-failed-attempts``; without ``--save`` there
+    are no checkpoints to measure progress by.
     """
-    end, directory, control = AttemptEnd(), run_directory(context.config), context.control
-    if directory is None or context.config.validation.skip_train:
+    config, control, heartbeat = context.config, context.control, context.heartbeat
+    end, directory = AttemptEnd(), run_directory(config)
+    if directory is None or config.validation.skip_train:
         yield end
         return
     hosts = _fitting(control.all_gather_object(socket.gethostname()))
-    if control.rank > 0:
-        yield end
-        return
-    settings = RunSettings.of(context.config, control.rank, control.size)
-    context.heartbeat.write_settings(replace(settings, hosts=hosts).to_json())
-    if not context.heartbeat.is_private:
-        yield end
-        return
-    beginning = _beginning(context.heartbeat)
-    recorder = AttemptRecorder(directory, beginning, control.size, hosts, context.warn_rank0)
-    thread = RecorderThread(recorder, context.heartbeat)
+    beginning, thread, counts_from = _beginning(heartbeat), None, None
+    if control.rank == 0:
+        if config.checkpoint.save is not None:
+            counts_from = newest_iteration(Path(config.checkpoint.save)) or 0
+        settings = RunSettings.of(config, control.rank, control.size)
+        heartbeat.write_settings(replace(settings, hosts=hosts, counts_from=counts_from).to_json())
+        if heartbeat.is_private:
+            recorder = AttemptRecorder(
+                directory, beginning, control.size, hosts, context.warn_rank0, counts_from=counts_from
+            )
+            thread = RecorderThread(recorder, heartbeat)
     facts = None
+
+    def check() -> None:
+        limit = config.operation.max_failed_attempts
+        if limit and counts_from is not None:
+            check_progress(directory, beginning.epoch, counts_from, limit)
+
     try:
+        run_on_rank0(control, check)
         yield end
     except Exception as error:
         end.exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
@@ -65,7 +74,8 @@ def attempt_recorded(context: RunContext) -> Iterator[AttemptEnd]:
         facts = reported_failure(directory, beginning.epoch) or FailureFacts(cause_of(error))
         raise
     finally:
-        thread.finish(outcome_of([end.exit_code]), end.exit_code, facts)
+        if thread is not None:
+            thread.finish(outcome_of([end.exit_code]), end.exit_code, facts)
 
 
 def effective_time_meter(context: RunContext) -> EffectiveTimeMeter | None:
@@ -90,36 +100,6 @@ def _fitting(hosts: Sequence[str]) -> tuple[str, ...]:
     while len("".join(found)) + 4 * len(found) > _HOSTS_LENGTH:
         found.pop()
     return tuple(found)
-
-
-@contextmanager
-def attempt_counted(context: RunContext) -> Iterator[None]:
-    """Count this attempt on rank 0; raises :class:`NoProgressError` on every rank after too many failed attempts.
-
-    Without ``--save`` there are no checkpoints to measure progress by.
-    """
-    config, control = context.config, context.control
-    save, limit = config.checkpoint.save, config.operation.max_failed_attempts
-    if save is None or limit == 0 or config.validation.skip_train:
-        yield
-        return
-    counter = AttemptCounter(Path(config.operation.run_dir or save), limit)
-
-    def begin() -> None:
-        try:
-            counter.begin(newest_iteration(Path(save)))
-        except OSError as error:
-            context.log_rank0(f"--max-failed-attempts does not count this attempt: {error}")
-
-    run_on_rank0(control, begin)
-    try:
-        yield
-    except UserError as error:
-        if control.rank == 0 and error.exit_code in (ExitCode.ACTION_REQUIRED, ExitCode.STOPPED):
-            counter.take_back(newest_iteration(Path(save)))
-        raise
-    if control.rank == 0:
-        counter.take_back(newest_iteration(Path(save)))
 
 
 def newest_iteration(root: Path) -> int | None:

@@ -32,7 +32,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron.errors import CULPRIT_SECONDS, ConfigError, ExitCode, UserError, cause_of
 from megatron.operation.elastic import ELASTIC
-from megatron.operation.failure import FILE, RankEnd, attempt_number, failure_of_ends, position, write_failure
+from megatron.operation.failure import FILE, RankEnd, attempt_number, failure_of_ends, write_failure
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.namespace import fresh_namespace
 from megatron.operation.processes import LAUNCHER
@@ -150,7 +150,7 @@ class InProcessRestart:
             text=text,
             cause=cause_of(error),
             time=time.time(),
-            **position(self._heartbeat.snapshot()),
+            **self._heartbeat.snapshot().position(),
         )
         if not end.is_consequence:
             print(text, file=sys.stderr, flush=True)
@@ -164,7 +164,7 @@ class InProcessRestart:
 
     def _record(self, number: int) -> None:
         keys = [f"end/{number}/{rank}" for rank in range(self._process.world_size)]
-        ends = [RankEnd.from_json(json.loads(self._ends.get(key))) for key in keys if self._ends.check([key])]
+        ends = [RankEnd(**json.loads(self._ends.get(key))) for key in keys if self._ends.check([key])]
         if not ends:
             return
         failure = failure_of_ends(ends, ExitCode.CRASH, out_of_memory=False)

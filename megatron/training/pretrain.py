@@ -20,7 +20,7 @@ from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.processes import LAUNCHER
 from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
-from megatron.training.attempts import attempt_counted, attempt_recorded
+from megatron.training.attempts import attempt_recorded
 from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.checkpoints.rollback import Return, RollbackRequested, go_back
@@ -71,7 +71,6 @@ def pretrain(
             with (
                 save_directories_locked(context) as locks,
                 attempt_recorded(context) as end,
-                attempt_counted(context),
                 run_files_written(context, command) as write_files,
             ):
                 context = replace(context, config=resolve_architecture(context, flags_over))

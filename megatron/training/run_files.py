@@ -1,37 +1,291 @@
-"""The files that say what was started (megatron/training/run_files.py), written at the start of every attempt."""
+"""The files of a run directory that say what was started: the command, the flags, the versions, and the code.
 
+    RUN_DIR/command.sh         the command, to run again
+    RUN_DIR/run.yaml           the flags that differ from their defaults (megatron/config/run_yaml.py)
+    RUN_DIR/environment.json   versions, GPU driver, commit, variables of NCCL and CUDA
+    RUN_DIR/changes.patch      what differs from the commit, if it is small
+    RUN_DIR/earlier/0001/      the same files of earlier attempts, if they were different
+
+No file holds a secret: the value of a variable such as ``WANDB_API_KEY`` is replaced by the name of the variable.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import run_yaml
-from megatron.core.device import device_name
 from megatron.operation.heartbeat import run_directory
-from megatron.training.context import RunContext
-from megatron.training.run_files import (
-    COMMAND,
-    ENVIRONMENT,
-    FLAGS,
-    PATCH,
-    StartedCommand,
-    command_script,
-    environment_json,
-    read_code,
-    without_secrets,
-    write_run_files,
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.training.context import RunContext
+
+COMMAND, FLAGS, ENVIRONMENT, PATCH = "command.sh", "run.yaml", "environment.json", "changes.patch"
+FILES = (COMMAND, FLAGS, ENVIRONMENT, PATCH)
+EARLIER = "earlier"
+REDACTED = "REDACTED"
+
+_LARGEST_PATCH = 2**20
+_GIT_SECONDS = 20.0
+_SECRET_NAME = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
+_SECRET_FLAG = re.compile(r"--[\w-]*(api-?key|access-?key|auth-?token|secret|passw|credential)[\w-]*", re.IGNORECASE)
+_SHORTEST_SECRET = 8
+_PASSWORD_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
+_VARIABLES = ("CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "TORCHINDUCTOR_", "OMP_", "GLOO_", "NVTE_", "TRITON_", "UCX_")
+_OF_ONE_RANK = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "tiktoken",
+    "sentencepiece",
+    "transformers",
+    "triton",
+    "transformer-engine",
+    "flash-attn",
+    "apex",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "nvidia-resiliency-ext",
+    "tensorboard",
+    "wandb",
 )
+
+
+@dataclass(frozen=True)
+class StartedCommand:
+    """How this process was started."""
+
+    words: tuple[str, ...]
+    directory: str
+    """The working directory."""
+    world_size: int
+    local_world_size: int
+    environment: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        arguments: Sequence[str],
+        own_words: Sequence[str],
+        parent_words: Sequence[str],
+        environment: Mapping[str, str],
+        directory: str,
+    ) -> "StartedCommand":
+        """``arguments`` are the flags of the training, ``own_words`` all words of this process.
+
+        Under torch's agent, the parent is the launcher, and its words contain the script and the flags.
+        """
+        is_whole = "TORCHELASTIC_RUN_ID" in environment and tuple(parent_words[-len(arguments) :]) == tuple(arguments)
+        world_size = int(environment.get("WORLD_SIZE", 1))
+        return StartedCommand(
+            tuple(parent_words if is_whole and arguments else own_words),
+            directory,
+            world_size,
+            int(environment.get("LOCAL_WORLD_SIZE", world_size)),
+            environment,
+        )
+
+
+def words_of_process(pid: int) -> list[str]:
+    """The words with which a process was started; empty where the system does not tell."""
+    try:
+        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+    except OSError:
+        return []
+
+
+# --- secrets -------------------------------------------------------------------------------------------------
+
+
+def secret_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables whose names say that their values are secret, the longest values first."""
+    found = [
+        (name, value)
+        for name, value in environment.items()
+        if _SECRET_NAME.search(name) and len(value) >= _SHORTEST_SECRET
+    ]
+    return dict(sorted(found, key=lambda item: -len(item[1])))
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """``text`` with ``REDACTED`` for passwords in URLs, and with ``$NAME`` for the values of secret variables."""
+    for name, value in secret_variables(environment).items():
+        text = text.replace(value, f"${name}")
+    return _PASSWORD_IN_URL.sub(rf"\1{REDACTED}@", text)
+
+
+def quoted(word: str, environment: Mapping[str, str]) -> str:
+    """A word for a shell; the value of a secret variable becomes a reference to the variable."""
+    parts = [word]
+    for name, value in secret_variables(environment).items():
+        parts = [
+            piece
+            for part in parts
+            for piece in (re.split(f"({re.escape(value)})", part) if not part.startswith("\0") else [part])
+        ]
+        parts = [f"\0{name}" if part == value else part for part in parts]
+    texts = [
+        f'"${{{part[1:]}:?}}"' if part.startswith("\0") else shlex.quote(_PASSWORD_IN_URL.sub(rf"\1{REDACTED}@", part))
+        for part in parts
+        if part
+    ]
+    return "".join(texts) or "''"
+
+
+def _without_secret_flags(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """The words, without the values of flags such as ``--auth-token``, unless a variable has the value, too."""
+    known, found = set(secret_variables(environment).values()), list(words)
+    for index, word in enumerate(words):
+        flag, has_value, value = word.partition("=")
+        if not _SECRET_FLAG.fullmatch(flag.replace("_", "-")):
+            continue
+        if has_value and value not in known:
+            found[index] = f"{flag}={REDACTED}"
+        elif not has_value and index + 1 < len(words) and words[index + 1] not in known:
+            found[index + 1] = REDACTED
+    return found
+
+
+# --- content -------------------------------------------------------------------------------------------------
+
+
+def command_script(command: StartedCommand) -> str:
+    """``command.sh``: one line for each flag."""
+    environment = command.environment
+    lines: list[list[str]] = [["exec"]]
+    for word in _without_secret_flags(command.words, environment):
+        if word.startswith("--") and len(lines[-1]) > 1:
+            lines.append([])
+        lines[-1].append(quoted(word, environment))
+    nodes = max(1, command.world_size // max(1, command.local_world_size))
+    where = f", on each of {nodes} nodes; this is the command of the node with rank 0" if nodes > 1 else ""
+    ranks = f"{command.world_size} rank" + "s" * (command.world_size != 1)
+    alone = command.world_size > 1 and "TORCHELASTIC_RUN_ID" not in environment
+    launcher = "# The launcher is not known: start as many processes as before.\n" if alone else ""
+    body = " \\\n    ".join(" ".join(line) for line in lines)
+    return (
+        f"#!/usr/bin/env bash\n# The command of this run: {ranks}{where}.\n{launcher}set -e\n"
+        f"cd {quoted(command.directory, environment)}\n{body}\n"
+    )
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the installed packages that matter."""
+    found = {"python": platform.python_version(), "megatron-llama": ""}
+    for package in ("megatron-llama", *_PACKAGES):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return {name: version for name, version in found.items() if version}
+
+
+def gpu_driver() -> str | None:
+    """The version of NVIDIA's driver; None without one."""
+    try:
+        match = re.search(r"Kernel Module[\w ]*?\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return None
+    return match[1] if match else None
+
+
+def environment_json(command: StartedCommand, accelerator: Mapping[str, Any], code: Mapping[str, Any] | None) -> str:
+    """``environment.json``; nothing in it changes if the same run is started again."""
+    variables = {
+        name: without_secrets(value, command.environment)
+        for name, value in sorted(command.environment.items())
+        if name.startswith(_VARIABLES) and not name.startswith(_OF_ONE_RANK) and not _SECRET_NAME.search(name)
+    }
+    content = {
+        "versions": package_versions(),
+        "accelerator": {"driver": gpu_driver(), **accelerator},
+        "git": code,
+        "world_size": command.world_size,
+        "ranks_per_node": command.local_world_size,
+        "variables": variables,
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def read_code(root: Path) -> tuple[dict[str, Any] | None, str]:
+    """The commit of the repository ``root`` and whether files differ from it, and the difference if it is small.
+
+    None for code that is in no repository, and where git is not installed.
+    """
+    try:
+        if Path(_git(root, "rev-parse", "--show-toplevel").strip()).resolve() != root.resolve():
+            return None, ""
+        commit = _git(root, "rev-parse", "HEAD").strip()
+        patch = _git(root, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None, ""
+    is_small = len(patch.encode()) <= _LARGEST_PATCH
+    code = {"commit": commit, "is_changed": bool(patch), "patch": PATCH if patch and is_small else None}
+    return code, patch if is_small else ""
+
+
+def _git(root: Path, *words: str) -> str:
+    """The output of a git command that starts no other program and takes no lock."""
+    command = ["git", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", "-C", str(root), *words]
+    variables = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    done = subprocess.run(
+        command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_GIT_SECONDS
+    )
+    return done.stdout.decode()
+
+
+# --- writing -------------------------------------------------------------------------------------------------
+
+
+def write_run_files(directory: Path, contents: Mapping[str, str]) -> None:
+    """Write the files of this attempt; files of an earlier attempt are kept if they differ. Raises :class:`OSError`.
+
+    Only one process may write, because a draft always has the same name: a killed process leaves it to the next one.
+    """
+    drafts = {name: directory / f".{name}.draft" for name in FILES}
+    for draft in drafts.values():
+        draft.unlink(missing_ok=True)
+    found = {name: (directory / name).read_text("utf-8") for name in FILES if (directory / name).is_file()}
+    wanted = {name: text for name, text in contents.items() if text}
+    if found == wanted:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if found:
+        _keep_earlier(directory, list(found))
+    for name, text in wanted.items():
+        drafts[name].write_text(text, encoding="utf-8")
+        drafts[name].chmod(0o755 if name == COMMAND else 0o644)
+        os.replace(drafts[name], directory / name)
+
+
+def _keep_earlier(directory: Path, names: Sequence[str]) -> None:
+    """Move files into the next numbered directory below ``earlier``."""
+    parent = directory / EARLIER
+    parent.mkdir(exist_ok=True)
+    number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0) + 1
+    target = parent / f"{number:04d}"
+    target.mkdir()
+    for name in names:
+        os.replace(directory / name, target / name)
+
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _LONGEST_WAIT_S = 10.0
 
 
 @contextmanager
-def run_files_written(context: RunContext, command: StartedCommand) -> Iterator[Callable[[], None]]:
+def run_files_written(context: "RunContext", command: StartedCommand) -> Iterator[Callable[[], None]]:
     """Gives a function that writes the files on rank 0 in a thread, once; an error is a warning.
 
     It is called when the run is built, so that a start with a mistake changes no file.
@@ -76,8 +330,12 @@ def run_files(
     }
 
 
-def describe_accelerator(device: torch.device) -> dict[str, Any]:
+def describe_accelerator(device: "torch.device") -> dict[str, Any]:
     """The device of this rank, and the versions of the libraries with which torch was built."""
+    import torch
+
+    from megatron.core.device import device_name
+
     found: dict[str, Any] = {"device": device_name(device) or "CPU", "cuda": torch.version.cuda}
     if device.type == "cuda":
         found["cudnn"] = torch.backends.cudnn.version()

@@ -32,8 +32,7 @@ from safetensors.torch import load_file
 
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
-from megatron.operation import attempts as accounting
-from megatron.operation import failure
+from megatron.operation import attempts, failure
 from tests.forked import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -467,6 +466,6 @@ def assert_same_tensors(found: Path, wanted: Path, prefix: tuple[str, ...] = ("m
 
 def bytes_under(directory: Path) -> dict[str, bytes]:
     """Every file under a directory with its content, but the records of attempts and of their failures."""
-    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY}
+    records = {attempts.ATTEMPTS, attempts.CURRENT, failure.FILE, failure.DIRECTORY}
     paths = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
     return {str(path): (directory / path).read_bytes() for path in paths if not records & set(path.parts)}

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.commands import check_node
 from megatron.errors import ExitCode
+from megatron.operation.attempts import read_attempts
 from megatron.operation.causes import Cause
 from megatron.operation.preflight.check import Needs
 from megatron.operation.preflight.result import Result, Verdict
@@ -50,7 +51,8 @@ def test_a_failed_check_ends_the_run_before_the_model_is_built(tmp_path: Path) -
     assert "ERROR: --preflight failed: disk, " in outcome.stderr
     assert "0.0 GiB free" in outcome.stdout and "-> delete files" in outcome.stdout
     assert "parameters" not in outcome.stdout
-    assert not list((tmp_path / "run").glob("failed_attempts.json"))
+    (attempt,) = read_attempts(tmp_path / "run")
+    assert attempt.counts_from == 0 and not attempt.is_without_progress
 
 
 def test_the_tool_checks_two_ranks(tmp_path: Path) -> None:

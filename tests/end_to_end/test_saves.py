@@ -18,8 +18,7 @@ from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
-from megatron.operation import attempts as accounting
-from megatron.operation import failure
+from megatron.operation import attempts, failure
 from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
@@ -301,7 +300,7 @@ def saving_each(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list
 
 def names(root: Path) -> list[str]:
     """What lies in a directory of checkpoints, but the tokenizer, the records of attempts and of their failures."""
-    records = {accounting.ATTEMPTS, accounting.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
+    records = {attempts.ATTEMPTS, attempts.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
     records |= {run_files.EARLIER, COPY}
     return sorted(set(os.listdir(root)) - records)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operation.attempts import FILE, FailedAttempts, read
+from megatron.operation.attempts import failures_without_progress, read_attempts
 from tests.end_to_end.run_process import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -152,18 +152,18 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {repository!r})
 from megatron.errors import UserError
-from megatron.operation.attempts import AttemptCounter
+from megatron.operation.attempt_recorder import AttemptRecorder, Beginning, FailureFacts, outcome_of
+from megatron.operation.attempts import check_progress
 
 start = len(Path("starts").read_text()) if Path("starts").exists() else 0
 Path("starts").write_text("x" * (start + 1))
 newest, code = {life}
+recorder, facts = AttemptRecorder(Path("run"), Beginning.now(age_s=1.0), 1, ["a"], print, counts_from=newest), None
 try:
-    counter = AttemptCounter(Path("run"), 3)
-    counter.begin(newest)
+    check_progress(Path("run"), recorder.attempt.start, newest, 3)
 except UserError as error:
-    sys.exit(int(error.exit_code))
-if code in (0, 75):
-    counter.take_back(newest)
+    code, facts = int(error.exit_code), FailureFacts(error.cause)
+recorder.finish(None, outcome_of([code]), code, facts)
 sys.exit(code)
 """
 """An attempt that begins at the checkpoint of an iteration and ends with a code, as ``life`` says for a ``start``."""
@@ -192,7 +192,7 @@ def test_a_job_that_dies_at_the_same_step_every_time_ends_after_three_attempts(t
 
 def test_a_node_that_fails_without_an_exit_code_is_queued_again_and_counted(tmp_path: Path) -> None:
     assert starts(tmp_path, "40, 1", KILLED, at_most=2) == (2, 143)
-    assert read(tmp_path / "run" / FILE) == FailedAttempts(40, 2)
+    assert failures_without_progress(read_attempts(tmp_path / "run"), 40) == 2
     assert starts(tmp_path, "40, 1") == (2, 93)
 
 
@@ -202,7 +202,7 @@ def test_a_job_that_dies_after_every_checkpoint_goes_on(tmp_path: Path) -> None:
 
 def test_a_job_that_is_preempted_every_time_goes_on(tmp_path: Path) -> None:
     """Even where no start comes as far as a checkpoint."""
-    assert starts(tmp_path, "None, 75 if start < 8 else 0") == (9, 0)
+    assert starts(tmp_path, "0, 75 if start < 8 else 0") == (9, 0)
 
 
 def test_a_mistyped_flag_is_one_start(tmp_path: Path) -> None:

@@ -10,20 +10,11 @@ from typing import Any
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
 from megatron.config.faults import SAVE, Fault
-from megatron.operation import (
-    attempts as accounting,
-)
-from megatron.operation import (
-    failure,
-)
-from megatron.operation import (
-    hang as stays,
-)
-from megatron.operation import (
-    nodes as named_nodes,
-)
+from megatron.operation import attempts, failure
 from megatron.operation.causes import Cause
 from megatron.operation.faults import FILE as INJECTED
+from megatron.operation.hang import STAYS
+from megatron.operation.nodes import NAMED_NODES
 from megatron.training import run_files
 from tests.end_to_end.run_process import assert_same_tensors
 
@@ -48,13 +39,13 @@ PERMANENT = {
     TRACKER,
     LOCK,
     INJECTED,
-    accounting.ATTEMPTS,
+    attempts.ATTEMPTS,
     failure.FILE,
     failure.DIRECTORY,
-    named_nodes.FILE,
+    NAMED_NODES,
     *run_files.FILES,
     run_files.EARLIER,
-    stays.FILE,
+    STAYS,
 }
 """What remains beside the checkpoints."""
 
@@ -127,7 +118,7 @@ def check_injected(faults: Iterable[Fault], injected_faults: set[str]) -> list[s
 def check_attempts(run_dir: Path) -> list[str]:
     """The classes of every attempt add up to its duration."""
     found = []
-    for attempt in accounting.read_attempts(run_dir):
+    for attempt in attempts.read_attempts(run_dir):
         total = sum(attempt.seconds.values())
         # A stop at the start makes attempts of a few hundredths of a second, and the file has whole milliseconds: half
         # of one may be missing in each class, in the start and in the end.

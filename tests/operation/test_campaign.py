@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.faults import parse_fault, parse_faults
-from megatron.operation import attempts as accounting
+from megatron.operation import attempts
 from tests.operation import campaign
 from tests.operation.campaign import (
     LAYOUTS,
@@ -219,6 +219,6 @@ def test_what_the_kill_of_a_background_process_must_not_cost_is_noticed(save: Pa
 def test_seconds_without_a_class_are_noticed(tmp_path: Path) -> None:
     for end, step, is_right in ((10.0, 9.95, True), (10.0, 9.5, False), (0.069, 0.07, True), (0.069, 0.073, False)):
         shutil.rmtree(tmp_path)
-        attempt = accounting.Attempt(attempt=1, start=0.0, end=end, outcome="complete", seconds={"step": step})
-        accounting.append_attempt(tmp_path, attempt)
+        attempt = attempts.Attempt(attempt=1, start=0.0, end=end, outcome="complete", seconds={"step": step})
+        attempts.append_attempt(tmp_path, attempt)
         assert (check_attempts(tmp_path) == []) == is_right

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.operation import evidence as stacks
+from megatron.operation import evidence
 from megatron.operation.causes import Cause
-from megatron.operation.culprit import Evidence, find_culprit
+from megatron.operation.culprit import failure_of_hang, find_culprit
 from megatron.operation.evidence import (
     STOPPED,
     ChildProcess,
+    Evidence,
     Frame,
     child_processes,
     context_switches,
@@ -25,7 +26,6 @@ from megatron.operation.evidence import (
     parse_stacks,
     process_state,
 )
-from megatron.operation.failure import failure_of_hang
 from tests.end_to_end.run_process import wait_until
 
 DUMP = """\
@@ -44,7 +44,7 @@ Current thread 0x00007f1a4c0b2740 (most recent call first):
 
 
 def text() -> str:
-    return DUMP.replace("{repository}/", stacks._REPOSITORY)
+    return DUMP.replace("{repository}/", evidence._REPOSITORY)
 
 
 def test_the_text_of_a_dump_is_parsed() -> None:

@@ -20,15 +20,16 @@ from megatron.operation.elastic import usable_world_size
 from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
 from megatron.operation.nodes import (
-    FILE,
+    NAMED_NODES,
+    Backoff,
     NamedNodes,
     Naming,
     NodeOrder,
     NodeReport,
-    append,
+    append_naming,
     first_ranks,
     order_nodes,
-    read,
+    read_namings,
 )
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
@@ -115,12 +116,12 @@ def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> 
     nodes.name(naming("b", "1"), tmp_path)
     assert nodes.suspects() == {}
     # The file survives the job, and lines that are damaged do no harm.
-    with (tmp_path / FILE).open("a") as file:
+    with (tmp_path / NAMED_NODES).open("a") as file:
         file.write('{"host": "b", "reas\n[]\n{"host": 1}\n\0\n')
     later = NamedNodes(tmp_path)
     later.name(naming("a", "2", "silent_corruption", 1.0), tmp_path)
     assert later.suspects() == {"a": ["hang", "silent_corruption"]}
-    assert len(read(tmp_path / FILE)) == 3
+    assert len(read_namings(tmp_path / NAMED_NODES)) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -222,7 +223,7 @@ def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
 
 def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append(tmp_path / FILE, Naming("a", "hang", attempt, 0.0))
+        append_naming(tmp_path / NAMED_NODES, Naming("a", "hang", attempt, 0.0))
     assert ranks_of(tmp_path, "1:2", "ab") == {"b.0.4", "b.1.4", "a.2.4", "a.3.4"}
     assert "Node a was named 2 times (hang, hang)" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
@@ -230,7 +231,7 @@ def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="waits for a place in the rendezvous")
 def test_a_node_that_was_named_twice_leaves_its_place_to_one_that_waits(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append(tmp_path / FILE, Naming("b", "hang", attempt, 0.0))
+        append_naming(tmp_path / NAMED_NODES, Naming("b", "hang", attempt, 0.0))
     assert {name.partition(".")[0] for name in ranks_of(tmp_path, "2", "abc")} == {"a", "c"}
 
 
@@ -249,3 +250,14 @@ def test_how_long_further_nodes_are_waited_for() -> None:
     assert prepare_elastic(ours) and prepare_elastic(theirs)
     assert ours.rdzv_conf == "read_timeout=9,last_call_timeout=15" and theirs.rdzv_conf == "last_call_timeout=3"
     assert not prepare_elastic(parse(["--nnodes", "2", "script.py"]))
+
+
+# --- the pause before a restart ------------------------------------------------------------------------------
+
+
+def test_pauses() -> None:
+    """None before the first restart, then doubling up to a limit; progress starts the count anew."""
+    backoff = Backoff(first_s=1.0, longest_s=30.0)
+    assert [backoff.pause_after_failure(False) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert backoff.pause_after_failure(True) == 0
+    assert [backoff.pause_after_failure(False) for _ in range(3)] == [0, 1, 2]

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.operation import launch
-from megatron.operation.attempts import FILE, FailedAttempts, read
+from megatron.operation.attempts import failures_without_progress, history, read_current
 from megatron.operation.launch import final_code
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
@@ -125,14 +125,17 @@ def test_a_job_that_waits_for_its_nodes_is_stopped(tmp_path: Path) -> None:
 COUNTED = """
 from pathlib import Path
 from megatron.config.operation import OperationConfig
-from megatron.operation.attempts import AttemptCounter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.heartbeat import RunSettings
-settings = RunSettings(RANK, 1, DIRECTORY, OperationConfig(), ("host",))
+settings = RunSettings(RANK, 1, DIRECTORY, OperationConfig(), ("host",), counts_from=0)
 Heartbeat.attach(os.environ, 0).write_settings(settings.to_json())
-AttemptCounter(Path(DIRECTORY), 3).begin(None)
 hang()
 """
+
+
+def counts_from(directory: Path) -> int | None:
+    current = read_current(directory)
+    return -1 if current is None else current.counts_from
 
 
 def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path: Path) -> None:
@@ -140,13 +143,15 @@ def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path:
     for number in range(4):
         node = start(tmp_path, COUNTED, "--standalone", "--nproc-per-node", "1")
         wait_until((tmp_path / "waits.0").exists, PATIENCE)
-        assert read(tmp_path / FILE) == FailedAttempts(None, 1), f"attempt {number}"
+        wait_until(lambda: counts_from(tmp_path) == 0, 10)
         ranks = children(node.pid)
         node.signal(signal.SIGTERM)
-        wait_until(lambda: not (tmp_path / FILE).exists(), 10)
+        wait_until(lambda: counts_from(tmp_path) is None, 10)
         kill_all([node.pid, *ranks])
         node.process.join(PATIENCE)
         (tmp_path / "waits.0").unlink()
+        found = history(tmp_path, before=time.time())
+        assert len(found) == number + 1 and failures_without_progress(found, 0) == 0
 
 
 @pytest.mark.slow(reason="waits for a time limit")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operation import attempts
+from megatron.operation.attempts import failures_without_progress, read_attempts
 from tests.end_to_end.run_process import REPOSITORY, iterations, wait_until
 from tests.operation.slurm_cluster import Cluster, reason_not_to_have_slurm, slurm_cluster
 
@@ -84,8 +84,7 @@ class Job:
         return int(tracker.read_text()) if tracker.exists() else None
 
     def failed_attempts(self) -> int:
-        found = attempts.read(self.output / "checkpoints" / attempts.FILE)
-        return found.failed if found is not None else 0
+        return failures_without_progress(read_attempts(self.output / "checkpoints"), self.saved() or 0)
 
     def cancel(self) -> None:
         """Also of a job that is being requeued, for which the first ``scancel`` has no effect."""

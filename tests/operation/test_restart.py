@@ -13,22 +13,21 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.directory import TRACKER
-from megatron.checkpoint.lock import LOCK
+from megatron.checkpoint.lock import LOCK, acquire
 from megatron.config.operation import OperationConfig
 from megatron.errors import ExitCode
-from megatron.operation import attempts as failed_attempts
 from megatron.operation.attempts import (
     ATTEMPTS,
     CURRENT,
     Attempt,
     account,
+    failures_without_progress,
     read_attempts,
     read_current,
     settle,
 )
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
 from megatron.operation.heartbeat import RunSettings
-from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import (
     call_training,
     descendants,
@@ -132,17 +131,19 @@ def test_three_attempts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
     *crashed, refused = [call_training(words_of(crash)) for _ in range(4)]
     assert [one.exit_code for one in crashed] == [1, 1, 1] and refused.exit_code == ExitCode.NO_PROGRESS
     (sentence,) = refused.errors
-    assert "without a checkpoint" in sentence and f"remove {save / failed_attempts.FILE}" in sentence
+    assert "without a checkpoint" in sentence and "start once with a larger --max-failed-attempts" in sentence
     # The limit is a flag, and a limit of 0 is none.
     assert call_training(words_of({**crash, "max_failed_attempts": 4})).exit_code == ExitCode.CRASH
-    (save / failed_attempts.FILE).unlink()
-    assert call_training(words_of({**flags, "exit_interval": 3})).exit_code == ExitCode.STOPPED
+    assert call_training(words_of(flags)).exit_code == ExitCode.NO_PROGRESS
+    stopped = call_training(words_of({**flags, "exit_interval": 3, "max_failed_attempts": 0}))
+    assert stopped.exit_code == ExitCode.STOPPED
     assert call_training(words_of({**crash, "override_opt_param_scheduler": True})).exit_code == ExitCode.CRASH
     other_schedule = {**flags, "train_iters": 7}
     assert call_training(words_of(other_schedule)).exit_code == ExitCode.ACTION_REQUIRED
     assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
     assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
-    assert not (save / failed_attempts.FILE).exists()
+    failed = [one.counts_from for one in read_attempts(save) if one.is_without_progress]
+    assert failed == [0, 0, 0, 0, 3]
 
 
 # --- records -------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> No
     assert found is not None and found["iteration"] > 6 and found["section"] == "step"
     assert (found["cause"], found["rank"], found["attempt"]) == ("not_finite", None, 2)
     assert found == read_failure(run_dir / DIRECTORY / "0002.json")
-    assert (run_dir / failed_attempts.FILE).exists() and not (save / failed_attempts.FILE).exists()
+    assert failures_without_progress(read_attempts(run_dir), 6) == 1
     assert call_training(words_of({**flags, "async_save": True})).exit_code == ExitCode.COMPLETE
     assert call_training(words_of({**flags, "skip_train": True, "eval_iters": 1})).exit_code == ExitCode.COMPLETE
     attempts = read_attempts(run_dir)

@@ -19,9 +19,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import hang as watch
-from megatron.operation import launch, side_watch, watchdog
+from megatron.operation import hang, launch, side_watch, watchdog
 from megatron.operation.causes import Cause
+from megatron.operation.hang import STAYS, command_key, longest_stays, write_stays
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
 from megatron.operation.processes import end_processes
@@ -107,7 +107,7 @@ class Launchers:
         self.seconds = 1000.0
         self.nodes = nodes(HashStore(), count)
         self.memories = [HeartbeatMemory(1) for _ in range(count)]
-        self.all = [watch.RankWatch(memory, words, self.now_ns, nodes_seconds=0.0) for memory in self.memories]
+        self.all = [hang.RankWatch(memory, words, self.now_ns, nodes_seconds=0.0) for memory in self.memories]
         for node, launcher in enumerate(self.all):
             launcher.start([node], count, {0: os.getpid()}, self.nodes, node, 0)
 
@@ -132,7 +132,7 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
         if found is not None:
             break
     assert found is not None and (found.cause, found.rank) == (Cause.NODE_LOST, 1)
-    assert 15.0 + watch.LOST_SECONDS < second <= 20.0 + watch.LOST_SECONDS + 5.0
+    assert 15.0 + hang.LOST_SECONDS < second <= 20.0 + hang.LOST_SECONDS + 5.0
 
 
 def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,8 +175,8 @@ def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
     assert first.have_nodes_left({0, 1}) == (said is None)
     assert not second.have_nodes_left({1})  # the first launcher has left in the meantime, and has said why
     if said is None:
-        assert first.failure is not None and second.failure is None
-        assert (first.failure.cause, first.failure.rank) == (Cause.NODE_LOST, 2)
+        assert first.reports.failure is not None and second.reports.failure is None
+        assert (first.reports.failure.cause, first.reports.failure.rank) == (Cause.NODE_LOST, 2)
     assert job.nodes.must_restart(0) == (said != "join")
     assert capsys.readouterr().err.count("node_lost") == (said is None)
 
@@ -191,8 +191,8 @@ def test_with_the_store_lost_the_rendezvous_host_is_named_and_not_all_nodes() ->
     job = Launchers(2, nodes=LostStore)
     message = {"message": "... Connection closed by peer"}
     end = SimpleNamespace(message=message, timestamp=0, error_file="", exitcode=1)
-    job.all[1].record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
-    failure = job.all[1].failure
+    job.all[1].reports.record_ends({0: end}, [0], ExitCode.CRASH, "first:29500")
+    failure = job.all[1].reports.failure
     assert failure is not None and (failure.cause, failure.host) == (Cause.NODE_LOST, "first")
 
 
@@ -258,7 +258,7 @@ def test_a_node_that_is_lost_is_named_within_a_minute(tmp_path: Path, kind: str,
     began = time.monotonic()
     wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
     assert time.monotonic() - began < 60.0
-    assert body == LOST or time.monotonic() - began > watch.LOST_SECONDS - 10.0
+    assert body == LOST or time.monotonic() - began > hang.LOST_SECONDS - 10.0
     (found,) = failures(tmp_path)
     assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
     assert "rank 1" in found["message"] and found["host"] in found["message"]
@@ -406,3 +406,35 @@ def test_nodes_under_torchrun_report_once(tmp_path: Path, jobs: list[Job]) -> No
     assert all(map(is_alive, pids))
     os.kill(pids[1], signal.SIGCONT)
     first.wait_for(lambda: any("The ranks go on" in job.text() for job in jobs))
+
+
+# --- stays ---------------------------------------------------------------------------------------------------
+
+KEY = command_key(["pretrain_llama.py", "--bf16"], 8)
+
+
+def test_the_longest_stay_of_the_same_command_counts(tmp_path: Path) -> None:
+    assert longest_stays(tmp_path, KEY) == longest_stays(None, KEY) == {}
+    write_stays(tmp_path, KEY, "a", {"start": 8.0, "save": 0.4})
+    write_stays(tmp_path, KEY, "a", {"start": 8.0, "save": 0.5})
+    write_stays(tmp_path, KEY, "b", {"start": 2.0, "save": 0.6})
+    write_stays(tmp_path, command_key(["pretrain_llama.py", "--bf16"], 16), "c", {"start": 100.0})
+    assert longest_stays(tmp_path, KEY) == {"start": 8.0, "save": 0.6}
+    assert len(json.loads((tmp_path / STAYS).read_text())["attempts"]) == 3
+
+
+def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
+    for attempt in range(40):
+        write_stays(tmp_path, KEY, str(attempt), {"save": float(40 - attempt)})
+    assert longest_stays(tmp_path, KEY) == {"save": 20.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[", "{}", "[" * 100_000, '{"schema": 1, "attempts": 3}', '{"schema": 1, "attempts": [3, {"command": []}]}'],
+)
+def test_a_damaged_file_teaches_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / STAYS).write_text(text)
+    assert longest_stays(tmp_path, KEY) == {}
+    write_stays(tmp_path, KEY, "a", {"save": 1.0})
+    assert longest_stays(tmp_path, KEY) == {"save": 1.0}

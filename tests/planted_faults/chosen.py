@@ -187,15 +187,15 @@ BORDERS = (
     ),
     Fault(
         "one failed attempt more than --max-failed-attempts",
-        "        if failed >= self._limit:",
-        "        if failed > self._limit:",
+        "    if failed >= limit:",
+        "    if failed > limit:",
         ("operation/test_attempts.py",),
     ),
     Fault(
         "the pause before a restart doubles a failure late",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 3))",
-        ("operation/test_attempts.py",),
+        ("operation/test_elastic.py",),
     ),
     Fault(
         "a ramp of batch sizes counts a batch that crosses a step twice",
@@ -468,13 +468,13 @@ FIGURES = (
         "lost iterations count as kept",
         '    seconds["step"], seconds["lost"] = attempt.second("step") - lost, attempt.second("lost") + lost\n',
         '    seconds["lost"] = attempt.second("lost") + lost\n',
-        ("operation/test_accounting.py",),
+        ("operation/test_attempts.py",),
     ),
     Fault(
         "gaps between attempts are no time of the run",
         '    seconds["idle"] += sum(gaps(settled))\n',
         "",
-        ("operation/test_accounting.py",),
+        ("operation/test_attempts.py",),
     ),
     Fault(
         "the rank grid's stages are neighbours of the wrong ranks",

@@ -1,13 +1,14 @@
-"""Signals that request a graceful stop."""
+"""The signals that stop a job, in its launcher and in its ranks."""
 
+import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from megatron.config.training import TrainingConfig
-from megatron.errors import ExitCode, UserError
+from megatron.errors import ConfigError, ExitCode, UserError
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -52,3 +53,33 @@ def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+class StopSignals:
+    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
+    SIGINT, whose second one kills the ranks."""
+
+    def __init__(self, names: str) -> None:
+        """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
+        try:
+            self.numbers = frozenset(signal.Signals[name.strip()] for name in names.split(","))
+        except KeyError as error:
+            raise ConfigError(
+                f"--signals-to-handle {names}: {error.args[0]} is no signal of this system: use names like SIGTERM."
+            ) from None
+        from megatron.torch_compat import handle_signals_by  # imports torch
+
+        handle_signals_by(self._stop)
+        for number in self.numbers:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        for repeated in self.numbers - {signal.SIGINT}:
+            signal.signal(repeated, signal.SIG_IGN)
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        raise SignalException(f"Process {os.getpid()} received {signal.Signals(number).name}", signal.Signals(number))
+
+    def have_ended(self, exit_codes: Iterable[int]) -> bool:
+        """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""
+        return any(-code in self.numbers for code in exit_codes)

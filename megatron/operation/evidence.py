@@ -1,0 +1,359 @@
+"""What the system shows of the ranks that hang: stacks, and states of processes (Linux)."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.operation.heartbeat import DUMP_SIGNAL, HeartbeatMemory
+from megatron.operation.watchdog import Processes
+
+# --- processes -----------------------------------------------------------------------------------------------
+
+STOPPED = "Tt"
+"""Stopped by a signal, or by a debugger."""
+UNINTERRUPTIBLE = "D"
+"""Waits for a device; no signal ends it."""
+ENDED = "ZX"
+BACKGROUND_WRITER, HELPER = "background writer", "helper process"
+_WRITER = "megatron.checkpoint.background_main"
+_HELPERS = ("resource_tracker", "forkserver", "compile_worker")
+
+
+@dataclass(frozen=True)
+class ChildProcess:
+    """A process that a rank has started, or one of that process."""
+
+    pid: int
+    state: str
+    role: str
+    """"loader process", "background writer" or "helper process"."""
+
+
+def process_state(pid: int) -> str | None:
+    """The letter of the process's state, "?" where the system does not tell; None without such a process."""
+    stat = _stat(pid)
+    if stat is not None:
+        return stat[0]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "?"
+
+
+def child_processes(pid: int) -> tuple[ChildProcess, ...]:
+    """Children, grandchildren and so on."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for name in _pids():
+        stat = _stat(name)
+        if stat is not None:
+            children.setdefault(stat[1], []).append((name, stat[0]))
+    found, unseen = [], [pid]
+    while unseen:
+        for child, state in children.get(unseen.pop(), []):
+            found.append(ChildProcess(child, state, _role(child)))
+            unseen.append(child)
+    return tuple(sorted(found, key=lambda child: child.pid))
+
+
+def transferred_bytes(pid: int) -> int:
+    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
+    tell."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def context_switches(pid: int) -> int:
+    """How often the main thread has given up the processor of its own accord."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches:"):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def num_threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def _pids() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and parent."""
+    try:
+        # "pid (name) state parent ...": the name may contain blanks and parentheses.
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return state, int(parent)
+
+
+def _role(pid: int) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return HELPER
+    if _WRITER in words:
+        return BACKGROUND_WRITER
+    # torch forks its loader processes from the rank, so they have the rank's command line.
+    return HELPER if any(word in words for word in _HELPERS) else "loader process"
+
+
+def observe_processes(pid: int) -> Processes:
+    """What the kernel says of a rank that makes no progress, and of its children."""
+    children = [child for child in child_processes(pid) if child.role != HELPER]
+    state = process_state(pid) or "Z"
+    states = [state, *(child.state for child in children)]
+    writers = [child.pid for child in children if child.role == BACKGROUND_WRITER]
+    return Processes(
+        # Not of a child that has ended: what the rank does with it is its own matter.
+        is_stopped=state in ENDED or any(one in STOPPED for one in states),
+        waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
+        transferred=sum(map(transferred_bytes, [pid, *writers])),
+    )
+
+
+# --- stacks --------------------------------------------------------------------------------------------------
+
+ANSWER_SECONDS = 1.0
+"""Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor."""
+_QUIET_SECONDS = 0.05
+"""A file that does not grow for so long is complete."""
+_MOST_FRAMES = 30
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
+_FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_REPOSITORY = f"{Path(__file__).parents[2]}{os.sep}"
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/rendezvous.py",
+    "megatron/core/communication.py",
+    "megatron/core/control.py",
+    "megatron/core/transport.py",
+    "megatron/core/transport.py",
+    "megatron/operation/namespace.py",
+    "megatron/operation/waits.py",
+)
+"""Modules in which a rank waits for other ranks."""
+_PYTHON_WAITS = ("threading.py", "queue.py", "selectors.py")
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    """Path below the repository or below site-packages."""
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+Stack = tuple[Frame, ...]
+"""Frames, the innermost first."""
+
+
+def parse_stacks(text: str) -> list[Stack]:
+    """The stacks of all threads in the text of :mod:`faulthandler`, the main thread last.
+
+    Lines of other kinds, of newer versions of Python, are dropped.
+    """
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            file, number, function = found.groups()
+            if len(threads[-1]) < _MOST_FRAMES:
+                threads[-1].append(Frame(_short(file), int(number) if number.isdigit() else 0, function))
+    return [tuple(frames) for frames in threads]
+
+
+def _short(file: str) -> str:
+    _, _, below_packages = file.rpartition("/site-packages/")
+    if below_packages != file:
+        return below_packages
+    return file.removeprefix(_REPOSITORY)
+
+
+def is_waiting_for_ranks(stack: Stack) -> bool:
+    """Whether a thread with this ``stack`` waits for other ranks in a collective or a message."""
+    for frame in stack:
+        if frame.file.endswith(_COLLECTIVES):
+            return True
+        if os.path.basename(frame.file) not in _PYTHON_WAITS:
+            return False
+    return False
+
+
+def excerpt(stack: Stack, frames: int = 12) -> str:
+    """The innermost frames, one per line."""
+    rest = len(stack) - frames
+    return "\n".join([*map(str, stack[:frames]), *([f"... and {rest} more"] if rest > 0 else [])])
+
+
+def request_stacks(
+    files: Mapping[int, str], pids: Mapping[int, int], seconds: float = ANSWER_SECONDS
+) -> dict[int, str]:
+    """What the ranks write at :data:`DUMP_SIGNAL`; a rank that does not answer is left out.
+
+    ``files`` has the path of each rank's file (``stacks`` of its settings), ``pids`` its process.
+    """
+    offsets = {rank: size for rank, path in files.items() if (size := _size(path)) is not None}
+    for rank in offsets:
+        with suppress(ProcessLookupError, PermissionError):
+            assert DUMP_SIGNAL is not None  # else no rank has a file
+            os.kill(pids[rank], DUMP_SIGNAL)
+    deadline = time.monotonic() + seconds
+    sizes, changed_at = dict(offsets), time.monotonic()
+    while time.monotonic() < deadline:
+        time.sleep(_QUIET_SECONDS / 5)
+        found = {rank: _size(files[rank]) or offsets[rank] for rank in offsets}
+        if found != sizes:
+            sizes, changed_at = found, time.monotonic()
+        elif all(sizes[rank] > offsets[rank] for rank in offsets) and time.monotonic() - changed_at > _QUIET_SECONDS:
+            break
+    texts = {rank: _read_from(files[rank], offset) for rank, offset in offsets.items()}
+    return {rank: text for rank, text in texts.items() if text}
+
+
+def _size(path: str) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def _read_from(path: str, offset: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            return os.pread(file.fileno(), 1 << 20, offset).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], Stack | None]]:
+    """Ranks with equal stacks (None: the rank gave none), the largest group first."""
+    groups: dict[Stack | None, list[int]] = {}
+    for rank in sorted(stacks):
+        groups.setdefault(stacks[rank], []).append(rank)
+    return sorted(((ranks, stack) for stack, ranks in groups.items()), key=lambda group: (-len(group[0]), group[0]))
+
+
+def main_stack(stacks: Sequence[Stack]) -> Stack | None:
+    """The stack of the main thread."""
+    return next((stack for stack in reversed(stacks) if stack and stack[-1].function == "<module>"), None) or (
+        stacks[-1] if stacks else None
+    )
+
+
+# --- evidence ------------------------------------------------------------------------------------------------
+
+_LOCK_SECONDS = 0.3
+"""For so long the wait for the interpreter's lock is observed."""
+_LOCK_RATES = 20.0, 400.0
+"""Context switches per second of a thread that waits for the lock: it wakes up every 5 ms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What is known of a rank when one of the ranks has exceeded its limit."""
+
+    rank: int
+    local_rank: int
+    host: str
+    pid: int | None
+    section: str
+    """Label of the section; ``start`` before the rank has attached."""
+    seconds: float
+    """Time since the last progress."""
+    iteration: int | None = None
+    microbatch: int | None = None
+    collectives: int | None = None
+    state: str | None = None
+    """Letter of the process's state; None if there is no such process."""
+    children: tuple[ChildProcess, ...] = ()
+    """Stopped children, or children that wait in the kernel."""
+    stack: Stack | None = None
+    """Of the main thread; None if the rank has given none."""
+    waits_for_lock: bool = False
+    """Whether the main thread tries all the time to get the interpreter's lock."""
+    committed_iteration: int | None = None
+    is_lost: bool = False
+    """Whether the launcher of the rank does not answer, so that nothing else is known."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> "Evidence":
+        """The inverse of :meth:`to_json`."""
+        children = tuple(ChildProcess(**child) for child in values["children"])
+        stack = None if values["stack"] is None else tuple(Frame(**frame) for frame in values["stack"])
+        return Evidence(**{**values, "children": children, "stack": stack})
+
+
+def gather_evidence(
+    heartbeats: HeartbeatMemory,
+    ranks: Mapping[int, int],
+    pids: Mapping[int, int],
+    host: str,
+    now_ns: Callable[[], int],
+) -> list[Evidence]:
+    """What is known of the ranks of this node that still run.
+
+    ``ranks`` are global ranks and ``pids`` the processes that run, both by local rank; ``now_ns`` reads the monotonic
+    clock. Takes a third of a second, and longer if a rank does not write its stacks.
+    """
+    before = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}
+    began = time.monotonic()
+    files = {}
+    for rank in pids:
+        path = heartbeats.settings(rank).get("stacks")
+        if path is not None and (before[rank][0] or "Z") not in STOPPED + ENDED:
+            files[rank] = path
+    texts = request_stacks(files, pids)
+    time.sleep(max(0.0, _LOCK_SECONDS - (time.monotonic() - began)))
+    seconds = time.monotonic() - began
+    evidence = []
+    for rank, pid in pids.items():
+        state, (state_before, switches) = process_state(pid), before[rank]
+        if state == UNINTERRUPTIBLE and state_before != UNINTERRUPTIBLE:
+            state = state_before  # a short wait for a disk is no evidence
+        rate = (context_switches(pid) - switches) / seconds
+        snapshot = heartbeats.read(rank)
+        evidence.append(
+            Evidence(
+                rank=ranks[rank],
+                local_rank=rank,
+                host=host,
+                pid=pid,
+                seconds=0.0 if snapshot is None else (now_ns() - snapshot.entered_ns) * 1e-9,
+                collectives=None if snapshot is None else snapshot.collectives,
+                state=state,
+                children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
+                stack=main_stack(parse_stacks(texts.get(rank, ""))),
+                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and num_threads(pid) > 1,
+                **({"section": "start"} if snapshot is None else snapshot.position()),
+            )
+        )
+    return evidence
