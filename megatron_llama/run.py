@@ -31,7 +31,6 @@ from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
 from megatron.operation.signals import SignalWatch
-from megatron.training.build.architecture import resolve_architecture
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.tensors import random_tensors, restore_random
@@ -39,7 +38,7 @@ from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
-from megatron.training.pretrain import deterministic_algorithms
+from megatron.training.pretrain import deterministic_algorithms, resolve_architecture
 from megatron_llama.model import Texts
 
 FlagValue = str | float | bool | os.PathLike[str] | Sequence[str | float] | None

@@ -24,9 +24,11 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import (
+from megatron.training.loop.data import (
+    Data,
     DataCheck,
+    EvaluationSet,
+    Lookahead,
     consumed_ranges,
     describe_iteration,
     name_those_without_digests,

@@ -15,8 +15,7 @@ from megatron.training.build.data import build_run_loader
 from megatron.training.build.plan import RunPlan
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import Data, DataCheck, EvaluationSet, Lookahead
 
 
 @dataclass

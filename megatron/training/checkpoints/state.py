@@ -20,7 +20,7 @@ from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import UpdateGuard
+from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.tensors import (
     bias_tensors,

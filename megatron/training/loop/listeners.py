@@ -22,8 +22,7 @@ from megatron.metrics.timers import combine, format_timer_report
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
-from megatron.training.loop.data import EvaluationSet
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck, EvaluationSet
 from megatron.training.loop.step import TokenLoss, evaluate
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
 
