@@ -29,7 +29,6 @@ from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
-from megatron.training.build.architecture import resolve_architecture
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.locks import save_directories_locked
 from megatron.training.checkpoints.random_state import random_tensors, restore_random
@@ -37,7 +36,7 @@ from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
-from megatron.training.pretrain import deterministic_algorithms
+from megatron.training.pretrain import deterministic_algorithms, resolve_architecture
 from megatron.training.signals import SignalWatch
 from megatron_llama.model import Texts
 

@@ -38,8 +38,8 @@ from megatron.urls import refuse_urls
 if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
     from megatron.metrics.writer import MetricsWriter
+    from megatron.training.build.data import TextData
     from megatron.training.build.plan import RunPlan
-    from megatron.training.build.texts import TextData
     from megatron.training.context import RunContext
 
 _MICROBATCH_TOKENS = 4096
@@ -171,8 +171,8 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     if given.checkpoint.load_hf is not None:
         words = with_hugging_face(words, given)
     pretrain_llama.import_for_training()
+    from megatron.training.build.data import TextData
     from megatron.training.build.run import RunParts
-    from megatron.training.build.texts import TextData
     from megatron.training.initialize import Process
     from megatron.training.pretrain import pretrain
 

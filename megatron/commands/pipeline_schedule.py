@@ -22,7 +22,7 @@ from megatron.schedules.schedule import Schedule, ScheduleError
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate
 from megatron.schedules.spec import Shape
 from megatron.schedules.verifier import verify
-from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations
+from megatron.training.pipeline_trace import from_chrome_trace, median_durations
 from megatron.urls import refuse_urls
 
 _WIDTH_WITHOUT_TERMINAL = 120

@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
-from megatron.config.faults import SAVE, Fault
+from megatron.features.faults.flags import FILE as INJECTED
+from megatron.features.faults.flags import SAVE, Fault
 from megatron.operation import accounting, failure, named_nodes, run_files, stays
 from megatron.operation.causes import Cause
-from megatron.operation.faults import FILE as INJECTED
 from tests.end_to_end.run_process import assert_same_tensors
 
 CAUSES: Mapping[str, set[Cause]] = {

@@ -19,7 +19,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import cyclic_microbatches, single_pass_microbatches
 from megatron.errors import DataError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.loop.data_check import DataCheck, consumption_order, describe_iteration
+from megatron.training.loop.data import DataCheck, consumption_order, describe_iteration
 from tests.data.corpora import write_corpus
 
 SAMPLES, MICRO_BATCH, RANKS = 53, 3, 2
@@ -79,7 +79,7 @@ def test_what_a_stopped_process_has_read_is_compared_by_the_one_that_resumes(tmp
         comparison, [wanted], 1e12, ControlGroup((0,), 0), lambda place: describe_iteration(batches, 4, 4, 0, place)
     )
     deadline = time.monotonic() + 60
-    while not check.has_found_damage:
+    while not check.has_failed:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(DataError, match=rf"\(block {block}\), .*; an iteration before 5 is the first to train on it"):

@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import partial
 
 from megatron.config.all_checks import run_all
-from megatron.config.checks import attention, backends, experts, faults, layout, length, mup, operation, precision
+from megatron.config.checks import attention, backends, experts, layout, length, mup, operation, precision
 from megatron.config.run import RunConfig
 
 
@@ -41,10 +41,10 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     length.check_validation_sets,
     length.check_evaluation_batch,
     length.check_evaluation_of_average,
-    operation.check_update_policies,
+    operation.check_spikes,
     backends.check_kernels,
     length.check_dry_run,
-    faults.check_faults,
+    operation.check_faults,
 )
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,

@@ -9,36 +9,37 @@ from contextlib import ExitStack
 import torch
 
 from megatron.checkpoint.lock import RunLock
-from megatron.config.faults import LOAD
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.features.faults.flags import LOAD
+from megatron.features.faults.listener import reach
+from megatron.features.known_product.listener import build_known_answer
+from megatron.features.replay.listener import build_replay_check
+from megatron.features.spikes.flags import UpdateGuard
+from megatron.features.spikes.listener import Return
 from megatron.metrics.validation import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.sections import Sections
-from megatron.operation.update_guard import UpdateGuard
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.guard import Guard, build_guard
 from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.data_stages import with_train_epochs
 from megatron.training.checkpoints.random_state import seed_random
 from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
-from megatron.training.checkpoints.rollback import Return
 from megatron.training.checkpoints.state import RunState
 from megatron.training.checkpoints.tokenizer_copy import keep_tokenizer
 from megatron.training.context import RunContext
 from megatron.training.loop.data import Data
 from megatron.training.loop.stop import StopConditions
 from megatron.training.loop.trainer import Trainer
-from megatron.training.profiling.memory_history import start_memory_history
-from megatron.training.profiling.pipeline_profile import check_trace_path
+from megatron.training.profiles import check_trace_path, start_memory_history
 from megatron.training.train_module import TrainModule
 
 
@@ -78,7 +79,7 @@ def build_trainer(
     model = parallel.model
     state = build_state(context, parallel, kernels, plan)
     with context.heartbeat.section(Section.LOAD):
-        context.faults.reach(LOAD)
+        reach(context.faults, LOAD)
         resume(state, start, context)
     if plan.begins_stage:
         state.begin_stage()
@@ -90,7 +91,8 @@ def build_trainer(
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:
         context.log_rank0(warning)
-    guard = build_guard(context, state.module)
+    known_answer = build_known_answer(context, state.module)
+    replay = build_replay_check(context, state.module, known_answer)
     writers = parts.open_writers(context, plan)
     describe_run(context, model, kernels, state, plan)
     if not config.validation.skip_train and returned is None:
@@ -100,13 +102,24 @@ def build_trainer(
         state,
         plan.batches,
         data,
-        build_stop(context, plan, started, data, guard),
+        StopConditions(
+            plan.train_iters,
+            config.training,
+            context.signals,
+            topology.world,
+            topology.device,
+            started,
+            first_iteration=plan.progress.iteration,
+            alarms=(known_answer, data.check),
+        ),
         Sections(
             context.heartbeat,
             config.logging.timing_log_level,
             torch.cuda.synchronize if topology.device.type != "cpu" else None,
         ),
-        build_listeners(context, plan, model.config, vocabulary.token_bytes, data, locks, guard, memory_history),
+        build_listeners(
+            context, plan, model.config, vocabulary.token_bytes, data, locks, known_answer, replay, memory_history
+        ),
         writers,
         is_after_rollback=returned is not None,
     )
@@ -137,21 +150,6 @@ def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, 
         progress=dataclasses.replace(plan.progress),
         data_stages=plan.stages.stages,
         guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
-    )
-
-
-def build_stop(context: RunContext, plan: RunPlan, started: float, data: Data, guard: Guard) -> StopConditions:
-    """What ends the run."""
-    return StopConditions(
-        plan.train_iters,
-        context.config.training,
-        context.signals,
-        context.topology.world,
-        context.topology.device,
-        started,
-        first_iteration=plan.progress.iteration,
-        data_check=data.check,
-        alarm=guard.known_answer,
     )
 
 

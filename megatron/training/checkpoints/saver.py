@@ -12,7 +12,7 @@ from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.core.run_on_ranks import first_failure, run_on_rank0
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import DETECTION_DELAY
+from megatron.features.spikes.flags import DETECTION_DELAY
 from megatron.training.checkpoints.mirror import Mirror
 from megatron.training.checkpoints.pruning import Pruning
 from megatron.training.checkpoints.state import RunState

@@ -22,7 +22,7 @@ from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.core.optimizer.weight_decay import WeightDecaySchedule
 from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import UpdateGuard
+from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.random_state import random_tensors, restore_random
 from megatron.training.checkpoints.saved_run import Progress, SavedRun
@@ -56,8 +56,8 @@ class RunState:
     learning_rate_factor: float = 1.0
     """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
 
-    def leaves_out(self, batch_size: int) -> bool:
-        """Whether a rollback left out the next batch."""
+    def skips(self, batch_size: int) -> bool:
+        """Whether a rollback skips the samples of the next batch."""
         return any(one.leaves_out(self.progress.consumed_samples, batch_size) for one in self.rollbacks)
 
     def begin_stage(self) -> None:

@@ -1,7 +1,8 @@
-"""Listeners of the training loop: metrics, evaluation, data comparison, checkpoints, garbage collection."""
+"""Listeners of every run: metrics, evaluation, data comparison, checkpoints, garbage collection, memory, conclusion."""
 
 import gc
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,23 +10,30 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
 from operator import add
+from pathlib import Path
 from typing import Literal, TypedDict
 
 import torch
 
+from megatron.checkpoint.directory import TRACKER, iteration_directory
+from megatron.checkpoint.schema import DataStage
 from megatron.config.logging import LoggingConfig
+from megatron.config.run import RunConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
 from megatron.data.token_bytes import TokenBytes
 from megatron.intervals import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
+from megatron.metrics.validation import ValidationHistory
 from megatron.operation.accounting import EffectiveTimeMeter
+from megatron.operation.run_settings import run_directory
+from megatron.reports.svg import duration, percentage
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
-from megatron.training.loop.data import EvaluationSet
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck, EvaluationSet, next_microbatch
 from megatron.training.loop.step import TokenLoss, evaluate
-from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
+from megatron.training.loop.trainer import IterationResult, Listener, Trainer
+from megatron.urls import is_url
 
 
 @dataclass
@@ -228,7 +236,7 @@ class Checkpoints(Listener):
 
     def after_rollback(self, trainer: Trainer) -> None:
         # The loaded checkpoint once more, now with the record of the rollback: a restart must not train on the samples
-        # that are left out.
+        # that the rollback skips.
         self._save(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
@@ -298,3 +306,63 @@ class MemoryRelease(Listener):
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if self.level >= 2:
             torch.cuda.empty_cache()
+
+
+@dataclass
+class Conclusion(Listener):
+    """Logs the summary after the last iteration of this process, on rank 0; it must follow the checkpoints."""
+
+    config: RunConfig
+    effective_time: EffectiveTimeMeter | None
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        if trainer.context.topology.rank > 0:
+            return
+        history = next((writer for writer in trainer.writers if isinstance(writer, ValidationHistory)), None)
+        best = None if history is None else history.best()
+        for line in [self._trained(trainer), *best_validation(best), *self._checkpoint(), *self._report()]:
+            trainer.context.log_rank0(line)
+
+    def _trained(self, trainer: Trainer) -> str:
+        progress = trainer.state.progress
+        tokens = tokens_of(trainer.state.data_stages, progress.consumed_samples, self.config.seq_length)
+        wall_s, share = time.monotonic() - trainer.started, ""
+        if self.effective_time is not None:
+            wall_s, step_s = self.effective_time.seconds(trainer.context.heartbeat.snapshot(), time.monotonic_ns())
+            share = f", effective time {percentage(step_s / wall_s)}" if wall_s > 0 else ""
+        iterations = f"iteration {progress.iteration:,} of {trainer.stop.train_iters:,}"
+        return f"trained: {iterations}, {tokens:,} tokens, {duration(wall_s)}{share}"
+
+    def _checkpoint(self) -> list[str]:
+        save = self.config.checkpoint.save
+        if save is None or is_url(save):
+            return [] if save is None else [f"checkpoints: {save}"]
+        try:
+            iteration = int((Path(save) / TRACKER).read_text())
+        except (OSError, ValueError):
+            return []
+        return [f"last checkpoint: {iteration_directory(Path(save), iteration)}"]
+
+    def _report(self) -> list[str]:
+        directory, metrics = run_directory(self.config), self.config.logging.metrics_jsonl
+        if directory is None:
+            return []
+        words = ["python", "tools/report_run.py", str(directory)]
+        words += [] if metrics is None else ["--metrics", metrics]
+        return [f"report: {shlex.join([*words, '--html', 'report.html'])}"]
+
+
+def best_validation(best: tuple[int, float] | None) -> list[str]:
+    """The line with the best evaluation, if there is one."""
+    if best is None:
+        return []
+    iteration, loss = best
+    return [f"best validation loss: {loss:.4f} (perplexity {math.exp(min(loss, 20.0)):.4g}) at iteration {iteration:,}"]
+
+
+def tokens_of(stages: Sequence[DataStage], samples: int, seq_length: int) -> int:
+    """Tokens in the first ``samples`` samples of a run; ``seq_length`` is the length in the last stage."""
+    lengths = [stage.seq_length for stage in stages[:-1]] + [seq_length]
+    begins = [stage.first_sample for stage in stages] or [0]
+    ends = [*begins[1:], samples]
+    return sum(length * max(0, min(end, samples) - begin) for length, begin, end in zip(lengths, begins, ends))
