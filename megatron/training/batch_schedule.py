@@ -34,7 +34,6 @@ class BatchSchedule:
 
     @property
     def final_batch_size(self) -> int:
-        """Global batch size at the end of the schedule."""
         return self._running(self.steps[-1][1])
 
     def scheduled_batch_size(self, consumed_samples: int) -> int:

@@ -36,6 +36,5 @@ class RunContext:
         return self.topology.control
 
     def warn_rank0(self, text: str) -> None:
-        """Log a warning on rank 0."""
         if self.topology.rank == 0:
             _logger.warning("%s", text)

@@ -82,7 +82,6 @@ def check_gpus_differ(control: ControlGroup, device: torch.device) -> None:
 
 
 def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
-    """The grid of ``world_size`` ranks."""
     data_parallel_size = parallel.data_parallel_size(world_size)
     return RankGrid(
         tp=parallel.tensor_model_parallel_size,
@@ -123,7 +122,6 @@ def init_distributed(
 
 
 def leave_groups() -> None:
-    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         release_meshes()
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ def build_profile(config: RunConfig, rank: int, device: torch.device, log_rank0:
     return NsysProfile(start, end, log_rank0)
 
 
-class WindowProfile(Listener):
+class WindowProfile(Listener, ABC):
     """Records iterations ``start + 1`` to ``end``."""
 
     def __init__(self, start: int, end: int, log_rank0: LogRank0) -> None:
@@ -78,13 +79,13 @@ class WindowProfile(Listener):
             self._is_recording = False
             self.finish()
 
+    @abstractmethod
     def begin(self) -> None:
         """Start recording."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self) -> None:
         """Stop recording, and write the profile."""
-        raise NotImplementedError
 
 
 class TraceProfile(WindowProfile):
@@ -199,7 +200,7 @@ class PipelineProfile(Listener):
 
 @dataclass(frozen=True)
 class AllocatorCalls:
-    """What torch's allocator is asked to do."""
+    """Calls of torch's allocator, which tests replace."""
 
     record: Callable[[int], None] = torch_compat.record_memory_history
     dump: Callable[[str], None] = torch_compat.dump_memory_history

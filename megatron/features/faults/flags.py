@@ -128,7 +128,6 @@ class Fault:
     """Attempts in which it is injected; None for all."""
 
     def covers(self, moment: str, number: int) -> bool:
-        """Whether it is injected at this moment."""
         return moment == self.moment and self.first <= number < self.first + self.count
 
     def __str__(self) -> str:
@@ -241,7 +240,6 @@ def parse_faults(text: str) -> tuple[Fault, ...]:
 
 
 def parse_fault(text: str) -> Fault:
-    """One fault; raises :class:`ConfigError`."""
     name, separator, rest = text.partition("@")
     kind = KINDS.get(name)
     if kind is None or not separator:

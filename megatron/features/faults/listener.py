@@ -135,7 +135,6 @@ def call_wrong_collective(fault: Fault, site: Site) -> None:
 
 
 def flip_bit(fault: Fault, site: Site) -> None:
-    """Flip the bit of one element."""
     assert fault.number is not None and fault.target is not None
     tensor, index = _choose_element(fault, fault.target, site)
     if fault.number >= 8 * tensor.itemsize:
@@ -244,7 +243,6 @@ class SaveFaults:
         self._sync = os.fsync
 
     def begin_save(self) -> None:
-        """Before a save of this attempt."""
         self._saves += 1
         self._armed = self._injector.due(SAVE, self._saves)
         if self._armed:
@@ -258,7 +256,6 @@ class SaveFaults:
             raise InjectedError(f"{armed[0]}: this rank wrote no file in this save.")
 
     def disarm(self) -> None:
-        """Inject nothing more."""
         vars(os)["fsync"] = self._sync
         self._armed = []
 

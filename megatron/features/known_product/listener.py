@@ -62,7 +62,6 @@ class KnownProduct:
 
     @cached_property
     def expected(self) -> Tensor:
-        """The product as it must be."""
         return expected_product(self.size, self.dtype, self._device)
 
     def count_errors(self) -> int:

@@ -147,12 +147,10 @@ class Result:
 
     @property
     def place(self) -> str:
-        """Where, for people."""
         parts = [self.host] if self.host else []
         return ", ".join([*parts, f"rank {self.rank}"] if self.rank is not None else parts) or "all ranks"
 
     def sentence(self) -> str:
-        """The result in one sentence."""
         limit = f" (limit: {self.limit})" if self.limit else ""
         remedy = f": {self.remedy}" if self.remedy else ""
         return f"{self.check}, {self.place}: {self.value}{limit}{remedy}"
@@ -164,7 +162,6 @@ def failed_hosts(results: Iterable[Result]) -> list[str]:
 
 
 def worst(results: Iterable[Result]) -> Verdict:
-    """The most severe verdict."""
     order = list(Verdict)
     return max((one.verdict for one in results), key=order.index, default=Verdict.OK)
 
@@ -257,7 +254,6 @@ class Site:
 
     @property
     def node(self) -> Node:
-        """The node of this rank."""
         return next(node for node in self.nodes if self.rank in node.ranks)
 
     @property
@@ -266,7 +262,6 @@ class Site:
         return self.node.ranks[0] == self.rank
 
     def synchronize(self) -> None:
-        """Wait until the device has computed everything."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -318,7 +313,6 @@ def host_of(rank: int, nodes: Sequence[Node]) -> str:
 
 
 def found(measured: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-    """(rank, measurement) of the ranks that measured."""
     return ((rank, value) for rank, value in enumerate(measured) if value is not None)
 
 

@@ -57,10 +57,8 @@ class Identity(Check):
                 value = f"another machine is called {place.host}, too"
                 remedy = "give every machine or container a host name of its own"
                 results.append(self.result(Verdict.FAILURE, value, "different names", remedy, rank, nodes))
-        if results:
-            return results
         devices = sorted({place.device for place in places})
-        return self.ok(f"{len(nodes)} nodes, {len(places)} ranks, {', '.join(devices)}")
+        return results or self.ok(f"{len(nodes)} nodes, {len(places)} ranks, {', '.join(devices)}")
 
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -107,9 +105,8 @@ class HostMemory(Check):
                 value, limit = f"{one['available'] / _GIB:.1f} GiB available", f"{one['needed'] / _GIB:.1f} GiB"
                 remedy = "end other processes of this node, use more nodes, or remove --async-save"
                 results.append(self.result(Verdict.FAILURE, value, limit, remedy, rank, nodes))
-        if results:
-            return results
-        return self.ok(f"at least {min(free) / _GIB:.1f} GiB available on every node" if free else "not known")
+        least = f"at least {min(free) / _GIB:.1f} GiB available on every node" if free else "not known"
+        return results or self.ok(least)
 
 
 FREE_FRACTION = 0.9
@@ -295,10 +292,10 @@ class Product(Check):
                 remedy = "look for other processes, heat and power limits on this node, or leave it out"
                 limit = f"{WARNING_RATIO} x"
                 results.append(self.result(verdict, value, limit, remedy, rank, nodes, Cause.STRAGGLER))
-        if results:
-            return results
         tera = min(one["flop"] / one["seconds"] for one in measured) / 1e12
-        return self.ok(f"right, slowest rank {max(ratios):.2f} x the median, {tera:.3g} TFLOP/s", f"{WARNING_RATIO} x")
+        return results or self.ok(
+            f"right, slowest rank {max(ratios):.2f} x the median, {tera:.3g} TFLOP/s", f"{WARNING_RATIO} x"
+        )
 
 
 def ratios_of(measured: Sequence[dict[str, Any]]) -> list[float]:

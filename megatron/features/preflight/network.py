@@ -44,31 +44,26 @@ class Clocks(Check):
     now: Callable[[], float] = time.time
 
     def measure(self, site: Site) -> Any:
+        board, trips = site.board, []
         if site.rank == 0:
-            for node in site.nodes[1:]:
-                self._answer(site, node.ranks[0])
+            for rank in (node.ranks[0] for node in site.nodes[1:]):
+                for trip in range(ROUND_TRIPS):
+                    board.get(board.key(self.name, "asked", rank, trip), time.monotonic() + self.seconds)
+                    board.set(board.key(self.name, "answered", rank, trip), self.now())
             return [0.0, 0.0]
-        return self._ask(site) if site.leads_node else None
-
-    def _answer(self, site: Site, rank: int) -> None:
-        for trip in range(ROUND_TRIPS):
-            site.board.get(site.board.key(self.name, "asked", rank, trip), time.monotonic() + self.seconds)
-            site.board.set(site.board.key(self.name, "answered", rank, trip), self.now())
-
-    def _ask(self, site: Site) -> list[float]:
-        trips = []
+        if not site.leads_node:
+            return None
         for trip in range(ROUND_TRIPS):
             asked, started = self.now(), time.monotonic()
-            site.board.set(site.board.key(self.name, "asked", site.rank, trip), "")
-            key = site.board.key(self.name, "answered", site.rank, trip)
-            answered = site.board.get(key, time.monotonic() + self.seconds)
-            # Not read again: the clock may be set in between.
+            board.set(board.key(self.name, "asked", site.rank, trip), "")
+            answered = board.get(board.key(self.name, "answered", site.rank, trip), time.monotonic() + self.seconds)
+            # The clock is not read again: it may be set in between.
             trips.append((asked, answered, asked + time.monotonic() - started))
         return list(offset_of(trips))
 
     def judge(self, measured: Sequence[Any], nodes: Sequence[Node]) -> list[Result]:
         offsets = dict(found(measured))
-        # The clock of rank 0's node may be the wrong one. Of two clocks nobody knows which is right.
+        # Relative to the middle one: the clock of rank 0's node may be the wrong one.
         middle = sorted(offsets, key=lambda rank: offsets[rank][0])[(len(offsets) - 1) // 2]
         results, largest = [], 0.0
         for rank, (offset, error) in offsets.items():
@@ -93,21 +88,17 @@ _SUM_REPETITIONS = 3
 _SLOPES = 8
 
 
-def addend(rank: int, size: int, device: torch.device) -> Tensor:
-    """The addend of ``rank``, in fp32: integers whose sum is exact in any order for more than 100,000 ranks."""
-    return _wave(size, device) * (rank % _SLOPES + 1)
-
-
 def expected_sum(ranks: Sequence[int], size: int, device: torch.device) -> Tensor:
-    """The sum of the addends of ``ranks``."""
-    return _wave(size, device) * sum(rank % _SLOPES + 1 for rank in ranks)
+    """The sum of the addends of ``ranks``, in fp32: integers, exact in any order for more than 100,000 ranks."""
+    wave = (torch.arange(size, device=device) % 13 - 6).to(torch.float32)
+    return wave * sum(rank % _SLOPES + 1 for rank in ranks)
 
 
-def _wave(size: int, device: torch.device) -> Tensor:
-    return (torch.arange(size, device=device) % 13 - 6).to(torch.float32)
+def addend(rank: int, size: int, device: torch.device) -> Tensor:
+    return expected_sum([rank], size, device)
 
 
-def named_by_bits(is_right: Sequence[tuple[bool, bool]], world_size: int) -> int | None:
+def named_by_bits(is_right: Sequence[Sequence[bool]], world_size: int) -> int | None:
     """The rank whose addend is always wrong; None if no single rank explains the sums.
 
     For each bit of the rank numbers: whether the sum over the ranks without this bit is right, and over those with it.
@@ -143,21 +134,17 @@ class Sums(Check):
             wrong += int((tensor != expected_sum(everyone, size, site.device)).sum())
         by_bits = []
         if site.board.agree("all ranks have a wrong sum", wrong > 0, all, self.seconds):
-            by_bits = self._by_bits(site, size)
+            # Sums over half of the ranks: those without and those with each bit in their number.
+            for bit in range((site.world_size - 1).bit_length()):
+                pair = []
+                for value in (0, 1):
+                    part = [rank for rank in everyone if rank >> bit & 1 == value]
+                    tensor = addend(site.rank, size, site.device) * (site.rank in part)
+                    site.network.all_reduce(tensor)
+                    pair.append(bool((tensor == expected_sum(part, size, site.device)).all()))
+                by_bits.append(pair)
         moved = 2 * (site.world_size - 1) / site.world_size * tensor.nbytes
         return {"wrong": wrong, "by_bits": by_bits, "bytes_per_s": moved / min(seconds)}
-
-    def _by_bits(self, site: Site, size: int) -> list[list[bool]]:
-        results = []
-        for bit in range((site.world_size - 1).bit_length()):
-            pair = []
-            for value in (0, 1):
-                part = [rank for rank in range(site.world_size) if rank >> bit & 1 == value]
-                tensor = addend(site.rank, size, site.device) * (site.rank in part)
-                site.network.all_reduce(tensor)
-                pair.append(bool((tensor == expected_sum(part, size, site.device)).all()))
-            results.append(pair)
-        return results
 
     def judge(self, measured: Sequence[Any], nodes: Sequence[Node]) -> list[Result]:
         wrong = [rank for rank, one in enumerate(measured) if one["wrong"]]
@@ -169,7 +156,7 @@ class Sums(Check):
                 results.append(self.result(Verdict.FAILURE, value, "0", remedy, rank, nodes, Cause.SILENT_CORRUPTION))
             speed = min(one["bytes_per_s"] for one in measured) / 1e9
             return results or self.ok(f"right, {speed:.3g} GB/s on the bus" if len(measured) > 1 else "one rank")
-        guilty = named_by_bits([(without, having) for without, having in measured[0]["by_bits"]], len(measured))
+        guilty = named_by_bits(measured[0]["by_bits"], len(measured))
         if guilty is not None or len(measured) == 1:
             return [
                 self.result(
@@ -199,23 +186,16 @@ class Suspect:
 
 
 def rounds_of(count: int) -> list[list[Pair]]:
-    """The rounds for ``count`` vertices."""
-    return _all_pairs(count) if count <= ALL_PAIRS else _doubling_distances(count)
-
-
-def _all_pairs(count: int) -> list[list[Pair]]:
-    """Every pair once (circle method: the last vertex stays, the others rotate)."""
-    even = count + count % 2
-    rounds = []
-    for step in range(even - 1):
-        order = [(step + offset) % (even - 1) for offset in range(even - 1)]
-        pairs = [(order[0], even - 1), *((order[near], order[-near]) for near in range(1, even // 2))]
-        rounds.append(sorted(_pair(*pair) for pair in pairs if max(pair) < count))
-    return rounds
-
-
-def _doubling_distances(count: int) -> list[list[Pair]]:
-    rounds = []
+    """The rounds for ``count`` vertices: every pair once, or, of many vertices, the distances 1, 2, 4, ..."""
+    rounds: list[list[Pair]] = []
+    if count <= ALL_PAIRS:
+        # Circle method: the last vertex stays, the others rotate. An odd number has one more, which pauses.
+        even = count + count % 2
+        for step in range(even - 1):
+            order = [(step + offset) % (even - 1) for offset in range(even - 1)]
+            pairs = [(order[0], even - 1), *((order[near], order[-near]) for near in range(1, even // 2))]
+            rounds.append(sorted((min(pair), max(pair)) for pair in pairs if max(pair) < count))
+        return rounds
     distance = 1
     while distance < count:
         for parity in (0, 1):
@@ -251,7 +231,6 @@ def usual_speed(speeds: Mapping[Pair, float]) -> float:
 
 
 def slow_pairs(speeds: Mapping[Pair, float], ratio: float) -> list[Pair]:
-    """Pairs below ``ratio`` times the usual speed."""
     limit = ratio * usual_speed(speeds)
     return sorted(pair for pair, speed in speeds.items() if speed < limit)
 
@@ -306,10 +285,6 @@ def _inside(measured: Collection[Pair], slow: Collection[Pair]) -> list[Suspect]
         suspects.append(Suspect((worst,)))
         left = [pair for pair in left if worst not in pair]
     return suspects + [Suspect(pair, is_link=True) for pair in left]
-
-
-def _pair(one: int, other: int) -> Pair:
-    return (one, other) if one < other else (other, one)
 
 
 _RATIOS = {"cpu": (0.2, 0.1), "cuda": (0.7, 0.35)}

@@ -196,7 +196,6 @@ def summary(preflight: Preflight) -> list[str]:
 
 
 def needs_of(context: RunContext, vocabulary_size: Callable[[], int]) -> Needs:
-    """What the run needs of its nodes."""
     config = context.config.checkpoint
     if config.save is None:
         return Needs()

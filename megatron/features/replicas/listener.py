@@ -154,7 +154,6 @@ class StateCheck(Listener):
 
 
 def training_state(trainer: Trainer) -> TrainingState:
-    """The state of this rank."""
     module, context = trainer.module, trainer.context
     on_cpu = context.topology.device.type == "cpu"
     return TrainingState(
@@ -221,7 +220,6 @@ def find_differing(
 
 
 def describe_odd(reports: Sequence[RankReport], odd: OddRanks, tensors: Sequence[TensorKey]) -> str:
-    """A clause that names the tensors and the ranks."""
     if odd.is_by_vote:
         return f"{list_names(tensors)} on {with_host(reports, odd.ranks)} differs from {list_ranks(odd.others)}"
     return f"{list_names(tensors)} differs between {with_host(reports, odd.ranks)}, any of which may be wrong"
@@ -235,6 +233,5 @@ def list_names(tensors: Sequence[TensorKey | str]) -> str:
 
 
 def with_host(reports: Sequence[RankReport], ranks: Sequence[int]) -> str:
-    """``ranks`` with their hosts."""
     hosts = list(dict.fromkeys(reports[rank].host for rank in ranks))
     return f"{list_ranks(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {', '.join(hosts[:_MOST_NAMED])})"

@@ -12,7 +12,6 @@ from megatron.core.control import ControlGroup
 from megatron.data.block_use import Integers
 from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
-from megatron.data.gpt_dataset import Dataset
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError
 from megatron.training.batch_schedule import BatchSchedule
@@ -31,12 +30,10 @@ class NoMicrobatchError(RankError):
 
 
 def next_microbatch(microbatches: Iterator[Microbatch], rank: int) -> Microbatch:
-    """The next microbatch; raises :class:`NoMicrobatchError`."""
     return fetch(lambda: next(microbatches), rank)
 
 
 def fetch(action: Callable[[], T], rank: int) -> T:
-    """Run ``action``, which reads data; raises :class:`NoMicrobatchError`."""
     try:
         return action()
     except DataError as error:
@@ -53,7 +50,6 @@ class Lookahead(Iterator[Microbatch]):
         """If it is a list: the microbatches that were taken since it was emptied."""
 
     def fetch(self) -> None:
-        """Wait for the next microbatch; raises the loader's error."""
         if self._next is None:
             self._next = next(self._microbatches)
 
@@ -66,7 +62,6 @@ class Lookahead(Iterator[Microbatch]):
         return microbatch
 
     def close(self) -> None:
-        """End the loader's processes."""
         if isinstance(self._microbatches, Generator):
             self._microbatches.close()
 
@@ -112,7 +107,6 @@ class DataCheck(RankAlarm):
         self.raise_on_all_ranks()
 
     def close(self) -> None:
-        """End the thread."""
         if self._background is not None:
             self._background.close()
 
@@ -144,21 +138,6 @@ def name_those_without_digests(digests: Digests, log_rank0: LogRank0) -> None:
             f"no {files}{more}: the tokens are not verified "
             f"(tools/inspect_dataset.py {missing[0]} --write-digests writes the file)"
         )
-
-
-def consumed_ranges(
-    config: RunConfig, data_parallel_size: int, read: Sequence[tuple[str, Dataset, int, int]]
-) -> list[SampleRange]:
-    """The samples that this process reads: of each split and dataset those from one position to another."""
-    return [
-        SampleRange(split, dataset, start, stop, consumption_order(config, len(dataset), data_parallel_size))
-        for split, dataset, start, stop in read
-    ]
-
-
-def whole_range(split: str, dataset: Dataset) -> SampleRange:
-    """All samples of a set that is evaluated completely."""
-    return SampleRange(split, dataset, 0, len(dataset), np.arange)
 
 
 def consumption_order(config: RunConfig, num_samples: int, data_parallel_size: int) -> Callable[[int, int], Integers]:
@@ -236,7 +215,6 @@ class Data:
     check: DataCheck
 
     def close(self) -> None:
-        """End the loaders' worker processes."""
         self.check.close()
         self.train.close()
         for one in self.evaluated:

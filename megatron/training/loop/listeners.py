@@ -5,13 +5,13 @@ import math
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
 from operator import add
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
@@ -157,7 +157,9 @@ class Evaluation(Listener):
         sets = self._sets(split)
         if not sets:
             return
-        with self._evaluated_weights(trainer):
+        # With --skip-train the moving average was loaded as the weights.
+        is_other = trainer.context.config.validation.eval_ema and not trainer.context.config.validation.skip_train
+        with trainer.module.optimizer.averaged() if is_other else nullcontext():
             losses = [(one.name, self._loss(trainer, one)) for one in sets]
         progress = trainer.state.progress
         if split == "validation":
@@ -176,12 +178,6 @@ class Evaluation(Listener):
         for writer in trainer.writers:
             writer.write_evaluation(record)
 
-    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        optimizer = trainer.module.optimizer
-        # With --skip-train the moving average was loaded as the weights.
-        is_other = trainer.context.config.validation.eval_ema and not trainer.context.config.validation.skip_train
-        return optimizer.averaged() if is_other else nullcontext()
-
     def _loss(self, trainer: Trainer, one: EvaluationSet) -> TokenLoss:
         microbatches = (next_microbatch(one.microbatches, trainer.context.topology.rank) for _ in count())
         token_bytes = self.token_bytes if one.num_bytes is None else None
@@ -189,13 +185,7 @@ class Evaluation(Listener):
         return loss if one.num_bytes is None else replace(loss, num_bytes=float(one.num_bytes))
 
 
-class _Figures(TypedDict):
-    loss: float
-    num_tokens: int
-    num_bytes: int | None
-
-
-def _figures(loss: TokenLoss) -> _Figures:
+def _figures(loss: TokenLoss) -> dict[str, Any]:
     return {"loss": loss.mean, "num_tokens": round(loss.num_tokens), "num_bytes": round(loss.num_bytes) or None}
 
 
@@ -320,7 +310,7 @@ class Conclusion(Listener):
             return
         history = next((writer for writer in trainer.writers if isinstance(writer, ValidationHistory)), None)
         best = None if history is None else history.best()
-        for line in [self._trained(trainer), *best_validation(best), *self._checkpoint(), *self._report()]:
+        for line in [self._trained(trainer), *best_validation(best), *self._places()]:
             trainer.context.log_rank0(line)
 
     def _trained(self, trainer: Trainer) -> str:
@@ -333,23 +323,21 @@ class Conclusion(Listener):
         iterations = f"iteration {progress.iteration:,} of {trainer.stop.train_iters:,}"
         return f"trained: {iterations}, {tokens:,} tokens, {duration(wall_s)}{share}"
 
-    def _checkpoint(self) -> list[str]:
-        save = self.config.checkpoint.save
-        if save is None or is_url(save):
-            return [] if save is None else [f"checkpoints: {save}"]
-        try:
-            iteration = int((Path(save) / TRACKER).read_text())
-        except (OSError, ValueError):
-            return []
-        return [f"last checkpoint: {iteration_directory(Path(save), iteration)}"]
-
-    def _report(self) -> list[str]:
-        directory, metrics = run_directory(self.config), self.config.logging.metrics_jsonl
-        if directory is None:
-            return []
-        words = ["python", "tools/report_run.py", str(directory)]
-        words += [] if metrics is None else ["--metrics", metrics]
-        return [f"report: {shlex.join([*words, '--html', 'report.html'])}"]
+    def _places(self) -> list[str]:
+        """Where the last checkpoint is, and the command that makes a report."""
+        save, directory, metrics = self.config.checkpoint.save, run_directory(self.config), self.config.logging
+        lines = []
+        if save is not None and is_url(save):
+            lines = [f"checkpoints: {save}"]
+        elif save is not None:
+            with suppress(OSError, ValueError):  # nothing is saved
+                last = iteration_directory(Path(save), int((Path(save) / TRACKER).read_text()))
+                lines = [f"last checkpoint: {last}"]
+        if directory is not None:
+            words = ["python", "tools/report_run.py", str(directory)]
+            words += [] if metrics.metrics_jsonl is None else ["--metrics", metrics.metrics_jsonl]
+            lines.append(f"report: {shlex.join([*words, '--html', 'report.html'])}")
+        return lines
 
 
 def best_validation(best: tuple[int, float] | None) -> list[str]:

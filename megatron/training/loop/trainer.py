@@ -181,7 +181,6 @@ class Trainer:
         return self._failure is None
 
     def _after_backward(self, iteration: int) -> Sequence[bool]:
-        """This rank's flags to stop after ``iteration``."""
         for listener in self.listeners:
             listener.after_backward(self)
         return self.stop.local_flags(iteration, self._has_data)
