@@ -1,6 +1,7 @@
-"""Digests see every change of a tensor's bits, votes name the odd rank, a known product is exact."""
+"""Digests see every change of a tensor's bits, votes name the odd rank, and messages say what was found where."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,13 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.topology import RankGrid
-from megatron.errors import SilentCorruptionError, report
-from megatron.features.known_product.listener import KnownProduct
-from megatron.features.replay.listener import RankReplay, judge, neighbour, neighbour_distance
-from megatron.features.replicas.state import OddRanks, digest, find_odd, fold, key_of, list_ranks
+from megatron import errors
+from megatron.core.control import ControlGroup
+from megatron.core.topology import RankGrid, single_process
+from megatron.errors import NotFiniteError, SilentCorruptionError
+from megatron.features.known_product.listener import KnownAnswer
+from megatron.features.replicas.listener import RankReport, StateCheck, raise_findings
+from megatron.features.replicas.state import (
+    HOLDERS,
+    HolderGroups,
+    OddRanks,
+    TensorKey,
+    digest,
+    find_odd,
+    fold,
+    key_of,
+    list_ranks,
+)
+from megatron.intervals import IntervalSchedule
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from((1023, 2048, 2049, 5000, 9217)))
 
@@ -92,15 +105,89 @@ def test_ranks_in_words() -> None:
     assert list_ranks(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6 and 13 more"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_known_product_is_exact_and_one_wrong_bit_is_counted(dtype: torch.dtype) -> None:
-    product = KnownProduct(CPU, dtype)
-    assert product.count_errors() == 0
-    result = product.expected.clone()
-    assert product.count_wrong(result) == 0
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
-    result.view(integers)[5, 6] ^= 1
-    assert product.count_wrong(result) == 1
+@pytest.mark.parametrize(
+    "interval, saves, is_saving, due",
+    [
+        (3, None, False, [3, 6, 9]),
+        (3, 4, True, [3, 4, 6, 8, 9]),
+        (0, 4, True, []),
+        (5, None, True, [5, 10]),
+    ],
+)
+def test_the_state_is_checked_at_the_interval_and_at_saves(
+    interval: int, saves: int | None, is_saving: bool, due: Sequence[int]
+) -> None:
+    schedule = None if saves is None else IntervalSchedule(((saves, 0),))
+    known = KnownAnswer(ControlGroup((0,), 0), [], 0.0)
+    check = StateCheck(single_process(), interval, schedule, is_saving, known)
+    assert [iteration for iteration in range(1, 11) if check.is_due(iteration)] == due
+
+
+def test_replicas_of_experts_are_compared_without_sharding() -> None:
+    """Two data-parallel ranks of each expert, four of the dense parameters: no class has four replicas of experts."""
+    groups = HolderGroups(RankGrid(dp=4, ep=2, dp_replicas=4))
+    folds = torch.zeros((4, len(HOLDERS), 2), dtype=torch.int64)
+    assert groups.disagreeing(folds) == []
+    folds[2, HOLDERS.index(("edp",))] += 1
+    assert groups.disagreeing(folds) == [(("edp",), (0, 2))]
+
+
+WEIGHT, MOMENT = TensorKey("weight", "layers.0.w", 0), TensorKey("exp_avg", "layers.0.w", 0)
+AXES = HOLDERS[0]
+
+
+def report(host: str, **changes: Any) -> RankReport:
+    return RankReport(**{"host": host, "digests": {}, "changed": (), "not_finite": (), **changes})
+
+
+def differing(*values: int, **changes: Any) -> list[RankReport]:
+    """Replicas of a weight on hosts n0, n1, …; ``changed`` names the rank that has noticed a change."""
+    changed = changes.get("changed")
+    return [
+        report(f"n{rank}", digests={AXES: {WEIGHT: (value, 0)}}, changed=(WEIGHT,) if rank == changed else ())
+        for rank, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "words", "ranks"),
+    [
+        (
+            differing(5, 5, 6),
+            r"found now: the weight of layers.0.w on rank 2 \(host n2\) differs from ranks 0 and 1\. ",
+            (2,),
+        ),
+        # Without a majority both are named.
+        (
+            differing(0, 1),
+            r"layers.0.w differs between ranks 0 and 1 \(hosts n0, n1\), any of which may be wrong",
+            (0, 1),
+        ),
+        # One of them knows that it had other bits after the update, and is named alone.
+        (differing(0, 1, changed=1), r"found now: [^;]* changed since the last update on rank 1 \(host n1\)\. ", (1,)),
+    ],
+)
+def test_a_message_names_tensor_rank_and_host(reports: list[RankReport], words: str, ranks: tuple[int, ...]) -> None:
+    with pytest.raises(SilentCorruptionError, match=words) as raised:
+        raise_findings("now", reports, [(AXES, tuple(range(len(reports))))])
+    assert raised.value.ranks == ranks and raised.value.culprit == (ranks[0] if len(ranks) == 1 else None)
+
+
+def test_of_several_tensors_the_one_that_differs_is_named() -> None:
+    reports = [report("a", digests={AXES: {WEIGHT: (1, 1), MOMENT: (2, rank)}}) for rank in (5, 5, 6)]
+    with pytest.raises(SilentCorruptionError, match=r"found now: the exp_avg of layers.0.w on rank 2"):
+        raise_findings("now", reports, [(AXES, (0, 1, 2))])
+
+
+def test_a_change_between_updates_and_a_number_that_is_not_finite() -> None:
+    with pytest.raises(
+        SilentCorruptionError, match=r"the weight of layers.0.w changed since the last update on rank 1"
+    ):
+        raise_findings("now", [report("a"), report("b", changed=(WEIGHT,))], [])
+    with pytest.raises(
+        NotFiniteError, match=r"not finite now, which is not written: the weight of w on rank 1 \(host b"
+    ):
+        raise_findings("now", [report("a"), report("b", not_finite=("the weight of w",))], [])
 
 
 def test_the_launcher_records_the_rank_that_is_the_cause(tmp_path: Path) -> None:
@@ -109,64 +196,8 @@ def test_the_launcher_records_the_rank_that_is_the_cause(tmp_path: Path) -> None
     for rank in range(3):
         path = tmp_path / f"{rank}.json"
         with mock.patch("time.sleep") as sleep:
-            report(error, rank, str(path))
+            errors.report(error, rank, str(path))
         assert sleep.called == (rank != 1)
         facts = json.loads(path.read_text())["message"]["extraInfo"]
         assert facts["cause"] == "silent_corruption"
         assert facts["is_local"] == (rank == 1)
-
-
-GRIDS = [
-    RankGrid(dp=2),
-    RankGrid(dp=5),
-    RankGrid(tp=2, dp=3),
-    RankGrid(tp=2, pp=2, dp=4),
-    RankGrid(cp=2, dp=3, order="tp-cp-ep-dp-pp"),
-    RankGrid(dp=8, ep=2),
-    RankGrid(tp=2, dp=4, ep=4),
-]
-
-
-def replays_of(grid: RankGrid, distance: int, wrong: set[int], flickers: bool = False) -> list[RankReplay]:
-    """The digests where the replicas of the ranks in ``wrong`` always compute other bits, or with ``flickers`` only in
-    the second pass."""
-    replicas = {grid.group(rank, ("tp", "cp", "pp")) for rank in wrong}
-    is_wrong = [any(rank in ranks for ranks in replicas) for rank in range(grid.world_size)]
-
-    def digest_of(rank: int, source: int, is_second: bool = False) -> tuple[int, int]:
-        return source * 10 + (rank + 1 if is_wrong[rank] and (is_second or not flickers) else 0), 0
-
-    before = {neighbour(grid, rank, distance): rank for rank in range(grid.world_size)}
-    return [
-        RankReplay(digest_of(rank, rank), digest_of(rank, rank, True), digest_of(rank, before[rank]))
-        for rank in range(grid.world_size)
-    ]
-
-
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_a_replay_names_the_replica_that_computes_other_bits(grid: RankGrid) -> None:
-    distance = neighbour_distance(grid)
-    assert distance is not None
-    assert judge(grid, distance, replays_of(grid, distance, set())).kind == "data"
-    for rank in range(grid.world_size):
-        replica = grid.group(rank, ("tp", "cp", "pp"))
-        for flickers in (False, True):
-            verdict = judge(grid, distance, replays_of(grid, distance, {rank}, flickers))
-            assert verdict.kind == ("transient" if flickers else "persistent")
-            assert set(replica) <= set(verdict.ranks)
-            replicas = len({one for one in range(grid.dp) if (distance * one) % grid.dp == 0})
-            assert len(verdict.ranks) == len(replica) or grid.dp // replicas == 2
-
-
-def test_expert_parallel_ranks_move_together_or_not_at_all() -> None:
-    assert neighbour_distance(RankGrid(dp=1)) is None
-    assert neighbour_distance(RankGrid(dp=8, ep=2)) == 2
-    assert neighbour_distance(RankGrid(dp=4, ep=4)) is None
-    assert neighbour_distance(RankGrid(tp=2, dp=4, ep=4)) == 2
-
-
-def test_without_a_neighbour_only_transient_errors_are_found() -> None:
-    same, other = (1, 0), (2, 0)
-    assert judge(RankGrid(), None, [RankReplay(same, same, None)]).kind == "data"
-    assert judge(RankGrid(), None, [RankReplay(same, other, None)]).kind == "transient"
-    assert not judge(RankGrid(), None, [RankReplay((1, 1), (1, 1), None)]).is_finite
