@@ -107,12 +107,7 @@ def test_ranks_in_words() -> None:
 
 @pytest.mark.parametrize(
     "interval, saves, is_saving, due",
-    [
-        (3, None, False, [3, 6, 9]),
-        (3, 4, True, [3, 4, 6, 8, 9]),
-        (0, 4, True, []),
-        (5, None, True, [5, 10]),
-    ],
+    [(3, None, False, [3, 6, 9]), (3, 4, True, [3, 4, 6, 8, 9]), (0, 4, True, []), (5, None, True, [5, 10])],
 )
 def test_the_state_is_checked_at_the_interval_and_at_saves(
     interval: int, saves: int | None, is_saving: bool, due: Sequence[int]

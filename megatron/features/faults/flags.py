@@ -190,8 +190,8 @@ class FaultInjector:
     rank: int = 0
     directory: Path | None = None
     """Directory of the record; needed if there are faults."""
+    # Whether this attempt injects a fault, from the first moment at which it was due.
     _is_active: dict[Fault, bool] = field(default_factory=dict, init=False)
-    """Whether this attempt injects a fault, from the first moment at which it was due."""
 
     def due(self, moment: str, number: int = 1) -> list[Fault]:
         """The faults of this rank at this moment, which are recorded and logged."""

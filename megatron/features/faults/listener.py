@@ -273,8 +273,8 @@ class SaveFaults:
 
 # --- the listener --------------------------------------------------------------------------------------------
 
+# Kinds that are injected before the forward pass of their iteration, like flipped bits of weights and moments.
 _AT_START = ("spike", "stoploader", "killloader", "stopwriter", "killwriter")
-"""Kinds that are injected before the forward pass of their iteration, like flipped bits of weights and moments."""
 
 
 def is_after_backward(fault: Fault) -> bool:
@@ -289,8 +289,8 @@ class FaultInjection(Listener):
     injector: FaultInjector
     config: CheckpointConfig
     sleep: Callable[[float], object] = time.sleep
+    # The faults of this iteration.
     _due: list[Fault] = field(default_factory=list, init=False)
-    """The faults of this iteration."""
     _saves: SaveFaults | None = field(default=None, init=False)
     _started: float = field(default=0.0, init=False)
 

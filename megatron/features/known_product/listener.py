@@ -25,8 +25,8 @@ from megatron.training.train_module import TrainModule
 ROWS, COLUMNS = 7, 5
 """Periods of the product."""
 _SIZES = {"cpu": 256}
+# Every multiprocessor computes several tiles.
 _SIZE_ON_GPU = 4096
-"""Every multiprocessor computes several tiles."""
 
 
 def operands(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

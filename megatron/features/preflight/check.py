@@ -27,8 +27,8 @@ T = TypeVar("T")
 
 RANKS_AT_ONCE = 1024
 """Keys that are read in one call."""
+# Seconds for which the other ranks wait for rank 0 after its own limit.
 _PATIENCE = 10.0
-"""Seconds for which the other ranks wait for rank 0 after its own limit."""
 
 
 class MissingRanksError(Exception):

@@ -112,8 +112,8 @@ class HostMemory(Check):
 FREE_FRACTION = 0.9
 """The part of a GPU's memory that is free before the model is built; the CUDA context of this process uses a few
 hundred MiB."""
+# Reasons of NVML for low clocks that are faults. Power caps and idle clocks are normal.
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x40: "heat", 0x80: "power brake"}
-"""Reasons of NVML for low clocks that are faults. Power caps and idle clocks are normal."""
 _LOAD_SECONDS = 1.0
 _SIZE = 4096
 
@@ -229,11 +229,11 @@ def _multiply(device: torch.device) -> None:
 WARNING_RATIO, FAILURE_RATIO = 1.2, 1.4
 """Time of a rank over the median of the job. Healthy processors of one kind differ by less than 10 %. While training,
 stragglers are reported from 1.2, too."""
+# On a CPU a product takes less than a time slice of the scheduler, so that some repetitions are not interrupted.
 _SIZES = {"cpu": 256, "cuda": 8192}
-"""On a CPU a product takes less than a time slice of the scheduler, so that some repetitions are not interrupted."""
 _FEWEST = 50
+# Times that all ranks measure again if one is slow.
 _AGAIN = 3
-"""Times that all ranks measure again if one is slow."""
 
 
 @dataclass(frozen=True)

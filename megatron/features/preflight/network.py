@@ -287,21 +287,21 @@ def _inside(measured: Collection[Pair], slow: Collection[Pair]) -> list[Suspect]
     return suspects + [Suspect(pair, is_link=True) for pair in left]
 
 
+# Ratios to the usual speed of a pair: warning, failure. Sockets of a loaded machine vary much more than adapters of
+# GPUs.
 _RATIOS = {"cpu": (0.2, 0.1), "cuda": (0.7, 0.35)}
-"""Ratios to the usual speed of a pair: warning, failure. Sockets of a loaded machine vary much more than adapters of
-GPUs."""
 _BYTES = {"cpu": 2**19, "cuda": 2**25}
+# On a CPU many short exchanges: the fastest one was not interrupted by other processes.
 _REPETITIONS = {"cpu": 20, "cuda": 3}
-"""On a CPU many short exchanges: the fastest one was not interrupted by other processes."""
+# Times that slow pairs are measured again, so that a moment's load is no slow link; rounds of each time; and the factor
+# by which each time has more repetitions.
 _AGAIN, _ROUNDS_AGAIN, _MORE = 3, 6, 2
-"""Times that slow pairs are measured again, so that a moment's load is no slow link; rounds of each time; and the
-factor by which each time has more repetitions."""
+# A pair is not repeated after so long, because it is slow for certain.
 _PAIR_SECONDS = 1.0
-"""A pair is not repeated after so long, because it is slow for certain."""
+# A word that one flipped bit does not make of 0.
 _END = 7129.0
-"""A word that one flipped bit does not make of 0."""
+# Speed of a pair that received other bytes than were sent.
 _WRONG = 0.0
-"""Speed of a pair that received other bytes than were sent."""
 
 
 def vertices_of(nodes: Sequence[Node], device: str) -> list[tuple[int, ...]]:
@@ -341,12 +341,7 @@ class Links(Check):
         return measured
 
     def _measure_round(
-        self,
-        site: Site,
-        vertices: Sequence[Sequence[int]],
-        pairs: Sequence[Pair],
-        speeds: dict[str, float],
-        times: int,
+        self, site: Site, vertices: Sequence[Sequence[int]], pairs: Sequence[Pair], speeds: dict[str, float], times: int
     ) -> None:
         """Measure this rank's pair, if it has one; ``speeds`` keeps the best speed by rank."""
         peer = peer_of(site.rank, vertices, pairs)

@@ -220,8 +220,8 @@ class ReplayCheck(Listener):
     replay: Replay
     interval: int
     known_answer: KnownAnswer
+    # The microbatches of the iteration, on ranks that read any.
     _microbatches: list[Microbatch] = field(default_factory=list)
-    """The microbatches of the iteration, on ranks that read any."""
 
     def on_iteration_start(self, trainer: Trainer) -> None:
         self._microbatches.clear()

@@ -29,8 +29,8 @@ from megatron.intervals import IntervalSchedule
 from megatron.training.context import RunContext
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
+# Tensors that a message names.
 _MOST_NAMED = 3
-"""Tensors that a message names."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class StateCheck(Listener):
     is_saving: bool
     known_answer: KnownAnswer
     _groups: HolderGroups = field(init=False)
+    # The digests after the update of an iteration.
     _resting: tuple[int, StateDigests] | None = field(default=None, init=False)
-    """The digests after the update of an iteration."""
+    # The iteration whose state was checked for a save.
     _saved_at: int | None = field(default=None, init=False)
-    """The iteration whose state was checked for a save."""
 
     def __post_init__(self) -> None:
         self._groups = HolderGroups(self.topology.grid)

@@ -222,10 +222,10 @@ class StateDigests:
         return {one.key: tuple(row) for one, row in zip(self.held, rows) if one.holders == holders}
 
 
+# Words of a row: weights by row and by column need no memory of the size of the tensor.
 _ROW = 1024
-"""Words of a row: weights by row and by column need no memory of the size of the tensor."""
+# Odd factors of the weighted sums of rows and of the tail.
 _ROW_FACTOR, _TAIL_FACTOR = 0x5851F42D4C957F2D, 0x14057B7EF767814F
-"""Odd factors of the weighted sums of rows and of the tail."""
 
 
 def digest(tensor: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ MAX_FACTOR = 10.0
 MIN_SCALE = 0.005
 """Lower limit of the deviation by which a distance is divided, so that a flat curve has no spikes of rounding errors:
 with it, a score of 6 is 3 % above the median."""
+# Standard deviation of a normal distribution over its median absolute deviation.
 _NORMAL = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
 MAX_SKIPPED_IN_ROW = 3
 MAX_SKIPPED = 10
 """At most so many updates are skipped in :data:`RECENT` iterations."""
@@ -128,8 +128,8 @@ class SpikeDetector:
     def __init__(self, window: int) -> None:
         self._losses: deque[float] = deque(maxlen=window)
         self._grad_norms: deque[float] = deque(maxlen=window)
+        # The first of the outliers in a row that ended with the last iteration.
         self._first_outlier: int | None = None
-        """The first of the outliers in a row that ended with the last iteration."""
         self._num_outliers = 0
 
     def observe(self, iteration: int, loss: float, grad_norm: float) -> Observation:
@@ -218,12 +218,12 @@ class UpdateGuard:
         self._stops_at_nan = stops_at_nan
         self._window = config.spike_window
         self._detector = SpikeDetector(self._window)
+        # The comparison of the iteration under way, else of the last one.
         self._seen: Observation | None = None
-        """The comparison of the iteration under way, else of the last one."""
+        # The first iteration of the spike that was reported last.
         self._reported: int | None = None
-        """The first iteration of the spike that was reported last."""
+        # The last iterations without an update.
         self._skipped: deque[int] = deque(maxlen=MAX_SKIPPED + 1)
-        """The last iterations without an update."""
         self._first_in_row = 0
         self._num_in_row = 0
         self.num_skipped = 0

@@ -60,8 +60,8 @@ class Spikes(Listener):
     """
 
     _verdict: Verdict = field(default_factory=Verdict, init=False)
+    # Sentences of the checks that looked at the iteration.
     _found: list[str] = field(default_factory=list, init=False)
-    """Sentences of the checks that looked at the iteration."""
 
     def after_step(self, trainer: Trainer, outcome: StepOutcome) -> None:
         iteration = trainer.state.progress.iteration + 1

@@ -67,10 +67,10 @@ class StragglerDetector:
 
     threshold: float
     peers: Sequence[Sequence[int]]
+    # Seconds of the last intervals, and the ranks above the threshold in each.
     _window: deque[tuple[float, list[int]]] = field(default_factory=deque)
-    """Seconds of the last intervals, and the ranks above the threshold in each."""
+    # Sum of the window's seconds.
     _seconds: float = 0.0
-    """Sum of the window's seconds."""
     _named: set[int] = field(default_factory=set)
 
     def largest_ratio(self, busy: Sequence[float]) -> float:

@@ -38,10 +38,10 @@ class Stragglers(Listener):
     detector: StragglerDetector
     stopwatch: Stopwatch
     interval: int
+    # The busy time of each section when the measurement began.
     _before: dict[Section, int] | None = None
-    """The busy time of each section when the measurement began."""
+    # Reading of the monotonic clock at the last comparison.
     _compared: float = 0.0
-    """Reading of the monotonic clock at the last comparison."""
     _is_warm: bool = False
     _measures_always: bool = field(init=False)
 

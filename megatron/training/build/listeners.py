@@ -66,13 +66,7 @@ def build_listeners(
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
         # Before the metrics, to which it adds one.
         build_stragglers(context),
-        Metrics(
-            logging,
-            plan.train_iters,
-            architecture.flops_per_token(config.seq_length),
-            peak,
-            effective_time,
-        ),
+        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak, effective_time),
         Evaluation(validation.eval_interval, data.evaluated, token_bytes),
         DataComparison(data.check),
         # Replicas before the replay, which cannot tell wrong weights from wrong products.

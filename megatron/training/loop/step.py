@@ -16,8 +16,8 @@ from megatron.data.token_bytes import CountedBytes, TokenBytes
 from megatron.metrics.timers import Timers
 from megatron.training.train_module import TrainModule
 
+# Microbatches of an evaluation between two visits of its section.
 _PORTION = 64
-"""Microbatches of an evaluation between two visits of its section."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,7 @@ def train_step(
     before_update()
     with timers("optimizer"):
         result = module.optimizer.step(
-            hyperparameters,
-            expected_tokens / loss.num_tokens / scale,
-            lambda grad_norm: accepts(loss.mean, grad_norm),
+            hyperparameters, expected_tokens / loss.num_tokens / scale, lambda grad_norm: accepts(loss.mean, grad_norm)
         )
     if not result.is_applied:
         module.data_parallel.finish_skipped_step()

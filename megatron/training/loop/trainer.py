@@ -93,8 +93,8 @@ class Trainer:
     """Reading of the monotonic clock when this process was ready to train, in seconds."""
     is_after_rollback: bool = False
     """Whether this trainer starts after a rollback."""
+    # The reason why this rank has no microbatch.
     _failure: NoMicrobatchError | None = field(default=None, init=False)
-    """The reason why this rank has no microbatch."""
 
     @property
     def module(self) -> TrainModule:
