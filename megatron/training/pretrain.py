@@ -74,7 +74,13 @@ def pretrain(
             init_distributed(config.parallel, process, device, heartbeat) as topology,
         ):
             context = RunContext(config, topology, signals, log_rank0, heartbeat, faults)
-            watch_for_hangs(config, process, command, heartbeat)
+            is_ours = LAUNCHER in os.environ or heartbeat.is_watched
+            if config.operation.on_hang == "report" and not is_ours:
+                # Under another launcher than ours a process of the node reports hangs.
+                from megatron.operation.side_watch import join
+
+                place = process.rank, process.local_rank, process.local_world_size, process.world_size
+                join(heartbeat, *place, ranks_store(), command.words)
             if device.type != "cpu":
                 (context.warn_rank0 if queues.is_mistake else log_rank0)(queues.describe())
             with (
@@ -90,15 +96,6 @@ def pretrain(
     except StopRequested as stop:
         log_rank0(f"stopped: {stop}")
         return stop.exit_code
-
-
-def watch_for_hangs(config: RunConfig, process: Process, command: StartedCommand, heartbeat: Heartbeat) -> None:
-    """With ``--on-hang report`` and another launcher than ours, let a process of the node report hangs."""
-    if config.operation.on_hang == "report" and LAUNCHER not in os.environ and not heartbeat.is_watched:
-        from megatron.operation.side_watch import join
-
-        place = process.rank, process.local_rank, process.local_world_size, process.world_size
-        join(heartbeat, *place, ranks_store(), command.words)
 
 
 def resolve_architecture(context: RunContext, flags_over: FlagsOver) -> RunConfig:
@@ -155,7 +152,8 @@ def train(
                 on_built()
                 try:
                     if context.config.validation.skip_train:
-                        trainer.evaluate_only()
+                        for listener in trainer.listeners:
+                            listener.on_skip_train(trainer)
                     else:
                         context.log_rank0(f"stopped: {trainer.run()}")
                     context.heartbeat.enter(Section.END)

@@ -257,7 +257,11 @@ def parse_fault(text: str) -> Fault:
         raise _mistake(text, "times begins at 1")
     if rank is not None and kind.is_on_all_ranks:
         raise _mistake(text, f"{name} applies to all ranks: remove :rank{rank}")
-    target, words = _take_target(text, kind, words)
+    target: str | None = None
+    if kind.has_target:
+        target, *words = words or [""]
+        if target not in TARGETS:
+            raise _mistake(text, f"it needs one of {', '.join(TARGETS)}, and then a bit")
     number, words = _take_number(text, kind, words)
     if words:
         raise _mistake(text, f"{name} takes no {words[0]!r}")
@@ -288,14 +292,6 @@ def _take(text: str, words: Sequence[str], prefix: str) -> tuple[int | None, lis
     if len(found) > 1:
         raise _mistake(text, f"{prefix} is given twice")
     return int(found[0].removeprefix(prefix)) if found else None, [word for word in words if word not in found]
-
-
-def _take_target(text: str, kind: FaultKind, words: list[str]) -> tuple[str | None, list[str]]:
-    if not kind.has_target:
-        return None, words
-    if not words or words[0] not in TARGETS:
-        raise _mistake(text, f"it needs one of {', '.join(TARGETS)}, and then a bit")
-    return words[0], words[1:]
 
 
 def _take_number(text: str, kind: FaultKind, words: list[str]) -> tuple[float | None, list[str]]:

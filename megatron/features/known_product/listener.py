@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron.core.control import ControlGroup
 from megatron.core.ops.matmul import linear
-from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import SilentCorruptionError
 from megatron.training.context import RunContext
 from megatron.training.loop.stop import RankAlarm
@@ -101,7 +100,8 @@ class KnownAnswer(Listener, RankAlarm):
         """What is wrong with the product of this rank."""
         self._tested = clock()
         if self._products:
-            run_on_all_ranks(control, self._test_or_raise)
+            self.test()
+            self.raise_on_all_ranks()
 
     @property
     def has_failed(self) -> bool:
@@ -122,21 +122,12 @@ class KnownAnswer(Listener, RankAlarm):
                     f"rank {self._control.rank} (host {socket.gethostname()})"
                 )
 
-    def _test_or_raise(self) -> None:
-        self.test()
-        if self.failure is not None:
-            raise _error(self.failure, self._control.rank)
-
     def raise_on_all_ranks(self) -> None:
         """Raise :class:`SilentCorruptionError` on every rank if the test of one has failed; a collective."""
         for rank, failure in enumerate(self._control.all_gather_object(self.failure)):
             if failure is not None:
-                raise _error(failure, rank)
-
-
-def _error(failure: str, rank: int) -> SilentCorruptionError:
-    return SilentCorruptionError(
-        f"{failure}: the device of this rank computes wrong results. Leave its host out, then start the same command "
-        "again; --known-answer-interval-s 0 disables the test.",
-        (rank,),
-    )
+                raise SilentCorruptionError(
+                    f"{failure}: the device of this rank computes wrong results. Leave its host out, then start the "
+                    "same command again; --known-answer-interval-s 0 disables the test.",
+                    (rank,),
+                )

@@ -7,6 +7,7 @@ a second round over the control group names the tensor and the rank.
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +134,7 @@ class StateCheck(Listener):
         report = RankReport(
             socket.gethostname(),
             {axes: digests.by_key(axes) for axes, ranks in disagreeing if digests and self.topology.rank in ranks},
-            () if digests is None or changed is None else digests.resting_keys(changed.tolist()),
+            () if digests is None or changed is None else tuple(compress(digests.resting_keys, changed.tolist())),
             tuple(not_finite),
         )
         reports = self.topology.control.all_gather_object(report)
@@ -185,7 +186,12 @@ def raise_findings(
             f"{list_names(tensors)} changed since the last update on {with_host(reports, (rank,))}"
             for rank, tensors in changed.items()
         ]
-        findings += [describe_odd(reports, odd, tensors) for odd, tensors in differing.items()]
+        for odd, tensors in differing.items():
+            where = f"{list_names(tensors)} on {with_host(reports, odd.ranks)} differs from {list_ranks(odd.others)}"
+            if not odd.is_by_vote:
+                places = with_host(reports, odd.ranks)
+                where = f"{list_names(tensors)} differs between {places}, any of which may be wrong"
+            findings.append(where)
         found = "; ".join(findings) or "replicas differed, but not when they were read again"
         ranks = sorted({*changed, *(rank for odd in differing for rank in odd.ranks)})
         raise SilentCorruptionError(
@@ -217,12 +223,6 @@ def find_differing(
             if odd is not None:
                 found.setdefault(odd, []).append(key)
     return found
-
-
-def describe_odd(reports: Sequence[RankReport], odd: OddRanks, tensors: Sequence[TensorKey]) -> str:
-    if odd.is_by_vote:
-        return f"{list_names(tensors)} on {with_host(reports, odd.ranks)} differs from {list_ranks(odd.others)}"
-    return f"{list_names(tensors)} differs between {with_host(reports, odd.ranks)}, any of which may be wrong"
 
 
 def list_names(tensors: Sequence[TensorKey | str]) -> str:

@@ -92,22 +92,8 @@ class TrainingState:
     strategy: ShardingStrategy
     compares_tensor_parallel: bool
 
-    def tensors(self, with_gradients: bool) -> list[HeldTensor]:
+    def tensors(self, with_gradients: bool) -> Iterator[HeldTensor]:
         """The state; ``with_gradients`` after their reduction and before the update."""
-        return [
-            *self._weights(),
-            *self._optimizer_state(),
-            *(self._gradients() if with_gradients else ()),
-            *self._same_on_stage(),
-        ]
-
-    def floating(self) -> Iterator[tuple[str, Tensor]]:
-        """The numbers that a checkpoint holds, with a label each; all must be finite."""
-        for held in self.tensors(with_gradients=False):
-            if held.kind != SCALE and held.tensor.itemsize > 1 and held.tensor.numel():
-                yield str(held.key), held.tensor
-
-    def _weights(self) -> Iterator[HeldTensor]:
         is_sharded = not isinstance(self.data_parallel, BufferedDataParallel)
         weights = list(self.data_parallel.local_params)
         if not is_sharded:
@@ -115,32 +101,29 @@ class TrainingState:
             parameters = {id(one): one for chunk in self.chunks for one in chunk.parameters()}
             weights = whole_params(parameters.values())
         for weight in weights:
-            holders = self._holders(weight.info, is_sharded)
-            # FP8 weights are quantised again in a skipped step.
-            rests = weight.tensor.itemsize > 1
+            # FP8 weights are quantised again in a skipped step, so they do not rest.
+            rests, holders = weight.tensor.itemsize > 1, self._holders(weight.info, is_sharded)
             yield HeldTensor(WEIGHT, weight.info.name, weight.start, weight.tensor, holders, rests)
-
-    def _optimizer_state(self) -> Iterator[HeldTensor]:
-        for state in self.optimizer.state():
-            kind = MASTER if state.kind == "master" else state.kind
-            yield HeldTensor(
-                kind, state.info.name, state.start, state.tensor, self._holders(state.info, is_sharded=True), True
-            )
-
-    def _gradients(self) -> Iterator[HeldTensor]:
-        for shard in self.data_parallel.param_shards:
+        for one in self.optimizer.state():
+            kind = MASTER if one.kind == "master" else one.kind
+            holders = self._holders(one.info, is_sharded=True)
+            yield HeldTensor(kind, one.info.name, one.start, one.tensor, holders, rests=True)
+        for shard in self.data_parallel.param_shards if with_gradients else ():
             holders = self._holders(shard.info, is_sharded=True)
-            yield HeldTensor(GRADIENT, shard.info.name, shard.start, shard.gradient, holders, False)
+            yield HeldTensor(GRADIENT, shard.info.name, shard.start, shard.gradient, holders, rests=False)
+        # All ranks of a stage have expert biases and FP8 scales in common. Transformer Engine reduces its amaxes at
+        # other moments.
+        common = ("tp", "cp", "dp")
+        for name, bias in self.experts.state().items() if self.experts is not None else ():
+            yield HeldTensor(BIAS, name, 0, bias, common, rests=True)
+        for name, scale in self.fp8.state().items() if isinstance(self.fp8, Fp8Scaling) else ():
+            yield HeldTensor(SCALE, name, 0, scale, common, rests=False)
 
-    def _same_on_stage(self) -> Iterator[HeldTensor]:
-        """Expert biases and FP8 scales, which all ranks of a stage have in common."""
-        if self.experts is not None:
-            for name, bias in self.experts.state().items():
-                yield HeldTensor(BIAS, name, 0, bias, ("tp", "cp", "dp"), True)
-        if isinstance(self.fp8, Fp8Scaling):
-            # Transformer Engine reduces its amaxes at other moments.
-            for name, state in self.fp8.state().items():
-                yield HeldTensor(SCALE, name, 0, state, ("tp", "cp", "dp"), False)
+    def floating(self) -> Iterator[tuple[str, Tensor]]:
+        """The numbers that a checkpoint holds, with a label each; all must be finite."""
+        for held in self.tensors(with_gradients=False):
+            if held.kind != SCALE and held.tensor.itemsize > 1 and held.tensor.numel():
+                yield str(held.key), held.tensor
 
     def _holders(self, info: ParameterInfo, is_sharded: bool) -> HolderAxes:
         is_whole = not is_sharded or self.strategy == "no_shard"
@@ -188,7 +171,8 @@ class StateDigests:
     by_tensor: Tensor  # [tensors, 2]
 
     @classmethod
-    def of(cls, held: Sequence[HeldTensor], topology: Topology) -> "StateDigests":
+    def of(cls, tensors: Iterable[HeldTensor], topology: Topology) -> "StateDigests":
+        held = list(tensors)
         empty = torch.zeros((0, 2), dtype=torch.int64, device=topology.device)
         return cls(held, torch.stack([digest(one.tensor) for one in held]) if held else empty)
 
@@ -207,14 +191,14 @@ class StateDigests:
         """Whether each tensor that rests has another digest than ``before``: ``[resting tensors]``."""
         return (self._resting() != before._resting()).any(dim=1)
 
+    @property
+    def resting_keys(self) -> list[TensorKey]:
+        """The resting tensors, in the order of :meth:`changed`."""
+        return [one.key for one in self.held if one.rests]
+
     def _resting(self) -> Tensor:
         chosen = torch.tensor([number for number, one in enumerate(self.held) if one.rests], dtype=torch.int64)
         return self.by_tensor[chosen.to(self.by_tensor.device)]
-
-    def resting_keys(self, chosen: Sequence[bool]) -> tuple[TensorKey, ...]:
-        """The resting tensors that are ``chosen``, in the order of :meth:`changed`."""
-        resting = [one.key for one in self.held if one.rests]
-        return tuple(key for key, is_chosen in zip(resting, chosen, strict=True) if is_chosen)
 
     def by_key(self, holders: HolderAxes) -> dict[TensorKey, tuple[int, ...]]:
         """The digests of one class by key; waits for the device."""

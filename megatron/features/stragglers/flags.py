@@ -73,10 +73,6 @@ class StragglerDetector:
     _seconds: float = 0.0
     _named: set[int] = field(default_factory=set)
 
-    def largest_ratio(self, busy: Sequence[float]) -> float:
-        """The largest ratio of a rank's busy seconds to the median of its peers."""
-        return max(ratios(busy, self.peers))
-
     def peers_of(self, rank: int) -> Sequence[int]:
         return next(group for group in self.peers if rank in group)
 

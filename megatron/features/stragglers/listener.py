@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.features.stragglers.flags import Straggler, StragglerDetector, excess_section
+from megatron.features.stragglers.flags import Straggler, StragglerDetector, excess_section, ratios
 from megatron.operation.heartbeat import STEP_SECTIONS, Section
 from megatron.operation.waits import Stopwatch
 from megatron.training.context import RunContext
@@ -73,7 +73,7 @@ class Stragglers(Listener):
         own = torch.tensor([sum(busy.values()), self._compared - before], dtype=torch.float64)
         gathered = context.topology.world.all_gather(own.to(context.topology.device)).view(-1, 2)
         of_ranks, seconds = gathered[:, 0].tolist(), float(gathered[:, 1].max())
-        result.outcome.metrics[METRIC] = self.detector.largest_ratio(of_ranks)
+        result.outcome.metrics[METRIC] = max(ratios(of_ranks, self.detector.peers))
         for straggler in self.detector.observe(of_ranks, seconds):
             self._warn(trainer, straggler, busy)
         # After the collectives: all ranks begin the next measurement together.

@@ -100,11 +100,6 @@ class Trainer:
     def module(self) -> TrainModule:
         return self.state.module
 
-    def evaluate_only(self) -> None:
-        """Evaluate the loaded weights (``--skip-train``)."""
-        for listener in self.listeners:
-            listener.on_skip_train(self)
-
     def run(self) -> str:
         """Train until a reason to stop, and return it."""
         reason = self.begin()
