@@ -196,29 +196,28 @@ class FaultInjector:
     def due(self, moment: str, number: int = 1) -> list[Fault]:
         """The faults of this rank at this moment, which are recorded and logged."""
         found = [fault for fault in self.faults if fault.rank in (None, self.rank) and fault.covers(moment, number)]
-        return [fault for fault in found if self._begin(fault, number)]
+        for fault in found:
+            if fault not in self._is_active:
+                assert self.directory is not None
+                path = self.directory / FILE
+                past = sum(entry == (str(fault), self.rank) for entry in injected(path))
+                self._is_active[fault] = fault.times is None or past < fault.times
+                if self._is_active[fault]:
+                    # Recorded before it is injected, since it may end this process.
+                    entry = {"fault": str(fault), "rank": self.rank, "number": number}
+                    append(path, entry | {"time": time.time(), "monotonic": time.monotonic()})
+                    print(f"INJECTED FAULT: {fault} on rank {self.rank}", file=sys.stderr, flush=True)
+        return [fault for fault in found if self._is_active[fault]]
 
-    def _begin(self, fault: Fault, number: int) -> bool:
-        if fault not in self._is_active:
-            assert self.directory is not None
-            path = self.directory / FILE
-            past = sum(entry == (str(fault), self.rank) for entry in injected(path))
-            self._is_active[fault] = fault.times is None or past < fault.times
-            if self._is_active[fault]:
-                self._record(path, fault, number)
-        return self._is_active[fault]
 
-    def _record(self, path: Path, fault: Fault, number: int) -> None:
-        """Before the fault, since it may end this process."""
-        entry = {"fault": str(fault), "rank": self.rank, "number": number}
-        entry |= {"time": time.time(), "monotonic": time.monotonic()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            os.write(descriptor, f"{json.dumps(entry)}\n".encode())
-        finally:
-            os.close(descriptor)
-        print(f"INJECTED FAULT: {fault} on rank {self.rank}", file=sys.stderr, flush=True)
+def append(path: Path, entry: Mapping[str, object]) -> None:
+    """Add a line to the record, which all ranks share: one write, at the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.write(descriptor, f"{json.dumps(entry)}\n".encode())
+    finally:
+        os.close(descriptor)
 
 
 def injected(path: Path) -> Iterator[tuple[str, int]]:

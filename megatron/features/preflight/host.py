@@ -73,10 +73,10 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int 
         limits.append(int(line.split()[1]) * 1024)
     with suppress(OSError, ValueError):  # "max" without a limit
         limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
-        statistics = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
+        counters = dict(line.split() for line in (cgroup / "memory.stat").read_text(encoding="ascii").splitlines())
         used = int((cgroup / "memory.current").read_text(encoding="ascii"))
         # The kernel drops clean pages of files before memory is short.
-        limits.append(limit - used + int(statistics.get("inactive_file", 0)))
+        limits.append(limit - used + int(counters.get("inactive_file", 0)))
     return min(limits, default=None)
 
 

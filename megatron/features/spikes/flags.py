@@ -9,7 +9,7 @@ Loss and norm are all-reduced, so every rank has the same numbers and comes to t
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from statistics import median
 from typing import Any, Literal
@@ -238,48 +238,42 @@ class UpdateGuard:
         """The decision after ``iteration``, whose update was applied, rejected by :meth:`accepts`, or not possible.
 
         ``is_fault``: the loss or the gradient was not finite, and a lower loss scale cannot correct that.
-
-            update applied                    report a spike, once
-            not finite, ``is_fault``          --nan-policy: stop | skip, up to the limits | skip, then roll back
-            not finite, not ``is_fault``      nothing: the loss scale falls
-            rejected as a spike               --spike-policy: skip, up to the limits | roll back at once
         """
         seen = self._seen
         if seen is not None and seen.iteration != iteration:
-            seen = self._seen = None
+            seen = self._seen = None  # numbers that are not finite are not compared
+        spike = Verdict()
+        if seen is not None and seen.is_spike:
+            message = f"Iteration {seen.first_iteration} begins a spike: iteration {iteration} has {seen.describe()}"
+            spike = Verdict(Action.CONTINUE, "spike", seen.first_iteration, message)
+        # Applied: a spike is reported once.
         if is_applied:
             assert seen is not None, iteration
             self._num_in_row = 0
             self._detector.add(seen.loss, seen.grad_norm)
-            return self._report(iteration, seen)
+            if not seen.is_spike or self._reported == seen.first_iteration:
+                return Verdict()
+            self._reported = seen.first_iteration
+            return spike
+        # Not finite, and not because of the loss scale: --nan-policy.
         if is_fault:
-            return self._conclude_fault(iteration)
+            if self._nan_policy == "stop" and self._stops_at_nan:
+                return Verdict(Action.STOP, "not_finite", iteration)
+            self._count(iteration)
+            if self._nan_policy == "stop":
+                return Verdict()
+            message = f"The loss or the gradient of iteration {iteration} is not finite"
+            policy = f"--nan-policy {self._nan_policy}"
+            return self._limited("not_finite", iteration, message, policy, rolls_back=self._nan_policy == "rollback")
+        # An overflow: the loss scale falls.
         if seen is None or not seen.is_spike:
-            return Verdict()  # the loss scale falls
+            return Verdict()
+        # Rejected as a spike: --spike-policy.
         self._count(iteration)
         if self._spike_policy == "rollback":
-            message = f"Iteration {seen.first_iteration} begins a spike: iteration {iteration} has {seen.describe()}"
-            return Verdict(Action.ROLL_BACK, "spike", seen.first_iteration, message)
+            return replace(spike, action=Action.ROLL_BACK)
         message = f"Iteration {iteration} is a spike: {seen.describe()}"
         return self._limited("spike", iteration, message, "--spike-policy skip", rolls_back=False)
-
-    def _report(self, iteration: int, seen: Observation) -> Verdict:
-        """An applied iteration: a spike is reported once."""
-        if not seen.is_spike or self._reported == seen.first_iteration:
-            return Verdict()
-        self._reported = seen.first_iteration
-        message = f"Iteration {seen.first_iteration} begins a spike: iteration {iteration} has {seen.describe()}"
-        return Verdict(Action.CONTINUE, "spike", seen.first_iteration, message)
-
-    def _conclude_fault(self, iteration: int) -> Verdict:
-        if self._nan_policy == "stop" and self._stops_at_nan:
-            return Verdict(Action.STOP, "not_finite", iteration)
-        self._count(iteration)
-        if self._nan_policy == "stop":
-            return Verdict()
-        message = f"The loss or the gradient of iteration {iteration} is not finite"
-        policy = f"--nan-policy {self._nan_policy}"
-        return self._limited("not_finite", iteration, message, policy, rolls_back=self._nan_policy == "rollback")
 
     def _count(self, iteration: int) -> None:
         if self._num_in_row == 0:
