@@ -30,25 +30,41 @@ def test_a_fresh_run_is_in_its_first_stage() -> None:
     assert first_stage("main", SHORT).stages == (MAIN,)
 
 
-@pytest.mark.parametrize("name", [None, "main"])
-def test_the_same_data_continue_with_and_without_the_name(name: str | None) -> None:
-    assert settle((MAIN,), name, SHORT).stages == (MAIN,)
+UNKNOWN = DataStage("first", 0, 0, {"sequence_length": 8})
+CONTINUES = "data stage long continues after 160 of its samples"
 
 
-@pytest.mark.parametrize("now", [OTHER, SHORT])
-def test_a_new_name_begins_a_stage_where_the_run_is(now: DataRecord) -> None:
-    """Also on the same data, which then come from the beginning again."""
-    settled = settle((MAIN,), "next", now)
-    assert settled.stages == (MAIN, DataStage("next", 20, 320, now))
-    assert settled.current == settled.stages[-1]
-    assert "data stage next begins after iteration 20" in settled.notices[0]
-
-
-@pytest.mark.parametrize("name", [None, "long"])
-def test_the_command_that_began_a_stage_continues_in_it(name: str | None) -> None:
-    settled = settle(TWO, name, LONG)
-    assert settled.stages == TWO
-    assert settled.notices == ("data stage long continues after 160 of its samples",)
+@pytest.mark.parametrize(
+    ("saved", "name", "now", "iteration", "stages", "notices"),
+    [
+        # The same data continue with and without the name, also in a later stage.
+        ((MAIN,), None, SHORT, 20, (MAIN,), ["continues"]),
+        ((MAIN,), "main", SHORT, 20, (MAIN,), ["continues"]),
+        (TWO, None, LONG, 20, TWO, [CONTINUES]),
+        (TWO, "long", LONG, 20, TWO, [CONTINUES]),
+        # A new name begins a stage where the run is, also on the same data, which then come from the beginning again.
+        ((MAIN,), "next", OTHER, 20, (MAIN, DataStage("next", 20, 320, OTHER)), ["next begins after iteration 20"]),
+        ((MAIN,), "next", SHORT, 20, (MAIN, DataStage("next", 20, 320, SHORT)), ["next begins after iteration 20"]),
+        # After a fallback behind the beginning of the stage, it begins again where the older checkpoint is.
+        ((MAIN,), "long", LONG, 5, (MAIN, DataStage("long", 5, 80, LONG)), ["long begins", "8 times the tokens"]),
+        # A checkpoint without a record is taken at its word once.
+        ((UNKNOWN,), None, SHORT, 20, (replace(UNKNOWN, data=SHORT),), ["continues", "has no record"]),
+        ((replace(UNKNOWN, data=SHORT),), None, SHORT, 20, (replace(UNKNOWN, data=SHORT),), ["continues"]),
+        ((UNKNOWN,), "long", LONG, 20, (UNKNOWN, DataStage("long", 20, 320, LONG)), ["begins", "had 8"]),
+    ],
+)
+def test_a_run_resumes_in_a_stage(
+    saved: tuple[DataStage, ...],
+    name: str | None,
+    now: DataRecord,
+    iteration: int,
+    stages: tuple[DataStage, ...],
+    notices: list[str],
+) -> None:
+    settled = settle(saved, name, now, iteration)
+    assert settled.stages == stages and settled.current == stages[-1]
+    assert len(settled.notices) == len(notices)
+    assert all(words in notice for words, notice in zip(notices, settled.notices))
 
 
 @pytest.mark.parametrize(
@@ -67,20 +83,6 @@ def test_a_stage_that_is_over_does_not_come_back() -> None:
         settle(TWO, "main", SHORT)
 
 
-def test_an_older_checkpoint_of_a_run_begins_the_stage_again_where_it_is() -> None:
-    """After a fallback behind the beginning of the stage."""
-    assert settle((MAIN,), "long", LONG, iteration=5).stages == (MAIN, DataStage("long", 5, 80, LONG))
-
-
-def test_a_checkpoint_without_a_record_is_taken_at_its_word_once() -> None:
-    unknown = DataStage("first", 0, 0, {"sequence_length": 8})
-    settled = settle((unknown,), None, SHORT)
-    assert "has no record" in settled.notices[1]
-    assert settled.stages == (replace(unknown, data=SHORT),)
-    assert len(settle(settled.stages, None, SHORT).notices) == 1
-    assert settle((unknown,), "long", LONG).stages == (unknown, DataStage("long", 20, 320, LONG))
-
-
 def test_what_is_saved_are_the_paths_of_now() -> None:
     corpus = {"index_bytes": 1, "index_xxh3_128": "", "token_bytes": 2, "block_xxh3_128": [], "all_blocks": None}
 
@@ -90,11 +92,6 @@ def test_what_is_saved_are_the_paths_of_now() -> None:
 
     saved = DataStage("main", 0, 0, at("old"))
     assert settle((saved,), None, at("new")).stages == (replace(saved, data=at("new")),)
-
-
-def test_a_change_of_length_is_said() -> None:
-    notice = settle((MAIN,), "long", LONG).notices[1]
-    assert "samples have 64 tokens from now on, and had 8" in notice and "8 times the tokens" in notice
 
 
 def test_many_differences_are_cut() -> None:

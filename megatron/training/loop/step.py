@@ -149,7 +149,9 @@ def train_step(
     before_update()
     with timers("optimizer"):
         result = module.optimizer.step(
-            hyperparameters, expected_tokens / loss.num_tokens / scale, lambda grad_norm: accepts(loss.mean, grad_norm)
+            hyperparameters,
+            expected_tokens / loss.num_tokens / scale,
+            lambda grad_norm: accepts(loss.mean, grad_norm),
         )
     if not result.is_applied:
         module.data_parallel.finish_skipped_step()
