@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.commands import pretrain_llama
 from megatron.features.known_product.listener import KnownProduct
-from megatron.features.replay.listener import REPLAY_INTERVAL, Replay
-from megatron.features.replicas.flags import GuardConfig
+from megatron.features.replay.flags import INTERVAL as REPLAY_INTERVAL
+from megatron.features.replay.listener import Replay
+from megatron.features.replicas.flags import ReplicaFlags
 from megatron.features.replicas.listener import StateCheck
 from megatron.training.loop.trainer import Trainer
 
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
     """Print a table on rank 0."""
     checks, digests = Meter(StateCheck, "_check"), Meter(StateCheck, "_digests")
     replays, products = Meter(Replay, "run"), Meter(KnownProduct, "count_errors")
-    steps = Meter(Trainer, "_train_iteration")
+    steps = Meter(Trainer, "advance")
     with checks.patch, digests.patch, replays.patch, products.patch, steps.patch:
         code = pretrain_llama.main([*FLAGS.split(), *arguments])
     if int(os.environ.get("RANK", 0)) == 0:
@@ -60,7 +61,7 @@ def main(arguments: list[str]) -> int:
         step = median(steps.seconds)
         # A check has the digests before the update and those after the update before it.
         check = median(checks.seconds) + 2 * median(digests.seconds)
-        interval = GuardConfig().check_replicas_interval
+        interval = ReplicaFlags().check_replicas_interval
         print(f"step: {step * 1e3:.1f} ms of processor time")
         print(f"check: {check * 1e3:.2f} ms, {100 * check / step / interval:.3f} % of a step every {interval} steps")
         if replays.seconds:

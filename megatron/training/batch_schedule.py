@@ -34,7 +34,6 @@ class BatchSchedule:
 
     @property
     def final_batch_size(self) -> int:
-        """Global batch size at the end of the schedule."""
         return self._running(self.steps[-1][1])
 
     def scheduled_batch_size(self, consumed_samples: int) -> int:
@@ -199,8 +198,17 @@ def parse_step_schedule(
     down to whole sequences (:func:`samples_of_tokens`). Raises :class:`ConfigError` for an invalid entry, and for
     thresholds that do not increase from 0.
     """
-    entries = [_parse_entry(entry, schedule) for entry in schedule.replace(",", " ").split()]
-    steps = sorted((samples_of_tokens(tokens, seq_length, earlier_lengths), size) for tokens, size in entries)
+    steps = []
+    for entry in schedule.replace(",", " ").split():
+        tokens, colon, size = entry.partition(":")
+        numbers = [_NUMBER.fullmatch(text) for text in (tokens, size)]
+        values = [round(float(match[1]) * _SUFFIXES[match[2].upper()]) for match in numbers if match is not None]
+        if not colon or len(values) != 2 or values[1] < 1:
+            raise ConfigError(
+                f"--step-batch-size-schedule {schedule!r}: {entry!r} is not TOKENS:BATCH_SIZE, for example 250B:1536."
+            )
+        steps.append((samples_of_tokens(values[0], seq_length, earlier_lengths), values[1]))
+    steps.sort()
     thresholds = [threshold for threshold, _ in steps]
     if not steps or thresholds[0] != 0 or len(set(thresholds)) != len(thresholds):
         raise ConfigError(
@@ -208,14 +216,3 @@ def parse_step_schedule(
             f"differ by at least one sequence of --seq-length {seq_length} tokens."
         )
     return tuple(steps)
-
-
-def _parse_entry(entry: str, schedule: str) -> tuple[int, int]:
-    threshold, colon, size = entry.partition(":")
-    numbers = [_NUMBER.fullmatch(text) for text in (threshold, size)]
-    values = [round(float(match[1]) * _SUFFIXES[match[2].upper()]) for match in numbers if match is not None]
-    if not colon or len(values) != 2 or values[1] < 1:
-        raise ConfigError(
-            f"--step-batch-size-schedule {schedule!r}: {entry!r} is not TOKENS:BATCH_SIZE, for example 250B:1536."
-        )
-    return values[0], values[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.features.faults.listener import FaultInjector
+from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.signals import SignalWatch
 from megatron.operation.waits import MeteredTopology
@@ -36,6 +36,5 @@ class RunContext:
         return self.topology.control
 
     def warn_rank0(self, text: str) -> None:
-        """Log a warning on rank 0."""
         if self.topology.rank == 0:
             _logger.warning("%s", text)

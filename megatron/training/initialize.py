@@ -82,7 +82,6 @@ def check_gpus_differ(control: ControlGroup, device: torch.device) -> None:
 
 
 def rank_grid(parallel: ParallelConfig, world_size: int) -> RankGrid:
-    """The grid of ``world_size`` ranks."""
     data_parallel_size = parallel.data_parallel_size(world_size)
     return RankGrid(
         tp=parallel.tensor_model_parallel_size,
@@ -104,15 +103,27 @@ def init_distributed(
 
     After an error of this rank alone they are not destroyed: the other ranks may wait in a collective.
     """
-    _join(parallel, process, device)
-    grid = rank_grid(parallel, process.world_size)
+    rank, world_size, on_gpu = process.rank, process.world_size, device.type != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
+    if backend == "nccl" and not on_gpu:
+        raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or remove the flag.")
+    if backend == "gloo" and on_gpu:
+        raise ConfigError("--distributed-backend gloo does not support GPU tensors: remove it, or add --device cpu.")
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    topology = MeteredTopology(
-        heartbeat or Heartbeat(), grid, process.rank, device, timeout, parallel.distributed_backend is None
-    )
+    if world_size > 1:
+        # torchrun's agent keeps this store, with the keys of the ranks of earlier attempts.
+        shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store = fresh_namespace(shared, rank, world_size, timeout)
+        # Without device_id: torch would then split groups off the world's communicator, a collective of all ranks,
+        # but only the members of a group create it.
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    grid, is_default = rank_grid(parallel, world_size), parallel.distributed_backend is None
+    topology = MeteredTopology(heartbeat or Heartbeat(), grid, rank, device, timeout, is_default)
     try:
         topology.control.open()
-        if device.type != "cpu":
+        if on_gpu:
             check_gpus_differ(topology.control, device)
         yield topology
     except UserError as error:
@@ -123,30 +134,9 @@ def init_distributed(
 
 
 def leave_groups() -> None:
-    """Destroy the process groups, if there are any."""
     if dist.is_initialized():
         release_meshes()
         dist.destroy_process_group()
-
-
-def _join(parallel: ParallelConfig, process: Process, device: torch.device) -> None:
-    on_gpu = device.type != "cpu"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    backend = parallel.distributed_backend or ("nccl" if on_gpu else "gloo")
-    if backend == "nccl" and not on_gpu:
-        raise ConfigError("--distributed-backend nccl needs GPUs: use gloo, or remove the flag.")
-    if backend == "gloo" and on_gpu:
-        raise ConfigError("--distributed-backend gloo does not support GPU tensors: remove it, or add --device cpu.")
-    if process.world_size > 1:
-        rank, world_size = process.rank, process.world_size
-        timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        # torchrun's agent keeps this store, with the keys of the ranks of earlier attempts.
-        shared, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        store = fresh_namespace(shared, rank, world_size, timeout)
-        # Without device_id: torch would then split groups off the world's communicator, a collective of all ranks,
-        # but only the members of a group create it.
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def prepare_cpu(process: Process) -> None:

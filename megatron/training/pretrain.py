@@ -6,17 +6,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
 from megatron.checkpoint.lock import RunLock
+from megatron.config.checks import check_resolved_architecture
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.errors import ExitCode
+from megatron.core.control import run_on_rank0
+from megatron.errors import ConfigError, ExitCode
 from megatron.features.faults.flags import START
-from megatron.features.faults.listener import build_fault_injector
+from megatron.features.faults.listener import build_fault_injector, reach
 from megatron.features.preflight.run import check_nodes
-from megatron.features.spikes.listener import Return, RollbackRequested, go_back
+from megatron.features.spikes.listener import RollbackRequested, go_back
 from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
@@ -25,11 +28,20 @@ from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_recorded
 from megatron.training.build.run import RunParts, build_trainer
+from megatron.training.build.vocabulary import load_vocabulary
 from megatron.training.checkpoints.save_directories import save_directories_locked
+from megatron.training.checkpoints.saved_run import (
+    check_architecture,
+    check_may_begin,
+    given_architecture,
+    look_up_saved_run,
+)
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
-from megatron.training.pretrain import FlagsOver, resolve_architecture
 from megatron.training.run_files import StartedCommand, run_files_written
+
+FlagsOver = Callable[[ModelConfig], RunConfig]
+"""Parses the command line again with other defaults of the model's flags."""
 
 
 def pretrain(
@@ -54,7 +66,7 @@ def pretrain(
             print_above_bar(sys.stdout, f"> {text}")
 
     faults = build_fault_injector(config, process.rank)
-    faults.reach(START)
+    reach(faults, START)
     device = choose_device(config.training.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
@@ -65,7 +77,13 @@ def pretrain(
             init_distributed(config.parallel, process, device, heartbeat) as topology,
         ):
             context = RunContext(config, topology, signals, log_rank0, heartbeat, faults)
-            watch_for_hangs(config, process, command, heartbeat)
+            is_ours = LAUNCHER in os.environ or heartbeat.is_watched
+            if config.operation.on_hang == "report" and not is_ours:
+                # Under another launcher than ours a process of the node reports hangs.
+                from megatron.operation.side_watch import join
+
+                place = process.rank, process.local_rank, process.local_world_size, process.world_size
+                join(heartbeat, *place, ranks_store(), command.words)
             if device.type != "cpu":
                 (context.warn_rank0 if queues.is_mistake else log_rank0)(queues.describe())
             with (
@@ -74,7 +92,7 @@ def pretrain(
                 run_files_written(context, command) as write_files,
             ):
                 context = replace(context, config=resolve_architecture(context, flags_over))
-                check_nodes(context)
+                check_nodes(context, lambda: load_vocabulary(context.config).size)
                 end.exit_code = train(context, locks, parts, write_files)
                 return end.exit_code
     except StopRequested as stop:
@@ -82,13 +100,43 @@ def pretrain(
         return stop.exit_code
 
 
-def watch_for_hangs(config: RunConfig, process: Process, command: StartedCommand, heartbeat: Heartbeat) -> None:
-    """With ``--on-hang report`` and another launcher than ours, let a process of the node report hangs."""
-    if config.operation.on_hang == "report" and LAUNCHER not in os.environ and not heartbeat.is_watched:
-        from megatron.operation.side_watch import join
+def resolve_architecture(context: RunContext, flags_over: FlagsOver) -> RunConfig:
+    """The flags with a checked architecture; a collective.
 
-        place = process.rank, process.local_rank, process.local_world_size, process.world_size
-        join(heartbeat, *place, ranks_store(), command.words)
+    With ``--use-checkpoint-args`` the model's flags that are not given take the values of the checkpoint. Raises
+    :class:`~megatron.errors.UserError` if a given one differs.
+    """
+    if not context.config.checkpoint.use_checkpoint_args:
+        return context.config
+    # Rank 0 reads one checkpoint for all ranks. If it turns out to be damaged, another one is loaded later: loading
+    # compares the architecture again.
+    return run_on_rank0(context.control, lambda: _resolve(context, flags_over))
+
+
+def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
+    config, world_size, log_rank0 = context.config, context.control.size, context.log_rank0
+    saved = look_up_saved_run(config.checkpoint)
+    if saved is None:
+        check_may_begin(config.checkpoint)
+        try:
+            check_resolved_architecture(config, world_size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--load {config.checkpoint.load} has no checkpoint yet for --use-checkpoint-args, and {error}"
+            ) from None
+        log_rank0("architecture: from the command line, since there is no checkpoint yet")
+        return config
+    architecture = asdict(saved.state.architecture)
+    defaults = ModelConfig.of(saved.state.architecture)
+    if architecture["max_position_embeddings"] < config.seq_length:
+        defaults = replace(defaults, max_position_embeddings=None)  # no weight depends on it
+    config = flags_over(defaults)
+    surplus = "what differs" if config.model.model is None else f"--model {config.model.model} and what differs"
+    given, where = given_architecture(config.model), f"The checkpoint under {saved.root}"
+    check_architecture(given, architecture, where, remedy=f"leave out {surplus}")
+    check_resolved_architecture(config, world_size)
+    log_rank0(f"architecture: from the checkpoint of iteration {saved.iteration} in {saved.root}")
+    return config
 
 
 def train(
@@ -101,43 +149,32 @@ def train(
     started, returned = time.monotonic(), None
     while True:
         try:
-            return train_from(context, locks, started, returned, parts, on_built)
+            with ExitStack() as at_end:
+                trainer = build_trainer(context, locks, at_end, started, returned, parts)
+                on_built()
+                try:
+                    if context.config.validation.skip_train:
+                        for listener in trainer.listeners:
+                            listener.on_skip_train(trainer)
+                    else:
+                        context.log_rank0(f"stopped: {trainer.run()}")
+                    context.heartbeat.enter(Section.END)
+                    is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
+                    has_ended = context.config.validation.skip_train or is_complete
+                    return ExitCode.COMPLETE if has_ended else ExitCode.STOPPED
+                except RollbackRequested:
+                    context.heartbeat.enter(Section.LOAD)
+                    raise
+                finally:
+                    # After another error the rank is still in the section where it failed.
+                    trainer.close()
+                    del trainer  # before the process groups are destroyed
         except RollbackRequested as requested:
             request = requested.with_traceback(None)  # whose frames hold the trainer
         # Before the next trainer allocates memory. Hooks and closures make cycles of a trainer's modules.
         gc.collect()
         with context.heartbeat.section(Section.LOAD):
             returned = go_back(context, request)
-
-
-def train_from(
-    context: RunContext,
-    locks: Sequence[RunLock],
-    started: float,
-    returned: Return | None,
-    parts: RunParts | None = None,
-    on_built: Callable[[], None] = lambda: None,
-) -> ExitCode:
-    """Build the run and train until its end; raises :class:`RollbackRequested`."""
-    with ExitStack() as at_end:
-        trainer = build_trainer(context, locks, at_end, started, returned, parts)
-        on_built()
-        try:
-            if context.config.validation.skip_train:
-                trainer.evaluate_only()
-                context.heartbeat.enter(Section.END)
-                return ExitCode.COMPLETE
-            context.log_rank0(f"stopped: {trainer.run()}")
-            context.heartbeat.enter(Section.END)
-            is_complete = trainer.stop.is_complete(trainer.state.progress.iteration)
-            return ExitCode.COMPLETE if is_complete else ExitCode.STOPPED
-        except RollbackRequested:
-            context.heartbeat.enter(Section.LOAD)
-            raise
-        finally:
-            # After an error the rank is still in the section where it failed.
-            trainer.close()
-            del trainer  # before the process groups are destroyed
 
 
 @contextmanager

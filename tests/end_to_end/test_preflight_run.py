@@ -90,7 +90,7 @@ def can_mount() -> bool:
     return subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.slow(reason="a cold process; tests/operation/test_preflight.py has the check")
+@pytest.mark.slow(reason="a cold process; tests/features/test_preflight.py has the check")
 @pytest.mark.skipif(not can_mount(), reason="needs a mount namespace, which this machine does not allow")
 def test_a_file_system_that_is_really_full_is_named(tmp_path: Path) -> None:
     tool = str(REPOSITORY / "tools/check_node.py")

@@ -132,7 +132,7 @@ class Run:
 
     def tensors(self, with_gradients: bool = False) -> list[HeldTensor]:
         self.module.data_parallel.finish_param_all_gather()
-        return training_state(self.trainer).tensors(with_gradients)
+        return list(training_state(self.trainer).tensors(with_gradients))
 
 
 def flip(tensor: Tensor, place: int, bit: int) -> None:

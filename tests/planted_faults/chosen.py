@@ -698,6 +698,89 @@ LLAMA4 = (
     ),
 )
 
+FEATURES = (
+    Fault(
+        "an iteration counts before its features decide whether to stop",
+        """        for listener in self.listeners:
+            listener.after_step(self, outcome)
+        self._count_iteration()
+""",
+        """        self._count_iteration()
+        for listener in self.listeners:
+            listener.after_step(self, outcome)
+""",
+        ("features/test_fault_injection.py", "end_to_end/test_bad_numbers.py"),
+    ),
+    Fault(
+        "a signal hides the alarm of another rank",
+        """            if has_failed:
+                alarm.raise_on_all_ranks()""",
+        """            if has_failed and not got_signal:
+                alarm.raise_on_all_ranks()""",
+        ("training/test_stop.py",),
+    ),
+    Fault(
+        "the error of a rank that waits hides the one that it waits for",
+        "causes = {rank: error for rank, error in errors.items() if error != _NO_ANSWER} or errors",
+        "causes = errors",
+        ("features/test_preflight.py",),
+    ),
+    Fault(
+        "a rollback skips the samples of the loaded checkpoint's last iteration",
+        "first = max(loaded.iteration + 1, request.first_iteration - margin)",
+        "first = max(loaded.iteration, request.first_iteration - margin)",
+        ("features/test_spikes.py",),
+    ),
+    Fault(
+        "a known product is not tested when its interval is just over",
+        "self._clock() - self._tested >= self._interval_s",
+        "self._clock() - self._tested > self._interval_s",
+        ("features/test_known_product.py",),
+    ),
+    Fault(
+        "the exit code of an injected exit is 2 by default",
+        'Number("exit code", 1, 255, default=1, is_whole=True)',
+        'Number("exit code", 1, 255, default=2, is_whole=True)',
+        ("features/test_fault_injection.py",),
+    ),
+    Fault(
+        "a run that rolled back trains on the samples that it should skip",
+        "        state.rollbacks = returned.rollbacks\n",
+        "        pass\n",
+        ("end_to_end/test_bad_numbers.py",),
+    ),
+    Fault(
+        "a spike detector keeps the losses of the data stage before",
+        "        self._detector = SpikeDetector(self._window)\n\n    def metrics",
+        "        pass\n\n    def metrics",
+        ("features/test_spikes.py",),
+    ),
+    Fault(
+        "a rank that recovered is not named again",
+        "        self._named.intersection_update(counts)\n",
+        "        pass\n",
+        ("features/test_stragglers.py",),
+    ),
+    Fault(
+        "half of the ranks are a majority",
+        "if 2 * count <= len(ranks):",
+        "if 2 * count < len(ranks):",
+        ("features/test_replicas.py",),
+    ),
+    Fault(
+        "a replay suspects the neighbours of the wrong rank",
+        'return Verdict("persistent", tuple(sorted(both or sources | targets)), is_finite)',
+        'return Verdict("persistent", tuple(sorted(sources | targets)), is_finite)',
+        ("features/test_replays.py",),
+    ),
+    Fault(
+        "clocks are compared with that of rank 0",
+        "middle = sorted(offsets, key=lambda rank: offsets[rank][0])[(len(offsets) - 1) // 2]",
+        "middle = 0",
+        ("features/test_preflight.py",),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *COLLECTIVES,
     *SCALES,
@@ -710,4 +793,5 @@ CHOSEN: tuple[Fault, ...] = (
     *FIGURES,
     *EXPERTS,
     *LLAMA4,
+    *FEATURES,
 )

@@ -37,10 +37,7 @@ RAMP: dict[str, Any] = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 30)}
         ({**RAMP, "rampup_batch_size": (8, 2, 100)}, {0: 8}),
         ({**RAMP, "rampup_batch_size": (2, 2, 0)}, {0: 8}),
         # Steps count tokens.
-        (
-            {"step_batch_size_schedule": "0:2 1K:4, 0.01M:8", "seq_length": 100},
-            {0: 2, 9: 2, 10: 4, 99: 4, 100: 8},
-        ),
+        ({"step_batch_size_schedule": "0:2 1K:4, 0.01M:8", "seq_length": 100}, {0: 2, 9: 2, 10: 4, 99: 4, 100: 8}),
     ],
 )
 def test_the_batch_has_the_size_of_the_samples_consumed(flags: dict[str, Any], sizes: dict[int, int]) -> None:

@@ -78,7 +78,7 @@ def test_what_a_stopped_process_has_read_is_compared_by_the_one_that_resumes(tmp
         comparison, [wanted], 1e12, ControlGroup((0,), 0), lambda place: describe_iteration(batches, 4, 4, 0, place)
     )
     deadline = time.monotonic() + 60
-    while not check.has_found_damage:
+    while not check.has_failed:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(DataError, match=rf"\(block {block}\), .*; an iteration before 5 is the first to train on it"):

@@ -4,8 +4,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,13 @@ from megatron.core.communication import Communicator
 from megatron.core.transport import Reduction
 from megatron.errors import DataError
 from megatron.operation.signals import SignalWatch, watch_signals
-from megatron.training.loop.data import DataCheck
-from megatron.training.loop.stop import NO_DATA, StopConditions
+from megatron.training.loop.stop import NO_DATA, RankAlarm, StopConditions
 
 WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
 
 class OtherRank(Communicator):
-    """Two ranks, of which the other one reports these flags: (signal received, time is up, corpus damaged, no data,
-    test failed)."""
+    """Two ranks, of which the other one reports these flags: signal received, time is up, no data, alarms."""
 
     def __init__(self, *flags: int) -> None:
         super().__init__((0, 1), 0)
@@ -133,7 +132,7 @@ def test_afterwards_every_handler_is_back(usual: list[int], signals: int) -> Non
 # Reasons
 
 
-QUIET, MINUTES = OtherRank(0, 0, 0, 0, 0), "--exit-duration-in-mins"
+QUIET, MINUTES = OtherRank(0, 0, 0), "--exit-duration-in-mins"
 REASONS: list[tuple[dict[str, Any], dict[str, Any], int, str | None]] = [
     *(({}, {}, iteration, None) for iteration in (0, 1, 99)),
     *(({}, {}, iteration, "the run is complete") for iteration in (100, 101)),
@@ -146,10 +145,10 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], int, str | None]] = [
     ({"exit_duration_in_mins": 1}, {"seconds_ago": 61, "world": QUIET}, 5, f"{MINUTES} 1"),
     # What another rank knows counts here, too.
     ({"exit_duration_in_mins": 60}, {"world": QUIET}, 5, None),
-    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 0, 0, 0, 0)}, 5, "signal on another rank"),
-    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 0, 0, 0)}, 5, f"{MINUTES} 60"),
-    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 1, 0, 1, 0)}, 5, "signal on another rank"),
-    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 0, 1, 0)}, 5, NO_DATA),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 0, 0)}, 5, "signal on another rank"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 0)}, 5, f"{MINUTES} 60"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(1, 1, 1)}, 5, "signal on another rank"),
+    ({"exit_duration_in_mins": 60}, {"world": OtherRank(0, 1, 1)}, 5, NO_DATA),
     # Of several reasons, one.
     *(
         ({"exit_interval": 10, "exit_duration_in_mins": 1.0}, {"received": "SIGTERM", "seconds_ago": 100}, *last)
@@ -180,16 +179,20 @@ def test_a_run_resumed_at_a_pause_goes_on() -> None:
     assert [number for number in range(30, 100) if resumed.agree(number)] == [60, 90]
 
 
-def test_what_another_rank_found_in_the_data_ends_this_one() -> None:
-    class Check:
-        has_found_damage = False
+@dataclass
+class Alarm(RankAlarm):
+    message: str
+    has_failed = False
 
-        def raise_on_all_ranks(self) -> None:
-            raise DataError("found by another rank")
+    def raise_on_all_ranks(self) -> None:
+        raise DataError(self.message)
 
-    here = stop(world=OtherRank(0, 0, 1, 0, 0))
-    here.data_check = cast(DataCheck, Check())
-    with pytest.raises(DataError, match="found by another rank"):
+
+@pytest.mark.parametrize(("failed", "message"), [((1, 0), "first"), ((0, 1), "second"), ((1, 1), "first")])
+def test_an_alarm_on_another_rank_ends_this_one(failed: tuple[int, int], message: str) -> None:
+    here = stop(world=OtherRank(1, 0, 0, *failed))
+    here.alarms = (Alarm("first"), Alarm("second"))
+    with pytest.raises(DataError, match=message):
         here.agree(5)
 
 
@@ -210,5 +213,5 @@ def test_a_rank_without_data_stops_with_the_others_unless_a_signal_came_meanwhil
 def test_a_reason_that_every_rank_knows_needs_no_flags() -> None:
     """The loader is not asked for data that no iteration will read."""
     paused = stop(TrainingConfig(exit_interval=30), received="SIGTERM")
-    assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 5
-    assert paused.reason(30, [0.0] * 4) == "--exit-interval 30"
+    assert list(paused.local_flags(30, lambda: pytest.fail("has waited"))) == [False] * 3
+    assert paused.reason(30, [0.0] * 3) == "--exit-interval 30"

@@ -6,7 +6,6 @@ from dataclasses import fields
 from functools import partial
 
 from megatron.config.checks import layout, model, operation, precision, training
-from megatron.config.checks import operation as faults
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -44,10 +43,10 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     training.check_validation_sets,
     training.check_evaluation_batch,
     training.check_evaluation_of_average,
-    operation.check_update_policies,
+    operation.check_spikes,
     precision.check_kernels,
     training.check_dry_run,
-    faults.check_faults,
+    operation.check_faults,
 )
 # Checks of sizes; checkpoints and Hugging Face models have them, too.
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (

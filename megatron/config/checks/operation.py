@@ -1,25 +1,20 @@
-"""Checks of the flags for running unattended against training and checkpoints."""
+"""Checks of the features beside the training step against flags of other groups."""
 
 from megatron.config.run import RunConfig
-from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 
 
-def check_update_policies(run: RunConfig, world_size: int) -> None:
-    operation, checkpoint = run.operation, run.checkpoint
-    if operation.nan_policy != "stop" and not run.training.check_for_nan_in_loss_and_grad:
-        raise ConfigError(
-            f"--nan-policy {operation.nan_policy} and --no-check-for-nan-in-loss-and-grad, which skips without limit, "
-            "exclude each other: remove one of them."
-        )
-    if not operation.rolls_back:
-        return
-    policy = "--spike-policy" if operation.spike_policy == "rollback" else "--nan-policy"
-    if checkpoint.save is None or checkpoint.save_interval is None:
-        raise ConfigError(
-            f"{policy} rollback needs checkpoints to return to: add --save and --save-interval, or use {policy} skip."
-        )
-    for flag in changed_flags(checkpoint, "save_optim", "save_rng"):
-        raise ConfigError(
-            f"{policy} rollback needs checkpoints with the whole state of the run: remove {flag}, or use {policy} skip."
-        )
+def check_spikes(run: RunConfig, world_size: int) -> None:
+    checkpoint = run.checkpoint
+    run.operation.check_spikes_in_run(
+        stops_at_nan=run.training.check_for_nan_in_loss_and_grad,
+        has_saves=checkpoint.save is not None and checkpoint.save_interval is not None,
+        saves_in_part=changed_flags(checkpoint, "save_optim", "save_rng"),
+    )
+
+
+def check_faults(run: RunConfig, world_size: int) -> None:
+    checkpoint, operation = run.checkpoint, run.operation
+    operation.check_faults_in_run(
+        world_size, operation.run_dir, checkpoint.save, checkpoint.async_save, run.data.num_workers
+    )

@@ -1,23 +1,27 @@
 """The data of a run: the number of samples of each split, and loaders that start at the run's progress."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.data import DataConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel.attention import ContextSplit
-from megatron.core.control import ControlGroup, run_on_all_ranks
-from megatron.data.corpus_check import BlockComparison, Digests, Share, check_indexes
+from megatron.core.control import run_on_all_ranks
+from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.dataset_builder import Sources, read_sources
-from megatron.data.evaluation_data import WholePasses
+from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
 from megatron.data.loader import Microbatch, build_datasets, build_loader, build_validation_sets
 from megatron.data.loader_processes import Patience
-from megatron.data.order_cache import Description
 from megatron.data.packed_dataset import describe_packing
+from megatron.data.text_inputs import InputFormat
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.batch_schedule import BatchSchedule
@@ -29,10 +33,9 @@ from megatron.training.loop.data import (
     DataCheck,
     EvaluationSet,
     Lookahead,
-    consumed_ranges,
+    consumption_order,
     describe_iteration,
     name_those_without_digests,
-    whole_range,
 )
 
 Counts = tuple[int, int | None, int | None]
@@ -41,40 +44,49 @@ Counts = tuple[int, int | None, int | None]
 
 def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Data:
     """Datasets (rank 0 builds cached orders first) and loaders that start at the progress of ``plan``."""
-    config, topology = context.config, context.topology
+    config, topology, control = context.config, context.topology, context.topology.control
     progress, stage, batches = plan.progress, plan.stage, plan.batches
-    sources = run_on_all_ranks(topology.control, lambda: read_sources(config.data))
+    sources = run_on_all_ranks(control, lambda: read_sources(config.data))
     counts = sample_counts(config, plan, sources)
-    digests = run_on_all_ranks(topology.control, lambda: _check_indexes(config.data, sources, counts, topology.control))
+    # Before datasets read the indexes, each rank compares its share of them with their digests.
+    used = [index for index, count in enumerate(counts) if count != 0 and sources.has(index)]
+    prefixes, share = used_prefixes(sources, used), Share(control.rank, control.size)
+    threads = config.data.num_dataset_builder_threads
+    digests = run_on_all_ranks(control, lambda: check_indexes(prefixes, config.data.index_cache_path, share, threads))
     name_those_without_digests(digests, context.log_rank0)
-    described = describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type is not None else None
     train, evaluated = run_on_all_ranks(
-        topology.control,
-        lambda: _build_splits(config, vocabulary, counts, described, topology.control.rank == 0),
-        first=True,
+        control, lambda: _build_splits(config, vocabulary, counts, inspect=control.rank == 0), first=True
     )
     for dataset in (train, *(one.dataset for one in evaluated)):
         for line in describe_packing(dataset):
             context.log_rank0(line)
-    per_evaluation = _samples_per_evaluation(config, batches)
+    # Samples of the stage that earlier processes have read; those of the run begin the first stage.
     consumed = progress.consumed_samples - stage.first_sample
+    per_evaluation = _samples_per_evaluation(config, batches)
     starts = {"validation": _evaluations(config, stage, progress.iteration) * per_evaluation, "test": 0}
-    ranges = [] if train is None else [("train", train, consumed, counts[0])]
-    if not config.validation.full_validation:
+    # The ranges of samples that this process reads, whose blocks are compared in the background.
+    read: list[tuple[str, Dataset, int, int]] = [] if train is None else [("train", train, consumed, counts[0])]
+    whole: list[SampleRange] = []
+    if config.validation.full_validation:
+        whole = [SampleRange(one.split, one.dataset, 0, len(one.dataset), np.arange) for one in evaluated]
+        if config.validation.eval_iters != ValidationConfig().eval_iters:
+            context.log_rank0("--eval-iters has no effect with --full-validation")
+    else:
         stops = {"validation": counts[1] or 0, "test": counts[2] or 0}
-        ranges += [(split, dataset, starts[split], stops[split]) for split, _, dataset in evaluated]
-    elif config.validation.eval_iters != ValidationConfig().eval_iters:
-        context.log_rank0("--eval-iters has no effect with --full-validation")
+        read += [(split, dataset, starts[split], stops[split]) for split, _, dataset in evaluated]
+    ranges = [
+        SampleRange(split, dataset, start, stop, consumption_order(config, len(dataset), topology.grid.dp))
+        for split, dataset, start, stop in read
+    ]
     return Data(
         train=Lookahead(iter(()) if train is None else build_run_loader(context, vocabulary, train, consumed)),
         evaluated=[_evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated],
         train_epochs={} if train is None else epochs_of(train),
         check=DataCheck(
-            BlockComparison(digests, Share(topology.control.rank, topology.control.size)),
-            consumed_ranges(config, topology.grid.dp, ranges)
-            + [whole_range(*one[::2]) for one in evaluated if config.validation.full_validation],
+            BlockComparison(digests, share),
+            ranges + whole,
             config.data.data_verification_rate * 1e6,
-            topology.control,
+            control,
             partial(describe_iteration, batches, progress.iteration, progress.consumed_samples, stage.first_sample),
         ),
     )
@@ -87,15 +99,14 @@ class _Evaluated(NamedTuple):
 
 
 def _build_splits(
-    config: RunConfig, vocabulary: Vocabulary, counts: Counts, described: Description | None, inspect: bool
+    config: RunConfig, vocabulary: Vocabulary, counts: Counts, inspect: bool
 ) -> tuple[Dataset | None, list[_Evaluated]]:
-    """The training data, and the sets to evaluate."""
     validation = config.validation
-    arguments: _Arguments = {
+    arguments: dict[str, Any] = {
         "vocab_size": vocabulary.size,
         "eod": vocabulary.end_of_document,
         "seed": config.training.seed,
-        "tokenizer_description": described,
+        "tokenizer_description": describe_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None,
         "inspect": inspect,
     }
     evaluated: list[_Evaluated] = []
@@ -115,14 +126,6 @@ def _build_splits(
     return train, evaluated
 
 
-class _Arguments(TypedDict):
-    vocab_size: int
-    eod: int
-    seed: int
-    tokenizer_description: Description | None
-    inspect: bool
-
-
 def _evaluation_set(
     context: RunContext, vocabulary: Vocabulary, num_samples: int, one: _Evaluated, consumed: int
 ) -> EvaluationSet:
@@ -140,14 +143,6 @@ def _evaluation_set(
     passes = WholePasses(one.dataset, unit)
     loader = build_run_loader(context, vocabulary, passes, 0)
     return EvaluationSet(one.split, loader, passes.samples_per_pass // unit, one.name, continues=False)
-
-
-def _check_indexes(data: DataConfig, sources: Sources, counts: Counts, control: ControlGroup) -> Digests:
-    """Compare this rank's share of the indexes that the run needs with their digests."""
-    used = [index for index, count in enumerate(counts) if count != 0 and sources.has(index)]
-    prefixes = used_prefixes(sources, used)
-    share = Share(control.rank, control.size)
-    return check_indexes(prefixes, data.index_cache_path, share, data.num_dataset_builder_threads)
 
 
 def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> Counts:
@@ -214,3 +209,60 @@ def build_run_loader(
         positions=split.positions(config.seq_length).numpy() if split.size > 1 else None,
         patience=Patience(config.dataloader_timeout, lambda: context.signals.received),
     )
+
+
+@dataclass
+class TextData:
+    """Reads the texts of ``--input`` on every rank, and makes a set of each."""
+
+    config: EvaluateConfig
+    texts: list[EvaluationText] | None = None
+    """The texts, once they are read."""
+
+    def build(self, context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Data:
+        """The sets, and no training data."""
+        run, control, config = context.config, context.control, self.config
+        form = InputFormat(keys=(config.json_key,), separation=config.text_documents)
+        cache = run.data.index_cache_path
+        self.texts = run_on_all_ranks(
+            control, lambda: [read_text(name, run.tokenizer, form, cache) for name in config.input]
+        )
+        nothing = BlockComparison({}, Share(control.rank, control.size))
+        return Data(
+            train=Lookahead(iter(())),
+            evaluated=[
+                self._set(context, vocabulary, name, text)
+                for name, text in zip(names_of(config.input), self.texts, strict=True)
+            ],
+            train_epochs={},
+            check=DataCheck(nothing, [], 0.0, control, str),
+        )
+
+    def _set(self, context: RunContext, vocabulary: Vocabulary, name: str, text: EvaluationText) -> EvaluationSet:
+        run = context.config
+        windows = Windows(
+            text.stream,
+            run.seq_length,
+            self.config.stride or run.seq_length,
+            vocabulary.end_of_document,
+            masked_token=vocabulary.end_of_document if run.data.eod_mask_loss else None,
+            marks_documents=run.data.marks_documents,
+        )
+        unit = run.micro_batch_size * context.topology.grid.dp
+        samples = WholePasses(windows, unit)
+        microbatches = build_run_loader(context, vocabulary, samples, 0)
+        count = samples.samples_per_pass // unit
+        if context.topology.rank == 0:
+            microbatches = _with_bar(microbatches, name, count, unit)
+        return EvaluationSet("validation", microbatches, count, name, continues=False, num_bytes=text.num_bytes)
+
+
+def _with_bar(microbatches: Iterator[Microbatch], name: str, count: int, unit: int) -> Iterator[Microbatch]:
+    """Microbatches with a progress bar on a terminal, which counts the windows of all ranks."""
+    with tqdm(total=count * unit, desc=name, unit="window", disable=None, leave=False) as bar:
+        for number, microbatch in enumerate(microbatches, start=1):
+            if number <= count:
+                bar.update(unit)
+            if number == count:
+                bar.close()
+            yield microbatch

@@ -104,7 +104,6 @@ def describe_attention(model: TransformerConfig) -> str:
 
 
 def describe_mup(model: TransformerConfig) -> str:
-    """The width multiplier and the factors that are not 1."""
     factors = {
         "embedding": model.embedding_multiplier,
         "logits": model.output_multiplier,

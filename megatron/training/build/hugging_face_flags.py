@@ -33,32 +33,24 @@ def with_hugging_face(arguments: Sequence[str], config: RunConfig) -> list[str]:
     source = Path(checkpoint.load_hf)
     description = describe_directory(source, checkpoint.load_hf_text_only, "--load-hf-text-only")
     model = ModelConfig.of(description.architecture)
-    _check_architecture(parse_command_line(arguments, model).model, description, source)
-    _check_tokenizer(config.tokenizer, description, source)
+    given, theirs = parse_command_line(arguments, model).model, description.architecture
+    if given.model is not None:
+        given = ModelConfig.of(given.resolve(theirs.vocab_size, tensor_parallel_size=1, seq_length=1))
+    # Both forms of the weights of norms can be read from Hugging Face's gains.
+    wanted = given_architecture(given) | {"apply_layernorm_1p": theirs.apply_layernorm_1p}
+    check_architecture(wanted, asdict(theirs), f"The model in {source}", remedy=_REMEDY, weights_only=True)
+    different = [
+        f"{flag} is {here} here and {there} there"
+        for flag, here, there in _tokenizer_differences(config.tokenizer, description, source)
+    ]
+    if different:
+        raise CheckpointError(f"The model in {source} has another tokenizer ({'; '.join(different)}): {_REMEDY}.")
     if config.data.seq_length is not None and config.data.seq_length > (model.max_position_embeddings or 0):
         model = replace(model, max_position_embeddings=None)  # no weight depends on it
     return [*changed_words(model), *_tokenizer_words(config.tokenizer, description, source), *arguments]
 
 
-def _check_architecture(given: ModelConfig, description: HuggingFaceDescription, source: Path) -> None:
-    theirs = description.architecture
-    if given.model is not None:
-        given = ModelConfig.of(given.resolve(theirs.vocab_size, tensor_parallel_size=1, seq_length=1))
-    wanted = given_architecture(given)
-    # Both forms of the weights of norms can be read from Hugging Face's gains.
-    wanted["apply_layernorm_1p"] = theirs.apply_layernorm_1p
-    check_architecture(wanted, asdict(theirs), f"The model in {source}", remedy=_REMEDY, weights_only=True)
-
-
-def _check_tokenizer(given: TokenizerConfig, description: HuggingFaceDescription, source: Path) -> None:
-    different = [
-        f"{flag} is {here} here and {there} there" for flag, here, there in _differences(given, description, source)
-    ]
-    if different:
-        raise CheckpointError(f"The model in {source} has another tokenizer ({'; '.join(different)}): {_REMEDY}.")
-
-
-def _differences(
+def _tokenizer_differences(
     given: TokenizerConfig, description: HuggingFaceDescription, source: Path
 ) -> Iterator[tuple[str, object, object]]:
     """Flag, value here and value there."""
@@ -68,20 +60,14 @@ def _differences(
         yield "--tokenizer-type", given.tokenizer_type, " or ".join(theirs)
     elif kind in theirs and given.tokenizer_model is not None:
         here = Path(given.tokenizer_model)
-        here = here / theirs[kind].name if here.is_dir() else here
-        if not _is_same_file(here, theirs[kind]):
-            yield "--tokenizer-model", here, theirs[kind]
+        here, there = here / theirs[kind].name if here.is_dir() else here, theirs[kind]
+        # A file that does not exist is reported when the tokenizer is built.
+        with explained("read", here):
+            if here.is_file() and not here.samefile(there) and here.read_bytes() != there.read_bytes():
+                yield "--tokenizer-model", here, there
     size = _vocab_size(given, description)
     if given.vocab_size not in (None, size):
         yield "--vocab-size", given.vocab_size, size
-
-
-def _is_same_file(here: Path, there: Path) -> bool:
-    """Whether the contents are equal; a file that does not exist is reported when the tokenizer is built."""
-    if not here.is_file():
-        return True
-    with explained("read", here):
-        return here.samefile(there) or here.read_bytes() == there.read_bytes()
 
 
 def _tokenizer_words(given: TokenizerConfig, description: HuggingFaceDescription, source: Path) -> list[str]:

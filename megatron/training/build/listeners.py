@@ -7,9 +7,11 @@ from megatron.checkpoint.lock import RunLock
 from megatron.core.device import device_name
 from megatron.data.evaluation_data import TokenBytes
 from megatron.features.faults.listener import FaultInjection
-from megatron.features.replay.listener import Guard
-from megatron.features.stragglers.flags import StragglerDetector
-from megatron.features.stragglers.listener import Stragglers
+from megatron.features.known_product.listener import KnownAnswer
+from megatron.features.replay.listener import ReplayCheck
+from megatron.features.replicas.listener import build_state_check
+from megatron.features.spikes.listener import Spikes
+from megatron.features.stragglers.listener import build_stragglers
 from megatron.training.attempts import effective_time_meter
 from megatron.training.build.plan import RunPlan
 from megatron.training.checkpoints.saver import Saver
@@ -37,10 +39,11 @@ def build_listeners(
     token_bytes: TokenBytes | None,
     data: Data,
     locks: Sequence[RunLock],
-    guard: Guard,
+    known_answer: KnownAnswer,
+    replay: ReplayCheck | None,
     memory_history: MemoryHistory | None,
 ) -> list[Listener]:
-    """The listeners in the order in which they receive an event."""
+    """The listeners of a run, features among them, in the order in which they receive an event."""
     config, is_on_gpu = context.config, context.topology.device.type != "cpu"
     logging, validation, training = config.logging, config.validation, config.training
     saves, release_level = config.checkpoint.save_schedule, training.empty_unused_memory_level
@@ -49,8 +52,11 @@ def build_listeners(
     context.log_rank0(source_of_peak)
     effective_time = effective_time_meter(context)
     listeners = (
+        # First: no other listener sees an iteration after which the run stops or rolls back.
+        Spikes(),
+        # Before whatever reads the state, and before a save begins.
         FaultInjection(context.faults, config.checkpoint) if context.faults.faults else None,
-        # First, because evaluation also uses the pipeline, and the profiles record only the iteration.
+        # Before evaluation, which also uses the pipeline: the profiles record only the iteration.
         PipelineProfile(logging.profile_pipeline, logging.profile_pipeline_iteration, context.log_rank0)
         if logging.profile_pipeline is not None
         else None,
@@ -60,16 +66,13 @@ def build_listeners(
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
         # Before the metrics, to which it adds one.
         build_stragglers(context),
-        Metrics(
-            logging,
-            plan.train_iters,
-            architecture.flops_per_token(config.seq_length),
-            peak,
-            effective_time,
-        ),
+        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak, effective_time),
         Evaluation(validation.eval_interval, data.evaluated, token_bytes),
         DataComparison(data.check),
-        *guard.listeners,
+        # Replicas before the replay, which cannot tell wrong weights from wrong products.
+        known_answer,
+        build_state_check(context, known_answer),
+        replay,
         # After evaluation, which may take long, so that no save is under way when a signal arrives in it.
         Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
         GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
@@ -77,13 +80,3 @@ def build_listeners(
         Conclusion(config, effective_time),
     )
     return [listener for listener in listeners if listener is not None]
-
-
-def build_stragglers(context: RunContext) -> Stragglers | None:
-    """The comparison of the ranks; None if there is nothing to compare."""
-    topology, threshold = context.topology, context.config.operation.straggler_threshold
-    if threshold == 0 or topology.grid.stage_size == 1:
-        return None
-    # Ranks of a stage have the same layers.
-    peers = list(topology.grid.groups(("tp", "cp", "dp")))
-    return Stragglers(StragglerDetector(threshold, peers), topology.stopwatch, context.config.logging.log_interval)

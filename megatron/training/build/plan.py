@@ -137,7 +137,6 @@ def has_length(config: RunConfig) -> bool:
 
 
 def evaluates(config: RunConfig) -> bool:
-    """Whether the run reads validation data."""
     validation = config.validation
     reads = validation.full_validation or validation.eval_iters > 0
     return validation.skip_train or (validation.eval_interval is not None and reads)
@@ -146,7 +145,6 @@ def evaluates(config: RunConfig) -> bool:
 def build_batches(
     config: RunConfig, topology: Topology, consumed_samples: int = 0, earlier_lengths: Sequence[tuple[int, int]] = ()
 ) -> BatchSchedule:
-    """The global batch size over the run."""
     return build_batch_schedule(
         micro_batch_size=config.micro_batch_size,
         data_parallel_size=topology.grid.dp,

@@ -15,7 +15,9 @@ from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.features.faults.flags import LOAD
-from megatron.features.replay.listener import Guard, build_guard
+from megatron.features.faults.listener import reach
+from megatron.features.known_product.listener import build_known_answer
+from megatron.features.replay.listener import build_replay_check
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.features.spikes.listener import Return
 from megatron.metrics.jsonl import ValidationHistory
@@ -76,7 +78,7 @@ def build_trainer(
     model = parallel.model
     state = build_state(context, parallel, kernels, plan)
     with context.heartbeat.section(Section.LOAD):
-        context.faults.reach(LOAD)
+        reach(context.faults, LOAD)
         resume(state, start, context)
     if plan.begins_stage:
         state.begin_stage()
@@ -88,7 +90,8 @@ def build_trainer(
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:
         context.log_rank0(warning)
-    guard = build_guard(context, state.module)
+    known_answer = build_known_answer(context, state.module)
+    replay = build_replay_check(context, state.module, known_answer)
     writers = parts.open_writers(context, plan)
     describe_run(context, model, kernels, state, plan)
     if not config.validation.skip_train and returned is None:
@@ -98,13 +101,24 @@ def build_trainer(
         state,
         plan.batches,
         data,
-        build_stop(context, plan, started, data, guard),
+        StopConditions(
+            plan.train_iters,
+            config.training,
+            context.signals,
+            topology.world,
+            topology.device,
+            started,
+            first_iteration=plan.progress.iteration,
+            alarms=(known_answer, data.check),
+        ),
         Sections(
             context.heartbeat,
             config.logging.timing_log_level,
             torch.cuda.synchronize if topology.device.type != "cpu" else None,
         ),
-        build_listeners(context, plan, model.config, vocabulary.token_bytes, data, locks, guard, memory_history),
+        build_listeners(
+            context, plan, model.config, vocabulary.token_bytes, data, locks, known_answer, replay, memory_history
+        ),
         writers,
         is_after_rollback=returned is not None,
     )
@@ -135,21 +149,6 @@ def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, 
         progress=dataclasses.replace(plan.progress),
         data_stages=plan.stages.stages,
         guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
-    )
-
-
-def build_stop(context: RunContext, plan: RunPlan, started: float, data: Data, guard: Guard) -> StopConditions:
-    """What ends the run."""
-    return StopConditions(
-        plan.train_iters,
-        context.config.training,
-        context.signals,
-        context.topology.world,
-        context.topology.device,
-        started,
-        first_iteration=plan.progress.iteration,
-        data_check=data.check,
-        alarm=guard.known_answer,
     )
 
 

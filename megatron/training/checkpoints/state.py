@@ -54,8 +54,8 @@ class RunState:
     learning_rate_factor: float = 1.0
     """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
 
-    def leaves_out(self, batch_size: int) -> bool:
-        """Whether a rollback left out the next batch."""
+    def skips(self, batch_size: int) -> bool:
+        """Whether a rollback skips the samples of the next batch."""
         return any(one.leaves_out(self.progress.consumed_samples, batch_size) for one in self.rollbacks)
 
     def begin_stage(self) -> None:

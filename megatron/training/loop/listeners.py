@@ -1,30 +1,39 @@
-"""Listeners of the training loop: metrics, evaluation, data comparison, checkpoints, garbage collection."""
+"""Listeners of every run: metrics, evaluation, data comparison, checkpoints, garbage collection, memory, conclusion."""
 
 import gc
 import math
+import shlex
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import count
 from operator import add
-from typing import Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
+from megatron.checkpoint.directory import TRACKER, iteration_directory
+from megatron.checkpoint.schema import DataStage
 from megatron.config.logging import LoggingConfig
+from megatron.config.run import RunConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
 from megatron.data.evaluation_data import TokenBytes
 from megatron.flags import IntervalSchedule
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
 from megatron.operation.attempts import EffectiveTimeMeter
+from megatron.operation.heartbeat import run_directory
+from megatron.reports.svg import duration, percentage
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
-from megatron.training.loop.data import DataCheck, EvaluationSet
+from megatron.training.loop.data import DataCheck, EvaluationSet, next_microbatch
 from megatron.training.loop.step import TokenLoss, evaluate
-from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
+from megatron.training.loop.trainer import IterationResult, Listener, Trainer
+from megatron.urls import is_url
 
 
 @dataclass
@@ -148,7 +157,9 @@ class Evaluation(Listener):
         sets = self._sets(split)
         if not sets:
             return
-        with self._evaluated_weights(trainer):
+        # With --skip-train the moving average was loaded as the weights.
+        is_other = trainer.context.config.validation.eval_ema and not trainer.context.config.validation.skip_train
+        with trainer.module.optimizer.averaged() if is_other else nullcontext():
             losses = [(one.name, self._loss(trainer, one)) for one in sets]
         progress = trainer.state.progress
         if split == "validation":
@@ -167,12 +178,6 @@ class Evaluation(Listener):
         for writer in trainer.writers:
             writer.write_evaluation(record)
 
-    def _evaluated_weights(self, trainer: Trainer) -> AbstractContextManager[None]:
-        optimizer = trainer.module.optimizer
-        # With --skip-train the moving average was loaded as the weights.
-        is_other = trainer.context.config.validation.eval_ema and not trainer.context.config.validation.skip_train
-        return optimizer.averaged() if is_other else nullcontext()
-
     def _loss(self, trainer: Trainer, one: EvaluationSet) -> TokenLoss:
         microbatches = (next_microbatch(one.microbatches, trainer.context.topology.rank) for _ in count())
         token_bytes = self.token_bytes if one.num_bytes is None else None
@@ -180,13 +185,7 @@ class Evaluation(Listener):
         return loss if one.num_bytes is None else replace(loss, num_bytes=float(one.num_bytes))
 
 
-class _Figures(TypedDict):
-    loss: float
-    num_tokens: int
-    num_bytes: int | None
-
-
-def _figures(loss: TokenLoss) -> _Figures:
+def _figures(loss: TokenLoss) -> dict[str, Any]:
     return {"loss": loss.mean, "num_tokens": round(loss.num_tokens), "num_bytes": round(loss.num_bytes) or None}
 
 
@@ -227,7 +226,7 @@ class Checkpoints(Listener):
 
     def after_rollback(self, trainer: Trainer) -> None:
         # The loaded checkpoint once more, now with the record of the rollback: a restart must not train on the samples
-        # that are left out.
+        # that the rollback skips.
         self._save(trainer)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
@@ -297,3 +296,61 @@ class MemoryRelease(Listener):
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if self.level >= 2:
             torch.cuda.empty_cache()
+
+
+@dataclass
+class Conclusion(Listener):
+    """Logs the summary after the last iteration of this process, on rank 0; it must follow the checkpoints."""
+
+    config: RunConfig
+    effective_time: EffectiveTimeMeter | None
+
+    def on_end(self, trainer: Trainer, reason: str) -> None:
+        if trainer.context.topology.rank > 0:
+            return
+        history = next((writer for writer in trainer.writers if isinstance(writer, ValidationHistory)), None)
+        best = None if history is None else history.best()
+        for line in [self._trained(trainer), *best_validation(best), *self._places()]:
+            trainer.context.log_rank0(line)
+
+    def _trained(self, trainer: Trainer) -> str:
+        progress = trainer.state.progress
+        tokens = tokens_of(trainer.state.data_stages, progress.consumed_samples, self.config.seq_length)
+        wall_s, share = time.monotonic() - trainer.started, ""
+        if self.effective_time is not None:
+            wall_s, step_s = self.effective_time.seconds(trainer.context.heartbeat.snapshot(), time.monotonic_ns())
+            share = f", effective time {percentage(step_s / wall_s)}" if wall_s > 0 else ""
+        iterations = f"iteration {progress.iteration:,} of {trainer.stop.train_iters:,}"
+        return f"trained: {iterations}, {tokens:,} tokens, {duration(wall_s)}{share}"
+
+    def _places(self) -> list[str]:
+        """Where the last checkpoint is, and the command that makes a report."""
+        save, directory, metrics = self.config.checkpoint.save, run_directory(self.config), self.config.logging
+        lines = []
+        if save is not None and is_url(save):
+            lines = [f"checkpoints: {save}"]
+        elif save is not None:
+            with suppress(OSError, ValueError):  # nothing is saved
+                last = iteration_directory(Path(save), int((Path(save) / TRACKER).read_text()))
+                lines = [f"last checkpoint: {last}"]
+        if directory is not None:
+            words = ["python", "tools/report_run.py", str(directory)]
+            words += [] if metrics.metrics_jsonl is None else ["--metrics", metrics.metrics_jsonl]
+            lines.append(f"report: {shlex.join([*words, '--html', 'report.html'])}")
+        return lines
+
+
+def best_validation(best: tuple[int, float] | None) -> list[str]:
+    """The line with the best evaluation, if there is one."""
+    if best is None:
+        return []
+    iteration, loss = best
+    return [f"best validation loss: {loss:.4f} (perplexity {math.exp(min(loss, 20.0)):.4g}) at iteration {iteration:,}"]
+
+
+def tokens_of(stages: Sequence[DataStage], samples: int, seq_length: int) -> int:
+    """Tokens in the first ``samples`` samples of a run; ``seq_length`` is the length in the last stage."""
+    lengths = [stage.seq_length for stage in stages[:-1]] + [seq_length]
+    begins = [stage.first_sample for stage in stages] or [0]
+    ends = [*begins[1:], samples]
+    return sum(length * max(0, min(end, samples) - begin) for length, begin, end in zip(lengths, begins, ends))

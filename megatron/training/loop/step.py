@@ -16,8 +16,8 @@ from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
 from megatron.training.train_module import TrainModule
 
+# Microbatches of an evaluation between two visits of its section.
 _PORTION = 64
-"""Microbatches of an evaluation between two visits of its section."""
 
 
 @dataclass(frozen=True)

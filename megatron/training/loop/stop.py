@@ -1,28 +1,29 @@
 """The conditions that end a run, on which all ranks agree."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
 from megatron.operation.signals import SignalWatch
-from megatron.training.loop.data import DataCheck
 
 NO_DATA = "a rank has no more data"
 """The reason to stop if a rank has no microbatch."""
 
 
-class RankAlarm(Protocol):
-    """A test that each rank makes alone."""
+class RankAlarm(ABC):
+    """A test that each rank makes alone, whose failure ends the run on all ranks together."""
 
     @property
+    @abstractmethod
     def has_failed(self) -> bool:
         """Whether this rank's test has failed."""
 
+    @abstractmethod
     def raise_on_all_ranks(self) -> None:
         """Raise the error on every rank if the test of one has failed; a collective."""
 
@@ -44,8 +45,8 @@ class StopConditions:
     """Reading of the monotonic clock when the run began, in seconds."""
     first_iteration: int = 0
     """Iterations before this process; ``--exit-interval`` does not stop there."""
-    data_check: DataCheck | None = None
-    alarm: RankAlarm | None = None
+    alarms: Sequence[RankAlarm] = ()
+    """The first of those that have failed raises its error."""
 
     def local_flags(self, iteration: int, has_data: Callable[[], bool] = lambda: True) -> Sequence[bool]:
         """This rank's reasons not to start another iteration after ``iteration``, to be counted over all ranks.
@@ -54,29 +55,25 @@ class StopConditions:
         rank waits in the collective.
         """
         if self._known_reason(iteration) is not None:
-            return [False] * 5
+            return [False] * (3 + len(self.alarms))
         lacks_data = self.signals.received is None and not has_data()
         limit = self.config.exit_duration_in_mins
         is_late = limit is not None and time.monotonic() - self.started > limit * 60
-        found_damage = self.data_check is not None and self.data_check.has_found_damage
-        has_failed = self.alarm is not None and self.alarm.has_failed
-        return [self.signals.received is not None, is_late, found_damage, lacks_data, has_failed]
+        return [self.signals.received is not None, is_late, lacks_data, *(alarm.has_failed for alarm in self.alarms)]
 
     def reason(self, iteration: int, counts: Sequence[float]) -> str | None:
         """The reason to stop after ``iteration`` iterations, or None; the same on every rank.
 
-        ``counts`` are the numbers of ranks with each of :meth:`local_flags`. Raises
-        :class:`~megatron.errors.DataError` on every rank if one has found the corpus damaged, and
-        :class:`~megatron.errors.SilentCorruptionError` if the test of one has failed.
+        ``counts`` are the numbers of ranks with each of :meth:`local_flags`. Raises the error of an alarm that has
+        failed on any rank, on every rank.
         """
         known = self._known_reason(iteration)
         if known is not None:
             return known
-        got_signal, time_is_up, is_damaged, lacks_data, has_failed = (count > 0 for count in counts)
-        if has_failed and self.alarm is not None:
-            self.alarm.raise_on_all_ranks()
-        if is_damaged and self.data_check is not None:
-            self.data_check.raise_on_all_ranks()
+        got_signal, time_is_up, lacks_data, *have_failed = (count > 0 for count in counts)
+        for alarm, has_failed in zip(self.alarms, have_failed, strict=True):
+            if has_failed:
+                alarm.raise_on_all_ranks()
         if got_signal:
             return self.signal_reason() or "signal on another rank"
         if lacks_data:

@@ -1,0 +1,1 @@
+"""Faults that a run injects into itself, to test its recovery."""

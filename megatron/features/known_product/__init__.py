@@ -1,0 +1,1 @@
+"""A matrix product whose bits are known on every processor, as a test of the arithmetic."""

@@ -1,0 +1,1 @@
+"""Ranks that hold the same tensors must hold the same bits."""

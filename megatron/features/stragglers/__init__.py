@@ -1,0 +1,1 @@
+"""Ranks that are slower than others with the same work."""

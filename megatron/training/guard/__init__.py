@@ -1,1 +1,0 @@
-"""Checks of numbers during training: replicas, replays, known products, finite weights."""

@@ -1,1 +1,0 @@
-"""Profiles of iterations and of the pipeline."""
