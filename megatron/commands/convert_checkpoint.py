@@ -33,7 +33,7 @@ from megatron.flags import require_at_least
 from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.hugging_face.mapping.write import HuggingFaceExport
+    from megatron.checkpoint.hugging_face.write import HuggingFaceExport
     from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
@@ -181,7 +181,7 @@ Command = (
 def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
-    from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceImport
+    from megatron.checkpoint.hugging_face.read import HuggingFaceImport
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer
 
     source, root = Path(config.hf), Path(config.save)
@@ -205,7 +205,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
 def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig:
     """The flags for the tokenizer in ``source``, whose copy will be under ``copied``, in a model of ``vocab_size``
     ids."""
-    from megatron.checkpoint.hugging_face.mapping.config import tokenizer_flags
+    from megatron.checkpoint.hugging_face.config import tokenizer_flags
 
     flags, ids = tokenizer_flags(source, copied), tokenizer_size(tokenizer_flags(source, source))
     # For a tokenizer that cannot be used, the size says nothing.
@@ -218,7 +218,7 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
 def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import check_free, fresh_directory
-    from megatron.checkpoint.hugging_face.mapping.write import HuggingFaceExport, write_weights
+    from megatron.checkpoint.hugging_face.write import HuggingFaceExport, write_weights
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.tokenizer_files import tokenizer_of
@@ -257,8 +257,8 @@ def write_description(
 ) -> list[str]:
     """Write config.json and the tokenizer's files; what to tell the user about them."""
     from megatron.checkpoint.files import explained, write_text_durably
-    from megatron.checkpoint.hugging_face.mapping.config import CONFIG, GENERATION_CONFIG, config_fields
-    from megatron.checkpoint.hugging_face.mapping.write import write_json
+    from megatron.checkpoint.hugging_face.config import CONFIG, GENERATION_CONFIG, config_fields
+    from megatron.checkpoint.hugging_face.write import write_json
     from megatron.checkpoint.tokenizer_files import write_tokenizer
 
     bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.checkpoint.hugging_face.mapping.config import config_fields
-from megatron.checkpoint.hugging_face.mapping.mapping import Copy
-from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceImport
 from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face.config import config_fields
+from megatron.checkpoint.hugging_face.mapping import Copy
+from megatron.checkpoint.hugging_face.read import HuggingFaceImport
 
 LLAMA = TransformerConfig(
     num_layers=2,

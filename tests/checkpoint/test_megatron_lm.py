@@ -14,12 +14,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megatron.checkpoint.hugging_face.mapping.mapping import HuggingFaceMapping
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
 from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping
 from megatron.checkpoint.megatron_lm.conversion import (
     _NUMBERS,
     _OPTIONAL_SIZES,

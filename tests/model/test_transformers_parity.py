@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from megatron.checkpoint.hugging_face.mapping.config import config_fields
-from megatron.checkpoint.hugging_face.mapping.mapping import HuggingFaceMapping, copies_of_section
 
 from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS
+from megatron.checkpoint.hugging_face.config import config_fields
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
 from megatron.config.model import preset
 from tests.checkpoint.models import assembled, numbered
 from tests.model.reference import (

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.checkpoint.hugging_face.mapping.config import config_fields, transformer_config_of
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
 from megatron.core.models.transformer import frequencies_of

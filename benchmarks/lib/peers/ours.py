@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from megatron.checkpoint.hugging_face.mapping.config import transformer_config_of
-from megatron.checkpoint.hugging_face.mapping.read import HuggingFaceWeights, fill_from_hugging_face
 from torch import Tensor
 
 from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
+from megatron.checkpoint.hugging_face.config import transformer_config_of
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel
