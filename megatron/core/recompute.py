@@ -18,6 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.communication import Communicator
 
+#     forward          run the segment; save its input alone
+#     backward         run it again, with its graph, without the last GEMM
+#                      backward of this graph: gradient of the input, weight gradients to the main gradients
+
 
 class SkippableLinear(Protocol):
     """A linear layer that can build its graph without multiplying."""
@@ -93,6 +97,7 @@ class _Recompute(Function):
         if module.shards is not None:
             inputs = module.shards.all_gather(inputs).view(ctx.shape)
         inputs = inputs.detach().requires_grad_()
+        # The node of the graph may live longer than this pass; it must not keep the arguments alive.
         arguments, ctx.arguments = ctx.arguments, ()
         with torch.enable_grad(), skipping_output(module.last_linear):
             root = get_gradient_edge(module.segment(inputs, *arguments))
@@ -101,11 +106,11 @@ class _Recompute(Function):
 
 
 class Recomputable(Protocol):
-    """A part of a transformer layer, attention or MLP."""
+    """A part of a transformer layer: attention, MLP or experts."""
 
     @property
     def segments(self) -> Mapping[str, str]:
-        """By choice of ``--recompute-modules`` the path of the submodule that it recomputes; empty: the whole part."""
+        """The path of the submodule that each choice of ``--recompute-modules`` recomputes; empty: the whole part."""
 
 
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:

@@ -13,6 +13,10 @@ _CPU_CHUNK_BYTES = 2 << 20  # fits in a CPU's cache
 GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy
 
 
+# The loss of a token with label y is log-sum-exp(z) - z_y. Its derivative by z is softmax(z), minus 1 at y; the z-loss
+# (the squared log-sum-exp) adds a multiple of softmax(z). Both are one pass over the logits.
+
+
 class CrossEntropyKernel(Protocol):
     """The passes over all logits; ``v`` is 0 on a rank whose ids are all padding."""
 
@@ -43,7 +47,7 @@ class EagerCrossEntropy:
         self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
     ) -> None:
         for part in self._chunks(logits, log_sum_exp.dtype):
-            chunk = logits[part]
+            chunk = logits[part]  # [rows of a chunk, v]
             # In place if the logits have this dtype, else a copy.
             probabilities = chunk.to(log_sum_exp.dtype).sub_(log_sum_exp[part, None]).exp_()
             probabilities.mul_(gradient[part, None]).scatter_add_(-1, columns[part, None], at_label[part, None])

@@ -47,13 +47,10 @@ def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, we
     gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
     normalised = inputs * inverse_rms
     scaled = gradient * wide_weight
+    # With y = x / rms(x) and dy: dx = (dy - y mean(dy y)) / rms(x), because rms(x) depends on every x.
     mean = (scaled * normalised).mean(dim=-1, keepdim=True)
     grad_inputs = (scaled - normalised * mean) * inverse_rms
     return grad_inputs.to(inputs.dtype), (gradient * normalised).flatten(0, -2).sum(dim=0)
-
-
-def rms_norm_reference(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return normalise(inputs, weight, epsilon)[0]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -116,6 +113,7 @@ class _RMSNorm(Function):
             output, inverse_rms = kernel.forward(inputs.detach(), gain.detach(), epsilon)
         else:
             quantized, inverse_rms = kernel.quantized(inputs.detach(), gain.detach(), epsilon, quantization)
+            # Autograd's edge to the linear layer, which receives its gradient: one element that is expanded.
             output = inputs.new_empty(()).expand(inputs.shape)
         ctx.save_for_backward(inputs, inverse_rms)
         ctx.weight, ctx.gain, ctx.kernel = weight, gain, kernel
