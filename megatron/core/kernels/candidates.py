@@ -62,7 +62,7 @@ _ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
 """Merit and maker of each kernel."""
 _PLANS = "one call per document, and cuDNN builds a plan for every new length while the step waits"
 _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "sdpa": f"if it picks cuDNN: {_PLANS}"}
-"""What kernels without a varlen call cost where documents mask attention."""
+"""The cost of kernels without a varlen call where documents mask attention."""
 
 
 def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:

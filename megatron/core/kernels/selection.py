@@ -61,7 +61,7 @@ class Kernels:
     engine: "TransformerEngine | None"
     """Provides the norms and linear layers under ``--transformer-impl transformer_engine``."""
     choices: tuple[Choice, ...]
-    """In the order of the printed table."""
+    """The choices in the order of the printed table."""
 
 
 def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
@@ -140,7 +140,8 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         formats.weight,
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),
-        needs_log_sum_exp=needs_log_sum_exp(config, topology),
+        # To merge partial outputs, and because CPU offload cannot move a kernel's private autograd graph.
+        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
         masks_attention=config.masks_attention,
         resets_positions=config.data.reset_position_ids,
         attention_backend=config.model.attention_backend,
@@ -172,12 +173,6 @@ def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> Non
                 )
 
 
-def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
-    """Whether the attention kernel must return the log-sum-exp: needed to merge partial outputs (context parallelism)
-    and for CPU offload, which cannot move a kernel's private autograd graph."""
-    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
-
-
 def has_delayed_scales(config: RunConfig) -> bool:
     """Whether our own linear layers quantise their inputs with scales that are known before the input."""
     precision = config.precision
@@ -189,11 +184,11 @@ def find_transformer_engine(config: RunConfig, topology: Topology) -> "Transform
     """Transformer Engine, if ``--transformer-impl`` asks for it."""
     if config.model.transformer_impl == "local":
         return None
-    from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError
+    from megatron.core.backends.transformer_engine import TransformerEngine
 
     try:
         return TransformerEngine.find(topology.device)
-    except UnavailableError as error:
+    except Unavailable as error:
         raise ConfigError(
             f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
             "on a machine with a GPU, or use --transformer-impl local."
@@ -205,13 +200,13 @@ def share_buffers(config: RunConfig, topology: Topology, engine: "TransformerEng
     ranks = topology.tensor_parallel
     if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
         return
-    from megatron.core.backends.transformer_engine import UnavailableError, shared_buffers
+    from megatron.core.backends.transformer_engine import shared_buffers
 
     rows = config.micro_batch_size * config.seq_length // topology.grid.cp
     hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
     try:
         at_end.enter_context(shared_buffers(engine, config.precision, ranks, rows, hidden_size))
-    except UnavailableError as error:
+    except Unavailable as error:
         raise RankError(
             f"--tp-comm-overlap with --transformer-impl transformer_engine needs that package, which on rank "
             f"{topology.rank} {error}: fix this, use --transformer-impl local, or remove --tp-comm-overlap."

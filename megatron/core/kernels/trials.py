@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import Unavailable, device_is_broken
-from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionShape,
+    LocalAttention,
+    fused_attention,
+)
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
@@ -127,7 +133,8 @@ def try_attention(
         passes = (_attend(one, qkv, grad, shape, spans) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
             compare(found, expected)
-    found, expected = (one.forward(*shape.split(qkv), is_causal=True) for one in (kernel, ReferenceAttention()))
+    inputs = AttentionInputs(*shape.split(qkv))
+    found, expected = (one.forward(inputs) for one in (kernel, ReferenceAttention()))
     if found.log_sum_exp is not None and expected.log_sum_exp is not None:
         compare(found.log_sum_exp, expected.log_sum_exp)
 

@@ -5,7 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.backends.triton.fp8 import BLOCK_K, BLOCK_M, NUM_WARPS, SCALARS, magnitude_bits, record_amax, to_fp8
+from megatron.core.backends.triton.fp8 import (
+    BLOCK_K,
+    BLOCK_M,
+    NUM_WARPS,
+    SCALARS,
+    magnitude_bits,
+    own_tile,
+    record_amax,
+    to_fp8,
+)
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.norm import CompiledRMSNorm
 from megatron.core.ops.swiglu import CompiledSwiGLU
@@ -13,8 +22,8 @@ from megatron.core.precision import Layout, QuantizedTensor
 
 
 class TritonRMSNorm(CompiledRMSNorm):
-    """Where a linear layer follows that quantises with a known scale, the output is not written in bf16: 3 bytes per
-    element for rows instead of 7, and 6 for both layouts instead of 8. Otherwise :class:`CompiledRMSNorm`."""
+    """:class:`CompiledRMSNorm`, which writes FP8 alone before a linear layer that quantises with a known scale: 3 bytes
+    per element for rows instead of 7, and 6 for both layouts instead of 8."""
 
     def quantized(
         self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
@@ -115,11 +124,8 @@ def _transposed_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write a tile of the transpose, with the numbers of the rows; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Write a tile of the transpose, with the numbers of the rows."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * k + columns, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + columns, mask=columns < k, other=0.0).to(tl.float32)
     inverse_rms = tl.load(inverse_rms_ptr + rows, mask=rows < m, other=0.0)
@@ -129,8 +135,8 @@ def _transposed_tile(
 
 
 class TritonSwiGLU(CompiledSwiGLU):
-    """If the next linear layer quantises its input with a known scale, this kernel writes the output in FP8 alone: 6
-    bytes per element for both layouts instead of 10. Otherwise the same as :class:`CompiledSwiGLU`."""
+    """:class:`CompiledSwiGLU`, which writes FP8 alone before a linear layer that quantises with a known scale: 6 bytes
+    per element for both layouts instead of 10."""
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
         return quantized_swiglu(gate_and_up, quantization)
@@ -183,11 +189,8 @@ def _swiglu_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write a tile of the output; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Write a tile of the output."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     gate_ptr = gate_and_up_ptr + rows * (2 * k) + columns
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + k, mask=inside, other=0.0).to(tl.float32)

@@ -26,6 +26,19 @@ layers: Triton would compile a kernel for each."""
 
 
 @triton.jit
+def own_tile(
+    m: tl.tensor, k: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The rows ``[BLOCK_M, 1]`` and columns ``[1, BLOCK_K]`` of a program's tile of ``[m, k]``, and which elements
+    exist. Neighbouring programs have neighbouring columns."""
+    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
+    # 64 bits: a matrix may have more than 2^31 elements.
+    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    return rows, columns, (rows < m) & (columns < k)
+
+
+@triton.jit
 def magnitude_bits(x: tl.tensor) -> tl.tensor:
     """The bits of ``|x|`` for fp32 ``x``, which are ordered as the magnitudes are, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -67,11 +80,8 @@ def quantize_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Quantise a tile; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Quantise a tile."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * row_stride + columns * column_stride, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr)
     quantized = to_fp8(x, scale, rows_ptr.dtype.element_ty, LARGEST)
@@ -82,7 +92,7 @@ def quantize_tile(
         tl.store(transposed_ptr + tl.trans(columns * m + rows), tl.trans(quantized), mask=tl.trans(inside))
     if RECORDS_AMAX:
         record_amax(tl.max(magnitude_bits(x)), step_amax_ptr, inverse_scale_ptr)
-    elif tile == 0:
+    elif tl.program_id(0) == 0:
         amax = tl.load(amax_ptr)
         tl.store(inverse_scale_ptr, tl.div_rn(1.0, scale) + (amax - amax))
 
@@ -110,10 +120,7 @@ def transpose_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * k + columns, mask=inside, other=0)
     tl.store(transposed_ptr + tl.trans(columns * m + rows), tl.trans(x), mask=tl.trans(inside))
 
