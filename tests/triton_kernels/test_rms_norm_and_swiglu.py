@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends.triton.elementwise import quantized_rms_norm, quantized_swiglu
+from megatron.core.backends.triton.elementwise import TritonRMSNorm, TritonSwiGLU
 from megatron.core.ops.fp8 import E4M3, E5M2, DelayedQuantization, EagerQuantization, Fp8Format
 from megatron.core.ops.norm import normalise
 from megatron.core.ops.swiglu import swiglu_reference
@@ -17,6 +17,9 @@ from tests.triton_kernels.worker import TritonProcess
 
 pytestmark = pytest.mark.processes
 LAYOUTS = pytest.mark.parametrize("layout", [Layout.ROWS, Layout.TRANSPOSED, Layout.BOTH], ids=str)
+# Nothing here runs what the classes give to a compiler.
+QUANTIZED_RMS_NORM = TritonRMSNorm(lambda function: function).quantized
+QUANTIZED_SWIGLU = TritonSwiGLU(lambda function: function).quantized
 OPERATIONS = ("SwiGLU", "norm", "norm with an fp32 gain")
 
 
@@ -33,8 +36,8 @@ def random(*shape: int) -> Tensor:
 def compute(operation: str, inputs: Tensor, target: DelayedQuantization) -> QuantizedTensor:
     """By the kernel; the inverse RMS is compared here."""
     if operation == "SwiGLU":
-        return quantized_swiglu(inputs, target)
-    found, inverse_rms = quantized_rms_norm(inputs, gain_of(operation, inputs), 0.3, target)
+        return QUANTIZED_SWIGLU(inputs, target)
+    found, inverse_rms = QUANTIZED_RMS_NORM(inputs, gain_of(operation, inputs), 0.3, target)
     _, expected_rms = normalise(inputs.float(), torch.ones(inputs.shape[-1]), 0.3)
     assert inverse_rms.dtype == torch.float32 and inverse_rms.shape == expected_rms.shape
     assert torch.allclose(inverse_rms, expected_rms, rtol=1e-6, atol=0.0, equal_nan=True)
@@ -119,12 +122,12 @@ def test_an_overflow_is_not_hidden_by_saturation(
 
 def compile_swiglu(layout: Layout) -> list[CompiledLaunch]:
     gate_up = torch.empty(64, 2, 256, dtype=torch.bfloat16)
-    return compile_launches(quantized_swiglu, gate_up, quantization(1.0, 0.0, E4M3, layout))
+    return compile_launches(QUANTIZED_SWIGLU, gate_up, quantization(1.0, 0.0, E4M3, layout))
 
 
 def compile_rms_norm(layout: Layout, width: int, gain_dtype: torch.dtype) -> list[CompiledLaunch]:
     inputs, gain = torch.empty(64, 2, width, dtype=torch.bfloat16), torch.empty(width, dtype=gain_dtype)
-    return compile_launches(quantized_rms_norm, inputs, gain, 1e-5, quantization(1.0, 0.0, E4M3, layout))
+    return compile_launches(QUANTIZED_RMS_NORM, inputs, gain, 1e-5, quantization(1.0, 0.0, E4M3, layout))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelR
 from megatron.core.kernels.trials import BrokenDevice, TrialSizes, run_trial
 from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
-from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, ScaledGemm, gemm_for
+from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, gemm_for
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
@@ -66,7 +66,10 @@ class Kernels:
 
 def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
     """The kernels of a run. Raises :class:`~megatron.errors.ConfigError` if a required one is not available."""
-    choices = [_linear(request)]
+    choices = [Choice("linear", "local", "the layers of this project")]
+    if request.engine is not None:
+        reason = f"version {request.engine.version}, by --transformer-impl; with the norms before linear layers"
+        choices = [Choice("linear", "transformer_engine", reason)]
 
     def chosen(operation: str, implementations: Sequence[Candidate[T]]) -> T:
         compiler = request.machine.simulated_compiler
@@ -74,8 +77,16 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         choices.append(choice)
         return kernel
 
-    fp8 = Fp8Kernels.eager(_scaled_gemm(request))
+    fp8 = Fp8Kernels.eager(gemm_for(request.device))
     if request.fp8:
+        if request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
+            try:
+                run_trial(lambda: request.trials.scaled_gemm(fp8.gemm, request.device, request.weight))
+            except (Unavailable, BrokenDevice) as error:
+                raise ConfigError(
+                    f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
+                    "--transformer-impl transformer_engine."
+                ) from error
         fp8 = Fp8Kernels(
             fp8.gemm,
             chosen("fp8_quantization", candidates.fp8_quantization(request)),
@@ -83,6 +94,7 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         )
     attention = chosen("attention", candidates.attention(request))
     weight_gradient = chosen("weight_gradient", candidates.weight_gradient(request))
+    # The GEMMs of experts may write their weight gradients by the kernel of linear layers.
     grouped_gemm: GroupedGemm = LoopGroupedGemm(weight_gradient)
     if request.experts is not None:
         grouped_gemm = chosen("grouped_gemm", candidates.grouped_gemm(request, weight_gradient))
@@ -107,27 +119,6 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         # Otherwise the first step would be the second size of these functions, and compile them for any size.
         request.trials.forget()
     return kernels
-
-
-def _linear(request: KernelRequest) -> Choice:
-    """The linear layers, by ``--transformer-impl``."""
-    if request.engine is None:
-        return Choice("linear", "local", "the layers of this project")
-    asked = f"version {request.engine.version}, by --transformer-impl; with the norms before linear layers"
-    return Choice("linear", "transformer_engine", asked)
-
-
-def _scaled_gemm(request: KernelRequest) -> ScaledGemm:
-    gemm = gemm_for(request.device)
-    if request.fp8 and request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
-        try:
-            run_trial(lambda: request.trials.scaled_gemm(gemm, request.device, request.weight))
-        except (Unavailable, BrokenDevice) as error:
-            raise ConfigError(
-                f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
-                "--transformer-impl transformer_engine."
-            ) from error
-    return gemm
 
 
 def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machine: Machine | None = None) -> Kernels:
@@ -174,7 +165,7 @@ def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> Non
 
 
 def has_delayed_scales(config: RunConfig) -> bool:
-    """Whether our own linear layers quantise their inputs with scales that are known before the input."""
+    """Whether our own linear layers quantise an input with the scale of earlier steps, so before it is computed."""
     precision = config.precision
     is_local = config.model.transformer_impl == "local"
     return is_local and precision.fp8_format is not None and precision.fp8_recipe == "delayed"

@@ -128,18 +128,6 @@ class _RMSNorm(Function):
         return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None, None
 
 
-def rms_norm(
-    inputs: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    kernel: RMSNormKernel | None = None,
-    is_zero_centered: bool = False,
-) -> Tensor:
-    """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider."""
-    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered, None)[0]
-    return output
-
-
 class _HeadRMSNorm(Function):
     """RMSNorm without a gain of the first ``heads`` of ``[s, b, heads of all kinds, d]``; the others are copied."""
 
@@ -167,14 +155,15 @@ def head_rms_norm(inputs: Tensor, heads: int, epsilon: float, kernel: RMSNormKer
     return output
 
 
-def linear_input_rms_norm(
+def rms_norm(
     inputs: Tensor,
     weight: Tensor,
     epsilon: float,
     kernel: RMSNormKernel,
-    is_zero_centered: bool,
-    quantization: DelayedQuantization | None,
+    is_zero_centered: bool = False,
+    quantization: DelayedQuantization | None = None,
 ) -> Tensor | QuantizedActivation:
-    """:func:`rms_norm` as the input of a linear layer, which is quantised at once if it has a ``quantization``."""
+    """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider. With a
+    ``quantization`` the output is quantised at once for the linear layer after it."""
     output, quantized = _RMSNorm.apply(inputs, weight, epsilon, kernel, is_zero_centered, quantization)
     return output if quantized is None else QuantizedActivation(output, quantized)

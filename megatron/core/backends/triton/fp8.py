@@ -17,12 +17,17 @@ from torch import Tensor
 from megatron.core.ops.fp8 import LARGEST_SCALE, Fp8Format, largest_value
 from megatron.core.precision import Layout, QuantizedTensor
 
-BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
+TILE = {"BLOCK_M": 128, "BLOCK_K": 64, "num_warps": 8}
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""
 
 SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr", "a_scale_ptr", "b_scale_ptr"]
 """Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
 layers: Triton would compile a kernel for each."""
+
+
+def tiles_of(m: int, k: int) -> tuple[int]:
+    """The grid of programs for a matrix ``[m, k]``."""
+    return (triton.cdiv(m, TILE["BLOCK_M"]) * triton.cdiv(k, TILE["BLOCK_K"]),)
 
 
 @triton.jit
@@ -137,8 +142,7 @@ class TritonQuantization:
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
         scale = torch.empty_like(amax)
         current_scale_kernel[(1,)](
-            amax,
-            scale,
+            *(amax, scale),
             LARGEST=largest_value(dtype),
             MARGIN_FACTOR=2.0**-margin,
             LARGEST_SCALE=LARGEST_SCALE,
@@ -151,9 +155,7 @@ class TritonQuantization:
         data = data.contiguous()
         m, k = data.shape
         transposed = data.new_empty(k, m)
-        transpose_tile[(_tiles(m, k),)](
-            data.view(torch.uint8), transposed.view(torch.uint8), m, k, BLOCK_M, BLOCK_K, num_warps=NUM_WARPS
-        )
+        transpose_tile[tiles_of(m, k)](data.view(torch.uint8), transposed.view(torch.uint8), m, k, **TILE)
         return transposed
 
     def _launch(
@@ -175,34 +177,25 @@ class TritonQuantization:
         data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype) if out is None else out
         assert data.is_contiguous() and data.dtype == dtype
         transposed = tensor.new_empty(k, m, dtype=dtype) if writes_transposed else None
-        quantize_tile[(_tiles(m, k),)](
-            matrix,
-            *matrix.stride(),
-            target.scale,
-            data if transposed is None or writes_rows else transposed,
-            data if transposed is None else transposed,
-            inverse_scale,
-            inverse_scale if amax is None else amax,
-            inverse_scale if step_amax is None else step_amax.view(torch.int32),
-            m,
-            k,
+        # A pointer that the kernel does not use is any other.
+        rows_ptr = data if transposed is None or writes_rows else transposed
+        transposed_ptr = data if transposed is None else transposed
+        amax_ptr = inverse_scale if amax is None else amax
+        step_amax_ptr = inverse_scale if step_amax is None else step_amax.view(torch.int32)
+        source = (matrix, *matrix.stride(), target.scale)
+        quantize_tile[tiles_of(m, k)](
+            *(*source, rows_ptr, transposed_ptr, inverse_scale, amax_ptr, step_amax_ptr, m, k),
             LARGEST=largest_value(dtype),
             WRITES_ROWS=writes_rows,
             WRITES_TRANSPOSED=writes_transposed,
             RECORDS_AMAX=step_amax is not None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_K=BLOCK_K,
-            num_warps=NUM_WARPS,
+            **TILE,
             enable_fp_fusion=False,
         )
         return QuantizedTensor(data, inverse_scale, transposed)
 
 
-def _tiles(m: int, k: int) -> int:
-    return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
-
-
-GEMM_TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 128, "GROUP": 8}
+GEMM_TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """A tile of the gradient, the rows that one step of its sum reads, and the tiles of dim 0 that neighbouring programs
 compute, because they read the same inputs. Not tuned on a device."""
 
@@ -258,17 +251,8 @@ class TritonFp8WeightGradient:
         (n, m), k = a.data.shape, b.data.shape[0]
         tiles = triton.cdiv(n, GEMM_TILE["BLOCK_N"]) * triton.cdiv(k, GEMM_TILE["BLOCK_K"])
         accumulate_tile[(tiles,)](
-            buffer,
-            a.data,
-            b.data,
-            a.inverse_scale,
-            b.inverse_scale,
-            n,
-            k,
-            m,
+            *(buffer, a.data, b.data, a.inverse_scale, b.inverse_scale, n, k, m),
             ACCUMULATES=accumulate,
             **GEMM_TILE,
-            num_warps=8,
-            num_stages=4,
             enable_fp_fusion=False,
         )
