@@ -105,16 +105,9 @@ class _Recompute(Function):
         return inputs.grad, None, None
 
 
-class Recomputable(Protocol):
-    """A part of a transformer layer: attention, MLP or experts."""
-
-    @property
-    def segments(self) -> Mapping[str, str]:
-        """The path of the submodule that each choice of ``--recompute-modules`` recomputes; empty: the whole part."""
-
-
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
-    """Wrap the segments of the parts of ``layer`` (:class:`Recomputable`) that ``modules`` names."""
+    """Wrap the segments of the parts of ``layer`` that ``modules`` names. A part (attention, MLP, experts) has a table
+    ``segments``: the path of the submodule that each choice of ``--recompute-modules`` recomputes; empty: the part."""
     for name, part in list(layer.named_children()):
         segments: Mapping[str, str] = getattr(part, "segments", {})
         paths = {segments[module] for module in modules if module in segments}

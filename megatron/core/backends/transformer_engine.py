@@ -147,7 +147,9 @@ class TransformerEngineFp8(Fp8Layers):
         for name, module in self._modules.items():
             metas = [(module.fp8_meta[key], column) for key, column in _ROLES]
             state[f"{name}/scale"] = torch.stack([meta.scale[column] for meta, column in metas])
-            # Row 0 is the current amax; the history follows, the oldest first. Ours has the newest first.
+            # Rows of a history, of which theirs has one more:
+            #     theirs  current | oldest | ... | newest
+            #     ours    newest | ... | oldest | 0
             past = torch.stack([meta.amax_history[1:, column].flip(0) for meta, column in metas])
             state[f"{name}/amax_history"] = torch.nn.functional.pad(past, (0, 1))
         return state
@@ -205,6 +207,7 @@ class _OwnGraph(Function):
         # The graph begins at the edge of `inputs` and not at a copy, so the module decides what is saved.
         with torch.enable_grad():
             outputs = layer.compute(inputs)
+        # backward goes from `end` to `begin` through the module's own graph, inside the outer one.
         ctx.begin, ctx.end = get_gradient_edge(inputs), get_gradient_edge(outputs)
         ctx.layer, ctx.weight, ctx.gain = layer, weight, gain
         return outputs.detach()

@@ -101,6 +101,7 @@ def choose(
         except Unavailable as error:
             if compiler is None or candidate.obstacle is not None:
                 raise _refusal(candidates, wanted, error, compiler) from error
+    # The log says why those before the chosen one are not available.
     obstacles = []
     for candidate in candidates:
         if not candidate.is_automatic:

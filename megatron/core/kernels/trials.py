@@ -129,6 +129,7 @@ def try_attention(
     width = shape.rotated_size + shape.key_value_heads * shape.head_size
     qkv = random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
     grad = random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
+    # A mask that is ignored, or heads of another group, change most elements by more than the tolerance.
     for spans in (None, _documents(sizes.rows, device).attention)[: 2 if in_documents else 1]:
         passes = (_attend(one, qkv, grad, shape, spans) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
@@ -169,6 +170,7 @@ def try_weight_gradient(
     for n, k in ((32, 48), (41, 27)):
         grad_outputs, inputs = (random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
         buffer = torch.full((n, k), torch.nan, dtype=buffer_dtype, device=device)
+        # The first overwrites the NaNs, the second adds.
         for accumulate in (False, True):
             kernel.write(buffer, grad_outputs, inputs, accumulate)
         compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))

@@ -68,7 +68,7 @@ class CompiledCrossEntropy:
     """All rows at once through a compiler, which fuses the conversion to fp32."""
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._log_sum_exp = compiler(wide_log_sum_exp)
+        self._log_sum_exp = compiler(_log_sum_exp)
         self._write_gradient = compiler(_write_gradient)
 
     def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -84,19 +84,12 @@ class CompiledCrossEntropy:
             self._write_gradient(logits, log_sum_exp, columns, gradient, at_label)
 
 
-def wide_log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
+def _log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.logsumexp(logits.to(dtype), dim=-1)
 
 
-def compared_with_columns(
-    logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
-) -> Tensor:
-    """The gradient of the logits in the dtype of ``log_sum_exp``; compares every column with the label's, since a
-    scatter would be a separate kernel."""
+def _write_gradient(logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor) -> None:
     probabilities = (logits.to(log_sum_exp.dtype) - log_sum_exp[:, None]).exp()
+    # Compares every column with the label's: a scatter would be a separate kernel.
     is_label = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
-    return probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0)
-
-
-def _write_gradient(logits: Tensor, *more: Tensor) -> None:
-    logits.copy_(compared_with_columns(logits, *more))
+    logits.copy_(probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0))

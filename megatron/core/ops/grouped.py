@@ -114,7 +114,7 @@ class _LoopWeightGradient:
                 part.zero_()
 
 
-class PaddedGroupedGemm:
+class PaddedGroupedGemm(LoopGroupedGemm):
     """A GEMM for each group on a CPU, of a multiple of :data:`ROWS` rows: those of the group, and some beside them.
 
     oneDNN compiles a kernel for every new shape, which takes longer than the GEMM of an expert, and routing gives new
@@ -122,9 +122,6 @@ class PaddedGroupedGemm:
     """
 
     ROWS = 32
-
-    def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
-        self._kernel = kernel or SeparateWeightGradient()
 
     def output(self, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
         return self._multiply(inputs, counts.matrices(weight), counts)
