@@ -81,11 +81,11 @@ def inductor(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Find = Callable[[str], object]
-"""Finds a program or a module by its name; None if the machine does not have it."""
+"""Finds a program or a module by its name; None if there is none."""
 
 
 def missing_for_triton(find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec) -> str | None:
-    """What Triton's kernels need and the machine does not have; None if nothing."""
+    """The program or package that Triton's kernels lack on this machine; None if they run."""
     if find_module("triton") is None:
         return "Triton, which is not installed"
     # Triton compiles its launchers.
@@ -95,7 +95,7 @@ def missing_for_triton(find_program: Find = shutil.which, find_module: Find = im
 def missing_for_inductor(
     on_gpu: bool, find_program: Find = shutil.which, find_module: Find = importlib.util.find_spec
 ) -> str | None:
-    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
+    """The program or package that ``torch.compile`` lacks on this machine; None if it works."""
     if on_gpu:
         return missing_for_triton(find_program, find_module)
     return _missing_compiler(find_program, "g++", "clang++", "c++")
@@ -107,7 +107,7 @@ def _missing_compiler(find_program: Find, *names: str) -> str | None:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, and what this process has for kernels on it."""
+    """A device, and the compilers for kernels on it."""
 
     device: torch.device
     can_try: bool = False
@@ -115,16 +115,14 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability, if this process can run kernels on the GPU."""
     missing_for_triton: str | None = None
-    """What Triton's kernels need and the machine does not have; None if nothing."""
+    """See :func:`missing_for_triton`."""
     missing_for_inductor: str | None = None
-    """What the kernels of ``torch.compile`` need and the machine does not have; None if nothing."""
     simulated_compiler: Compiler | None = None
-    """Makes one launch of a function on tensors without memory: kernels are simulated for a machine that is not here,
-    whose packages and compilers are taken to be there. None: kernels run."""
+    """Makes one launch of a function on tensors without memory: kernels are simulated for another machine, which is
+    assumed to have all packages and compilers. None: kernels run."""
 
     @classmethod
     def of(cls, device: torch.device) -> "Machine":
-        """This machine."""
         on_gpu = device.type == "cuda"
         can_try = on_gpu and torch.cuda.is_available()
         capability = torch.cuda.get_device_capability(device) if can_try else (0, 0)
@@ -132,10 +130,8 @@ class Machine:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
     def is_hopper(self) -> bool:
-        """Whether the device is a Hopper GPU."""
         return self.capability[0] == 9

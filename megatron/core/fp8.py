@@ -180,6 +180,7 @@ class Fp8Scaling(Fp8Layers):
         amax = self._layers[0].tensor_parallel.all_reduce(amax, "max")
         scale = scale_from_amax(amax, largest_value(E4M3), 1.0, self.config.fp8_margin)
         if self.is_delayed:
+            # All roles have a scale from the second step on; before, weights have their own.
             past = self.delayed_state.scale
             scale = torch.where((past > 0.0).all(dim=1), past[:, _WEIGHT], scale)
         self.weight_state.amax.copy_(amax)

@@ -34,6 +34,7 @@ def _signed(constant: int) -> int:
 
 def random_bits(key: int, index: Tensor) -> Tensor:
     """SplitMix64's output number ``index`` (int64) for the state ``key``; int64 arithmetic wraps."""
+    # Each constant is an unsigned number of 64 bits; int64 has the same bits.
     bits = (index + 1) * _signed(0x9E3779B97F4A7C15) + key
     bits = (bits ^ _shift_right(bits, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits = (bits ^ _shift_right(bits, 27)) * _signed(0x94D049BB133111EB)
@@ -47,6 +48,7 @@ def normal_numbers(key: int, index: Tensor) -> Tensor:
 
 def normal_of_bits(bits: Tensor) -> Tensor:
     """A standard normal fp64 number from the upper 52 bits of each int64 number; always finite."""
+    # The middle of one of 2^52 equal intervals, so neither 0 nor 1, where the inverse is infinite.
     uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52
     return torch.erfinv(2.0 * uniform - 1.0) * math.sqrt(2.0)
 
@@ -66,7 +68,7 @@ def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int, a
             flat.zero_()
             return
         values = normal(std)
-    flat.zero_()
+    flat.zero_()  # padding, which no box contains
     key = parameter_key(seed, info.name)
     for box, begin, end in flat_range_boxes(info, start, start + flat.numel()):
         target = flat[begin - start : end - start].view(box.shape)
@@ -82,7 +84,7 @@ def initialize_range(flat: Tensor, info: ParameterInfo, start: int, seed: int, a
 
 
 def _global_index(info: ParameterInfo, box: Box, device: torch.device) -> Tensor:
-    """Where the elements of a row of ``box`` lie in a row of the global tensor, both flattened: ``[columns]``."""
+    """The index of each element of a row of ``box`` in a row of the global tensor, both flattened: ``[columns]``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, length in zip(info.global_shape[1:], box.global_offset[1:], box.shape[1:]):
         index = index.unsqueeze(-1) * size + torch.arange(offset, offset + length, device=device)
@@ -95,7 +97,7 @@ def normal(std: float) -> InitialValues:
 
 
 def constant(value: float) -> InitialValues:
-    """The same value everywhere."""
+    """One value for all elements."""
     return lambda key, index: torch.full(index.shape, value, dtype=torch.float64, device=index.device)
 
 

@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+# Layer 0 and 1 are offloaded, layer 2 is not:
+#
+#     computation   F0 | F1 | F2 ........ B2 | B1 | B0
+#     out             copy 0 | copy 1                      device memory of 0 is free when the copy of 1 starts
+#     back                        fetch 1 | fetch 0        1 is fetched when B2 starts, 0 when B1 starts
+
 TensorPair = tuple[Tensor, Tensor]
 """Target and source."""
 

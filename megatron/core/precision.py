@@ -36,7 +36,7 @@ def number_formats(precision: PrecisionConfig, optimizer: OptimizerConfig) -> Nu
 
 
 class Layout(enum.Flag):
-    """In which layouts a tensor is quantised."""
+    """The layouts in which a tensor is quantised."""
 
     ROWS = enum.auto()
     """``[..., k]``: for the output and the input gradient, whose rows are independent and may be communicated."""
@@ -66,7 +66,7 @@ class QuantizedTensor:
         return self.data, self.inverse_scale
 
     def with_rows(self, row_tensors: Sequence[Tensor]) -> "QuantizedTensor":
-        """The same scaling with other ``row_tensors``, without a transpose."""
+        """A tensor with other ``row_tensors`` and the scale of this one, without a transpose."""
         data, *scales = row_tensors
         return QuantizedTensor(data, *scales) if scales else QuantizedTensor(data, self.inverse_scale)
 
@@ -91,7 +91,7 @@ class QuantizedTensor:
 
     @property
     def scaling(self) -> "QuantizedTensor":
-        """No elements, and the scale of the whole tensor if there is one."""
+        """An empty tensor that carries only the scale of the whole tensor; restored by :meth:`with_kept`."""
         empty, is_whole = self.data.new_empty(0), len(self.row_tensors) == 1
         return QuantizedTensor(
             empty, self.inverse_scale if is_whole else None, None if self.transposed is None else empty

@@ -18,6 +18,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.communication import Communicator
 
+#     forward          run the segment; save its input alone
+#     backward         run it again, with its graph, without the last GEMM
+#                      backward of this graph: gradient of the input, weight gradients to the main gradients
+
 
 class SkippableLinear(Protocol):
     """A linear layer that can build its graph without multiplying."""
@@ -93,6 +97,7 @@ class _Recompute(Function):
         if module.shards is not None:
             inputs = module.shards.all_gather(inputs).view(ctx.shape)
         inputs = inputs.detach().requires_grad_()
+        # The node of the graph may live longer than this pass; it must not keep the arguments alive.
         arguments, ctx.arguments = ctx.arguments, ()
         with torch.enable_grad(), skipping_output(module.last_linear):
             root = get_gradient_edge(module.segment(inputs, *arguments))
@@ -100,16 +105,9 @@ class _Recompute(Function):
         return inputs.grad, None, None
 
 
-class Recomputable(Protocol):
-    """A part of a transformer layer, attention or MLP."""
-
-    @property
-    def segments(self) -> Mapping[str, str]:
-        """By choice of ``--recompute-modules`` the path of the submodule that it recomputes; empty: the whole part."""
-
-
 def recompute_modules(layer: nn.Module, modules: frozenset[str]) -> None:
-    """Wrap the segments of the parts of ``layer`` (:class:`Recomputable`) that ``modules`` names."""
+    """Wrap the segments of the parts of ``layer`` that ``modules`` names. A part (attention, MLP, experts) has a table
+    ``segments``: the path of the submodule that each choice of ``--recompute-modules`` recomputes; empty: the part."""
     for name, part in list(layer.named_children()):
         segments: Mapping[str, str] = getattr(part, "segments", {})
         paths = {segments[module] for module in modules if module in segments}

@@ -17,7 +17,6 @@ from megatron.core.initialization import (
     initialize_parameters,
     initialize_range,
     normal_of_bits,
-    parameter_key,
     random_bits,
 )
 from megatron.core.parameter import ParameterInfo, columns_box, empty_parameter, padded_rows_box, sharded_boxes
@@ -66,11 +65,6 @@ def initialized(info: ParameterInfo, seed: int = 1234, dtype: torch.dtype = torc
     tensor = torch.full(info.local_shape, math.nan, dtype=dtype)
     initialize_range(tensor.view(-1), info, 0, seed, **options)
     return tensor
-
-
-def big_matrix(name: str = "a", seed: int = 1234) -> Tensor:
-    shapes = sharded_boxes([500], [400], 0, 1)
-    return initialized(ParameterInfo(name, *shapes, STD, weight_decay=True, tensor_parallel_sharded=True), seed)
 
 
 KINDS = ["fused rows", "columns", "padded rows", "vector"]
@@ -135,39 +129,6 @@ def test_padding_is_zero_and_does_not_move_the_other_rows() -> None:
     assert torch.equal(only_padding, torch.zeros(4, 12, dtype=torch.float64))
     more_padding = ParameterInfo("layers.3.weight", *padded_rows_box(9, 40, 12, 0, 1), STD, True, True)
     assert torch.equal(initialized(more_padding)[:9], whole[:9])
-
-
-def test_different_names_seeds_and_places_are_independent() -> None:
-    first = big_matrix()
-    pairs = {
-        "name": (first, big_matrix("b")),
-        "seed": (first, big_matrix(seed=1235)),
-        "the next element": (first.flatten()[:-1], first.flatten()[1:]),
-        "the next row": (first[:-1], first[1:]),
-        # Seed and name must not run together either.
-        "seed and name": (big_matrix("5/a", seed=1234), big_matrix("a", seed=12345)),
-    }
-    for what, (one, other) in pairs.items():
-        assert not (one == other).any(), what
-        correlation = (one * other).mean() / STD**2
-        assert abs(correlation) < 4 / math.sqrt(one.numel()), what
-
-
-def test_keys_differ_by_seed_and_by_name() -> None:
-    names = [f"layers.{number}.mlp.linear_fc1.weight" for number in range(126)]
-    assert len({parameter_key(seed, name) for seed in range(20) for name in names}) == 20 * 126
-
-
-def test_weights_are_normal() -> None:
-    """Mean, deviation, kurtosis, and the largest distance from the normal distribution (Kolmogorov-Smirnov)."""
-    values = big_matrix().flatten().div(STD)
-    count = values.numel()
-    assert abs(values.mean()) < 4 / math.sqrt(count)
-    assert abs(values.var() - 1) < 4 * math.sqrt(2 / count)
-    assert abs(values.pow(4).mean() - 3) < 4 * math.sqrt(96 / count)
-    ordered = values.sort().values
-    distance = (torch.special.ndtr(ordered) - torch.arange(count) / count).abs().max()
-    assert distance < 1.63 / math.sqrt(count)  # The 1 % limit.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

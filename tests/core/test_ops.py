@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,10 +27,18 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     choose_attention_kernel,
 )
+from megatron.core.ops.cross_entropy import CompiledCrossEntropy, EagerCrossEntropy
 from megatron.core.ops.matmul import linear, weight_gradient
-from megatron.core.ops.norm import EagerRMSNorm, rms_norm, rms_norm_reference
-from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table, rotate_, rotate_reference
-from megatron.core.ops.swiglu import swiglu, swiglu_reference
+from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, rms_norm
+from megatron.core.ops.rope import (
+    CompiledRotation,
+    apply_rotary,
+    rotary_frequencies,
+    rotary_table,
+    rotate_,
+    rotate_reference,
+)
+from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch
@@ -83,33 +92,46 @@ def compare(operation: Callable[..., Tensor], definition: Callable[..., Tensor],
 # RMSNorm and SwiGLU
 
 
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves what a compiler fuses as it is; ``tests/gpu/test_elementwise.py`` compiles it."""
+    return function
+
+
+def normed(
+    inputs: Tensor, weight: Tensor, epsilon: float, is_zero_centered: bool = False, kernel: RMSNormKernel | None = None
+) -> Tensor:
+    output = rms_norm(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered)
+    assert isinstance(output, Tensor)
+    return output
+
+
 @every_dtype
+@pytest.mark.parametrize("kernel", [EagerRMSNorm(), CompiledRMSNorm(uncompiled)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", [(1, 1, 3), (3, 2, 5), (7, 1, 64), (2, 33)])
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_rms_norm(shape: tuple[int, ...], kernel: RMSNormKernel, dtype: torch.dtype) -> None:
     inputs, deviation = random(*shape, dtype=dtype) * 3, 0.1 * random(shape[-1], dtype=dtype)
 
     def definition(x: Tensor, w: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + 1e-3) * w
 
-    compare(lambda x, w: rms_norm(x, w, 1e-3), definition, [inputs, 1 + deviation])
-    compare(lambda x, w: rms_norm_reference(x, w, 1e-3), definition, [inputs, 1 + deviation])
+    compare(lambda x, w: normed(x, w, 1e-3, kernel=kernel), definition, [inputs, 1 + deviation])
     centred = [inputs, deviation]
-    compare(lambda x, w: rms_norm(x, w, 1e-3, is_zero_centered=True), lambda x, w: definition(x, 1 + w), centred)
+    compare(lambda x, w: normed(x, w, 1e-3, True, kernel), lambda x, w: definition(x, 1 + w), centred)
 
 
 def test_one_plus_a_bf16_weight_is_not_rounded_to_bf16() -> None:
     """bf16 rounds a gain of 1 + 2^-8 to 1."""
     inputs, weight = random(64, 1024, dtype=torch.bfloat16), torch.full((1024,), 2.0**-8, dtype=torch.bfloat16)
-    found = rms_norm(inputs, weight, 0.0, is_zero_centered=True)
+    found = normed(inputs, weight, 0.0, is_zero_centered=True)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, EagerRMSNorm().forward(inputs, 1.0 + weight.float(), 0.0)[0])
-    assert not torch.equal(found, rms_norm(inputs, torch.ones_like(weight), 0.0))
+    assert not torch.equal(found, normed(inputs, torch.ones_like(weight), 0.0))
 
 
 def test_rms_norm_of_zeros_is_zero_and_has_finite_gradients() -> None:
     inputs = torch.zeros(2, 8, requires_grad=True)
     weight = torch.ones(8, requires_grad=True)
-    output = rms_norm(inputs, weight, 1e-5)
+    output = normed(inputs, weight, 1e-5)
     output.sum().backward()
     assert torch.equal(output, torch.zeros(2, 8))
     assert inputs.grad is not None and weight.grad is not None
@@ -121,21 +143,21 @@ def test_rms_norm_in_bf16_takes_its_statistics_in_fp32() -> None:
     inputs = random(16, 1024, dtype=torch.bfloat16)
     wide = inputs.double()
     exact = (wide / wide.square().mean(-1, keepdim=True).sqrt()).to(torch.bfloat16)
-    found = rms_norm(inputs, torch.ones(1024, dtype=torch.bfloat16), 0.0)
+    found = normed(inputs, torch.ones(1024, dtype=torch.bfloat16), 0.0)
     assert (found != exact).double().mean() < 0.01
 
 
 @every_dtype
+@pytest.mark.parametrize("kernel", [EagerSwiGLU(), CompiledSwiGLU(uncompiled)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 14), (2, 2, 96)])
-def test_swiglu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_swiglu(shape: tuple[int, ...], kernel: SwiGLUKernel, dtype: torch.dtype) -> None:
     inputs = random(*shape, dtype=dtype) * 3
 
     def definition(x: Tensor) -> Tensor:
         gate, up = x[..., : shape[-1] // 2], x[..., shape[-1] // 2 :]
         return gate / (1 + torch.exp(-gate)) * up
 
-    compare(swiglu, definition, [inputs])
-    compare(swiglu_reference, definition, [inputs])
+    compare(lambda x: swiglu(x, kernel), definition, [inputs])
 
 
 # Rotary embedding
@@ -157,10 +179,11 @@ def test_rotation_is_written_out(length: int, batch: int, heads: int, size: int,
     reference = rotate_reference(activations.view(length, batch, heads, size), frequencies, positions)
     assert_close(reference, expected, dtype)
     table = rotary_table(frequencies, positions, dtype)
-    rotated = rotate_(activations.clone(), table)
-    assert_close(rotated.view_as(expected), expected, dtype)
-    back = rotate_(rotated.clone(), table.conj())
-    assert_close(back, activations.double(), dtype)
+    for rotate in (rotate_, CompiledRotation(uncompiled)):
+        rotated = rotate(activations.clone(), table)
+        assert_close(rotated.view_as(expected), expected, dtype)
+        back = rotate(rotated.clone(), table.conj())
+        assert_close(back, activations.double(), dtype)
 
 
 def test_rotation_works_in_place_on_a_part_of_the_fused_projection() -> None:
@@ -298,13 +321,14 @@ def labels_of(vocab_size: int) -> Tensor:
 
 
 def run_cross_entropy(
-    vocab_size: int, padded: int, dtype: torch.dtype, with_log_sum_exp: bool
+    vocab_size: int, padded: int, dtype: torch.dtype, with_log_sum_exp: bool, is_compiled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, log-sum-exp and gradient of this rank's part of the logits."""
     ranks = Communicator(range(dist.get_world_size()), dist.get_rank())
+    kernel = CompiledCrossEntropy(uncompiled) if is_compiled else EagerCrossEntropy()
     part = whole_logits(vocab_size, padded, dtype).chunk(ranks.size, dim=-1)[ranks.rank].clone().requires_grad_()
     loss, log_sum_exp = vocab_parallel_cross_entropy(
-        part * 1.0, labels_of(vocab_size), ranks.rank * part.shape[-1], vocab_size, ranks
+        part * 1.0, labels_of(vocab_size), ranks.rank * part.shape[-1], vocab_size, ranks, kernel
     )
     weighted(loss, log_sum_exp, with_log_sum_exp).backward()
     assert part.grad is not None
@@ -318,6 +342,7 @@ def weighted(loss: Tensor, log_sum_exp: Tensor, with_log_sum_exp: bool) -> Tenso
 
 
 @every_dtype
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("with_log_sum_exp", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -326,9 +351,16 @@ def weighted(loss: Tensor, log_sum_exp: Tensor, with_log_sum_exp: bool) -> Tenso
     ids=["no padding", "padded", "ranks with padding alone", "one id"],
 )
 def test_cross_entropy_is_torchs(
-    four_ranks: RankPool, vocab_size: int, padded: int, world_size: int, dtype: torch.dtype, with_log_sum_exp: bool
+    four_ranks: RankPool,
+    vocab_size: int,
+    padded: int,
+    world_size: int,
+    dtype: torch.dtype,
+    with_log_sum_exp: bool,
+    is_compiled: bool,
 ) -> None:
-    parts = four_ranks.run(run_cross_entropy, vocab_size, padded, dtype, with_log_sum_exp, world_size=world_size)
+    case = (vocab_size, padded, dtype, with_log_sum_exp, is_compiled)
+    parts = four_ranks.run(run_cross_entropy, *case, world_size=world_size)
     logits = wide_leaf(whole_logits(vocab_size, padded, dtype))
     labels = labels_of(vocab_size)
     expected = F.cross_entropy(logits[..., :vocab_size].flatten(0, 1), labels.flatten(), reduction="none").view(5, 3)

@@ -73,9 +73,3 @@ def test_equal_bounds_keep_a_wave_at_the_bound() -> None:
     below = one_turn * 1.01
     assert our_frequencies(4, 4.0, 2.0, 8, below, below).tolist() == [1.0, 0.25]
     assert our_frequencies(8, 10000.0, 16.0, 64, 64 / (2 * math.pi), 64 / (2 * math.pi)).isfinite().all()
-
-
-@pytest.mark.parametrize("base", [10000.0, 500000.0])
-def test_frequencies_without_scaling(base: float) -> None:
-    expected = [base ** (-2 * pair / 128) for pair in range(64)]
-    assert rotary_frequencies(128, base).tolist() == pytest.approx(expected, rel=1e-12)

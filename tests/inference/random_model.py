@@ -13,8 +13,7 @@ from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.loading import build_model
 from tests.model.llama4 import CASES, CHUNK, llama4_config
-from tests.model.reference import CPU, architecture
-from tests.model.yarn_variants import VARIANTS
+from tests.model.reference import CPU, YARN_VARIANTS, architecture
 from tests.whole_model import logits_of
 
 TOLERANCE = 1e-9
@@ -24,7 +23,7 @@ MODELS: dict[str, TransformerConfig] = {
     if name != "llama4_text"
 } | {
     "scaled rope": architecture(scaling=True, tied=True, tp=1),
-    "yarn": replace(VARIANTS["short"], max_position_embeddings=64),
+    "yarn": replace(YARN_VARIANTS["short"], max_position_embeddings=64),
     "llama4_text": llama4_config(**CASES["scout"]),
     "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),
 }

@@ -19,7 +19,7 @@ from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.device import Unavailable, load
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import check_kernels_agree
-from megatron.core.kernels.trials import TrialSizes, try_attention, try_weight_gradient
+from megatron.core.kernels.trials import TrialSizes, random, try_attention, try_weight_gradient
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
@@ -49,11 +49,6 @@ def made(make: Callable[[], object], device: torch.device) -> object:
     except Unavailable as error:
         assert device.type == "cuda", error
         pytest.skip(str(error))
-
-
-def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(device, dtype)
 
 
 @pytest.mark.parametrize("kernel", [apex.RMSNorm, transformer_engine.RMSNorm])

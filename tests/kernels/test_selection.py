@@ -86,23 +86,23 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> object:
     return made
 
 
-def test_cpus_get_eager_kernels() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert names(choose_kernels(KernelConfig(), request(weight=dtype))) == ON_A_CPU
-    in_fp64 = choose_kernels(KernelConfig(), request(weight=torch.float64))
-    assert names(in_fp64) == ON_A_CPU | {"weight_gradient": "in_place"}
-
-
-def test_gpus_get_compiled_kernels_and_products_in_place(triton: object) -> None:
-    assert names(choose_kernels(KernelConfig(), request(GPU))) == ON_A_GPU
-    merged = choose_kernels(KernelConfig(), request(GPU, needs_log_sum_exp=True))
-    assert names(merged) == ON_A_GPU | {"attention": "flash"}
-
-
-def test_where_scales_are_known_before_norms_and_swiglu_quantise(triton: object) -> None:
-    delayed = request(GPU, has_delayed_scales=True)
-    assert names(choose_kernels(KernelConfig(), delayed)) == ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}
-    assert names(choose_kernels(KernelConfig(), request(has_delayed_scales=True))) == ON_A_CPU
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        (request(weight=torch.float32), ON_A_CPU),
+        (request(), ON_A_CPU),
+        (request(weight=torch.float64), ON_A_CPU | {"weight_gradient": "in_place"}),
+        (request(GPU), ON_A_GPU),
+        (request(GPU, needs_log_sum_exp=True), ON_A_GPU | {"attention": "flash"}),
+        # Where scales are known before, norms and SwiGLU quantise.
+        (request(GPU, has_delayed_scales=True), ON_A_GPU | {"rms_norm": "triton", "swiglu": "triton"}),
+        (request(has_delayed_scales=True), ON_A_CPU),
+    ],
+)
+def test_cpus_get_eager_kernels_and_gpus_compiled_ones(
+    where: KernelRequest, expected: dict[str, str], triton: object
+) -> None:
+    assert names(choose_kernels(KernelConfig(), where)) == expected
 
 
 @pytest.mark.parametrize(
@@ -267,12 +267,6 @@ def test_a_kernel_that_fails_its_trial_is_not_chosen(triton: object) -> None:
     )
 
 
-@pytest.mark.parametrize("operation", ["fp8_quantization", "fp8_weight_gradient"])
-def test_without_a_gpu_triton_is_refused(operation: str) -> None:
-    with pytest.raises(ConfigError, match="it needs a GPU"):
-        fp8_rows(request(fp8=True), f"{operation}=triton")
-
-
 def test_on_hopper_attention_is_cudnn_without_flash_attention_3(triton: object) -> None:
     kernels = choose_kernels(KernelConfig(), request(HOPPER))
     assert type(kernels.attention) is CudnnAttention
@@ -370,6 +364,7 @@ def test_a_flag_forces_one_kernel_and_no_other(
         ("rms_norm=triton", request(GPU), "it quantises for FP8 with delayed scaling, which this run does not use"),
         ("rope=triton", request(), "it needs a GPU; available: compiled, eager: use one of these"),
         ("weight_gradient=apex", request(), "apex only accumulates half-precision products in fp32 on GPUs"),
+        *((f"fp8_{name}=triton", request(fp8=True), "it needs a GPU") for name in ("quantization", "weight_gradient")),
         ("attention=flash3", request(GPU), "FlashAttention 3 is not installed"),
         ("attention=te", request(GPU), "it needs --transformer-impl transformer_engine; available:"),
         ("attention=cudnn", request(), "it does not support bfloat16 on cpu; available:"),

@@ -1,7 +1,6 @@
 """YaRN is YaRN of transformers: frequencies, attention factor, whole models, config.json."""
 
 import json
-import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -13,18 +12,24 @@ from megatron.checkpoint.hugging_face.config import config_fields, transformer_c
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
 from megatron.core.models.transformer import frequencies_of
-from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import check_architecture
-from tests.model.reference import TOLERANCE, compare_on_rank, expected, fp32_means_fp64, relative_error
-from tests.model.yarn_variants import VARIANTS, with_yarn
+from tests.model.reference import (
+    TOLERANCE,
+    YARN_VARIANTS,
+    compare_on_rank,
+    expected,
+    fp32_means_fp64,
+    relative_error,
+    with_yarn,
+)
 from tests.rank_pool import RankPool
 
 transformers: Any = pytest.importorskip("transformers")
 rope_utils: Any = pytest.importorskip("transformers.modeling_rope_utils")
 
 
-every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+every_variant = pytest.mark.parametrize("config", YARN_VARIANTS.values(), ids=YARN_VARIANTS.keys())
 
 
 def settings_of(config: TransformerConfig) -> Any:
@@ -41,42 +46,18 @@ def test_frequencies_and_attention_factor_are_those_of_transformers(config: Tran
     assert config.rotary_magnitude == pytest.approx(factor, rel=1e-15)
 
 
-def test_fast_pairs_are_kept_and_slow_ones_divided() -> None:
-    ratio = rotary_frequencies(128, 500000.0) / yarn_frequencies(
-        128, 500000.0, scaling_factor=4.0, original_length=8192
-    )
-    turns = rotary_frequencies(128, 500000.0) * 8192 / (2 * math.pi)
-    assert (ratio[turns > 40] == 1).all() and (ratio[turns < 0.8] == 4).all()
-    assert (ratio.diff() >= 0).all() and ((ratio > 1) & (ratio < 4)).sum() > 10
-
-
-def test_the_attention_factor_scales_queries_and_keys_and_their_gradients() -> None:
-    frequencies, positions = rotary_frequencies(8, 100.0), torch.arange(5)
-    plain = rotary_table(frequencies, positions, torch.float64)
-    scaled = rotary_table(frequencies, positions, torch.float64, 1.25)
-    torch.manual_seed(2)
-    leaf = torch.randn(5, 2, 40, dtype=torch.float64, requires_grad=True)  # three heads rotated, two not
-    wanted = torch.cat((1.25 * apply_rotary(leaf * 1.0, plain, 24)[..., :24], leaf[..., 24:]), dim=-1)
-    found = apply_rotary(leaf * 1.0, scaled, 24)
-    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-14)
-    weights = torch.randn_like(found)
-    (gradient,) = torch.autograd.grad((found * weights).sum(), leaf)
-    (wanted_gradient,) = torch.autograd.grad((wanted * weights).sum(), leaf)
-    torch.testing.assert_close(gradient, wanted_gradient, rtol=0.0, atol=1e-14)
-
-
 @every_variant
 def test_a_model_equals_transformers(config: TransformerConfig) -> None:
     assert compare_on_rank(config, 1, False) < TOLERANCE
 
 
 def test_a_model_in_fp32_equals_transformers() -> None:
-    assert compare_on_rank(VARIANTS["defaults"], 1, False, dtype=torch.float32) < 1e-5
+    assert compare_on_rank(YARN_VARIANTS["defaults"], 1, False, dtype=torch.float32) < 1e-5
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(2, False), (4, True)])
 def test_ranks_equal_transformers(four_ranks: RankPool, tp: int, sequence_parallel: bool) -> None:
-    config = replace(VARIANTS["short"], padded_vocab_size=64)
+    config = replace(YARN_VARIANTS["short"], padded_vocab_size=64)
     assert max(four_ranks.run(compare_on_rank, config, tp, sequence_parallel, world_size=tp)) < TOLERANCE
 
 
@@ -156,7 +137,7 @@ def test_other_fields_are_refused(rope: dict[str, Any], words: str) -> None:
 
 
 def test_flags_made_of_yarn_resolve_to_it() -> None:
-    config = VARIANTS["mscale"]
+    config = YARN_VARIANTS["mscale"]
     found = ModelConfig.of(config).resolve(config.vocab_size, 1, 1)
     assert replace(found, padded_vocab_size=config.padded_vocab_size) == config
 
@@ -168,7 +149,7 @@ def test_the_longest_sequence_is_the_original_one_times_the_factor() -> None:
 
 
 def test_only_a_new_run_begins_yarn_with_the_weights_of_another_model() -> None:
-    yarn, other = VARIANTS["defaults"], VARIANTS["other betas"]
+    yarn, other = YARN_VARIANTS["defaults"], YARN_VARIANTS["other betas"]
     saved = asdict(yarn) | {"position_embedding_type": "rope", "yarn_rotary_scaling_factor": None}
     for there in (saved, asdict(other)):
         check_architecture(asdict(yarn), there, "It", weights_only=True)

@@ -60,7 +60,7 @@ SCALES = (
         "weights of one expert by sigmoid are normalized to 1",
         "weights = scores if rule.topk == 1 else _normalized(scores)",
         "weights = _normalized(scores)",
-        ("moe/test_routing.py", "model/test_llama4_definition.py"),
+        ("moe/test_routing.py", "model/test_llama4.py"),
     ),
     Fault(
         "clipping without the small number in the denominator",

@@ -20,9 +20,9 @@ from megatron.core.backends.transformer_engine import (
     TransformerEngineAttention,
     TransformerEngineFp8,
     TransformerEngineProvider,
-    UnavailableError,
     shared_buffers,
 )
+from megatron.core.device import Unavailable
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
@@ -103,7 +103,7 @@ def bench(request: pytest.FixtureRequest) -> Bench:
             pytest.skip("Transformer Engine needs a GPU")
         try:
             _ = bench.engine
-        except UnavailableError as error:
+        except Unavailable as error:
             pytest.skip(f"Transformer Engine {error}")
     return bench
 

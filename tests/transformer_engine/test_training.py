@@ -16,8 +16,9 @@ from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError, build_recipe
+from megatron.core.backends.transformer_engine import TransformerEngine, build_recipe
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.device import Unavailable
 from megatron.core.kernels.selection import share_buffers
 from megatron.errors import RankError
 from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors
@@ -108,7 +109,7 @@ def test_recipes_are_those_of_the_flags(flags: PrecisionConfig, words: str) -> N
 def test_a_package_that_does_not_serve_is_named(installed: str, reason: str) -> None:
     broken = mock.patch("importlib.import_module", side_effect=OSError("no such library\nand more"))
     with broken, mock.patch.object(importlib.metadata, "version", return_value=installed):
-        with pytest.raises(UnavailableError) as error:
+        with pytest.raises(Unavailable) as error:
             TransformerEngine.find(torch.device("cuda"))
     assert str(error.value) == reason
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from megatron.core.backends.triton.elementwise import quantized_rms_norm, quantized_swiglu
+from megatron.core.backends.triton.elementwise import TritonRMSNorm, TritonSwiGLU
 from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient, TritonQuantization
 from megatron.core.kernels.candidates import (
     SimulatedFp8WeightGradient,
@@ -60,8 +60,8 @@ def arguments(operation: str, layout: Layout) -> tuple[Any, ...]:
 
 def triton_kernel(operation: str, tracker: MemoryTracker) -> Callable[..., Any]:
     own: dict[str, Callable[..., Any]] = {
-        "swiglu": quantized_swiglu,
-        "rms_norm": quantized_rms_norm,
+        "swiglu": TritonSwiGLU(lambda function: function).quantized,
+        "rms_norm": TritonRMSNorm(lambda function: function).quantized,
         "write": TritonFp8WeightGradient().write,
     }
     return own.get(operation) or getattr(TritonQuantization(), operation)

@@ -21,7 +21,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.backends.apex import fused_adam, multi_tensor_norm
 from megatron.core.communication import Communicator
-from megatron.core.device import load
+from megatron.core.device import Unavailable, load
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention
@@ -32,10 +32,6 @@ from megatron.core.tensor_parallel.layers import LayerContext
 
 OLDEST = (2, 9)
 """The first version with ``autocast`` and ``is_fp8_available``."""
-
-
-class UnavailableError(Exception):
-    """Why Transformer Engine cannot be used, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +46,18 @@ class TransformerEngine:
 
     @classmethod
     def find(cls, device: torch.device) -> "TransformerEngine":
-        """The package, for layers on ``device``; raises :class:`UnavailableError`."""
+        """The package, for layers on ``device``; raises :class:`Unavailable`."""
         if device.type != "cuda":
-            raise UnavailableError("has no kernels for a CPU")
+            raise Unavailable("has no kernels for a CPU")
         try:
             version = importlib.metadata.version("transformer-engine")
             if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-                raise UnavailableError(f"is installed in version {version}, which is too old")
+                raise Unavailable(f"is installed in version {version}, which is too old")
             return cls.load(version)
         # A package built for another torch or CUDA fails in many ways when its libraries are loaded.
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise UnavailableError(f"cannot be imported ({reason})") from error
+            raise Unavailable(f"cannot be imported ({reason})") from error
 
     @classmethod
     def load(cls, version: str) -> "TransformerEngine":
@@ -151,7 +147,9 @@ class TransformerEngineFp8(Fp8Layers):
         for name, module in self._modules.items():
             metas = [(module.fp8_meta[key], column) for key, column in _ROLES]
             state[f"{name}/scale"] = torch.stack([meta.scale[column] for meta, column in metas])
-            # Row 0 is the current amax; the history follows, the oldest first. Ours has the newest first.
+            # Rows of a history, of which theirs has one more:
+            #     theirs  current | oldest | ... | newest
+            #     ours    newest | ... | oldest | 0
             past = torch.stack([meta.amax_history[1:, column].flip(0) for meta, column in metas])
             state[f"{name}/amax_history"] = torch.nn.functional.pad(past, (0, 1))
         return state
@@ -176,7 +174,7 @@ def shared_buffers(
     engine: TransformerEngine, precision: PrecisionConfig, ranks: Communicator, rows: int, hidden_size: int
 ) -> Iterator[None]:
     """Allocate the user buffers of ``ranks`` for activations ``[rows, hidden_size]``. Collective over all ranks of the
-    run. Raises :class:`UnavailableError`."""
+    run. Raises :class:`Unavailable`."""
     modes = engine.pytorch.UserBufferQuantizationMode
     used = [modes.NONE] if precision.fp8_format is None else [modes.FP8]
     if precision.fp8_format is not None and precision.first_last_layers_bf16:
@@ -193,27 +191,11 @@ def shared_buffers(
     # 2.9 asserts where newer versions raise.
     except (AssertionError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise UnavailableError(f"cannot share buffers between GPUs ({reason})") from error
+        raise Unavailable(f"cannot share buffers between GPUs ({reason})") from error
     try:
         yield
     finally:
         engine.pytorch.destroy_ub()
-
-
-def column_overlap(name: str) -> dict[str, Any]:
-    """Arguments of the column-parallel layer ``name``: overlap the all-gather with the forward GEMM, the all-gather of
-    the input with the dgrad GEMM, and the reduce-scatter with the wgrad GEMM."""
-    return {"ub_overlap_ag": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True, "ub_name": _buffer_of(name)}
-
-
-def row_overlap(name: str) -> dict[str, Any]:
-    """Arguments of the row-parallel layer ``name``: overlap the reduce-scatter forward, the all-gather backward."""
-    return {"ub_overlap_rs": True, "ub_overlap_ag": True, "ub_name": _buffer_of(name)}
-
-
-def _buffer_of(name: str) -> str:
-    """The buffer's name: qkv, proj, fc1 or fc2; all transformer layers share it."""
-    return name.rpartition(".linear_")[2]
 
 
 class _OwnGraph(Function):
@@ -225,6 +207,7 @@ class _OwnGraph(Function):
         # The graph begins at the edge of `inputs` and not at a copy, so the module decides what is saved.
         with torch.enable_grad():
             outputs = layer.compute(inputs)
+        # backward goes from `end` to `begin` through the module's own graph, inside the outer one.
         ctx.begin, ctx.end = get_gradient_edge(inputs), get_gradient_edge(outputs)
         ctx.layer, ctx.weight, ctx.gain = layer, weight, gain
         return outputs.detach()
@@ -320,8 +303,8 @@ class TransformerEngineProvider:
             normalization="RMSNorm",
             zero_centered_gamma=config.apply_layernorm_1p,
             parallel_mode="column",
-            **self._arguments(context),
-            **(column_overlap(name) if self.overlaps else {}),
+            # All-gather with the forward GEMM, all-gather of the input with dgrad, reduce-scatter with wgrad.
+            **self._arguments(name, context, ("ub_overlap_ag", "ub_bulk_dgrad", "ub_bulk_wgrad")),
         )
         return _Linear(self, module, infos, context)
 
@@ -335,15 +318,19 @@ class TransformerEngineProvider:
             input_size,
             config.hidden_size,
             parallel_mode="row",
-            **self._arguments(context),
-            **(row_overlap(name) if self.overlaps else {}),
+            # Reduce-scatter with the forward GEMM, all-gather with dgrad.
+            **self._arguments(name, context, ("ub_overlap_rs", "ub_overlap_ag")),
         )
         return _Linear(self, module, infos, context)
 
-    def _arguments(self, context: LayerContext) -> dict[str, Any]:
+    def _arguments(self, name: str, context: LayerContext, overlaps: Sequence[str]) -> dict[str, Any]:
         """Arguments of both modules; ``meta`` because the weights are replaced by ours."""
-        parallel = context.parallel
+        parallel, buffers = context.parallel, {}
+        if self.overlaps:
+            # Layers share four buffers: qkv, proj, fc1 and fc2.
+            buffers = {"ub_name": name.rpartition(".linear_")[2], **dict.fromkeys(overlaps, True)}
         return {
+            **buffers,
             "bias": False,
             "fuse_wgrad_accumulation": self.fuses_weight_gradient,
             "params_dtype": context.dtype,

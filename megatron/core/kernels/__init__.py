@@ -1,1 +1,1 @@
-"""Which implementation computes each operation: chosen once, handed down as objects, and told."""
+"""Which implementation computes each operation: chosen once, passed down as objects, and logged."""

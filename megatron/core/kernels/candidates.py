@@ -62,7 +62,7 @@ _ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
 """Merit and maker of each kernel."""
 _PLANS = "one call per document, and cuDNN builds a plan for every new length while the step waits"
 _COSTS_OF_DOCUMENTS = {"cudnn": _PLANS, "te": f"if it picks cuDNN: {_PLANS}", "sdpa": f"if it picks cuDNN: {_PLANS}"}
-"""What kernels without a varlen call cost where documents mask attention."""
+"""The cost of kernels without a varlen call where documents mask attention."""
 
 
 def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
@@ -78,6 +78,7 @@ def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
             raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
         return kernel
 
+    # A candidate for every known name, so that a flag can require it; those that are preferred come first.
     kernels = {"te": ("Transformer Engine chooses the kernel", transformer_engine), **_ATTENTION}
     preferred = _preferred_attention(request)
     costs = _COSTS_OF_DOCUMENTS if request.masks_attention and request.on_gpu else {}
@@ -214,6 +215,7 @@ def rms_norm(request: KernelRequest) -> list[Candidate[RMSNormKernel]]:
 
 
 def swiglu(request: KernelRequest) -> list[Candidate[SwiGLUKernel]]:
+    # Experts and dense layers may have other widths, and a compiled kernel is another for each.
     def try_all_widths(kernel: SwiGLUKernel) -> None:
         request.trials.swiglu(kernel, *at_sizes)
         if request.experts is not None:

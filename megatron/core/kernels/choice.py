@@ -23,13 +23,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why."""
+    """The chosen implementation of an operation, and the reason."""
 
     operation: str
     implementation: str
     reason: str
     is_forced: bool = False
-    """Whether a flag asked for it."""
+    """Whether a flag requires it."""
     is_stand_in: bool = False
     """Whether a better one is not available here."""
 
@@ -51,7 +51,7 @@ class Candidate(Generic[T]):
     trial: Callable[[T], None] | None = None
     """Compares it with the reference on the device, before it is chosen."""
     cost: str = ""
-    """What it costs in this run, for the log; empty if nothing is to be said."""
+    """Its cost in this run, for the log; empty if there is none to report."""
     is_broken: Callable[[], bool] = device_is_broken
     """Whether this process cannot use its GPU any longer, after a trial that ended with an error."""
     simulated: Callable[[Compiler], T] | None = None
@@ -101,6 +101,7 @@ def choose(
         except Unavailable as error:
             if compiler is None or candidate.obstacle is not None:
                 raise _refusal(candidates, wanted, error, compiler) from error
+    # The log says why those before the chosen one are not available.
     obstacles = []
     for candidate in candidates:
         if not candidate.is_automatic:
@@ -188,7 +189,6 @@ class KernelRequest:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the device is a GPU."""
         return self.machine.on_gpu
 
     def trial(self, trial: Callable[..., None], *arguments: Any) -> Callable[[Any], None] | None:
@@ -197,8 +197,7 @@ class KernelRequest:
 
     @cached_property
     def compiler_obstacle(self) -> str | None:
-        """What ``torch.compile`` lacks, or why it fails on the device; None if it works. Tried once for all
-        operations."""
+        """Why ``torch.compile`` does not work on the device; None if it does. Tried once for all operations."""
         if self.machine.missing_for_inductor is not None:
             return f"torch.compile needs {self.machine.missing_for_inductor}"
         return self.trials.compiler(self.device) if self.machine.can_try else None

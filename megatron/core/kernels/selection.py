@@ -20,7 +20,7 @@ from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelR
 from megatron.core.kernels.trials import BrokenDevice, TrialSizes, run_trial
 from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
-from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, ScaledGemm, gemm_for
+from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, gemm_for
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
@@ -61,12 +61,15 @@ class Kernels:
     engine: "TransformerEngine | None"
     """Provides the norms and linear layers under ``--transformer-impl transformer_engine``."""
     choices: tuple[Choice, ...]
-    """In the order of the printed table."""
+    """The choices in the order of the printed table."""
 
 
 def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
     """The kernels of a run. Raises :class:`~megatron.errors.ConfigError` if a required one is not available."""
-    choices = [_linear(request)]
+    choices = [Choice("linear", "local", "the layers of this project")]
+    if request.engine is not None:
+        reason = f"version {request.engine.version}, by --transformer-impl; with the norms before linear layers"
+        choices = [Choice("linear", "transformer_engine", reason)]
 
     def chosen(operation: str, implementations: Sequence[Candidate[T]]) -> T:
         compiler = request.machine.simulated_compiler
@@ -74,8 +77,16 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         choices.append(choice)
         return kernel
 
-    fp8 = Fp8Kernels.eager(_scaled_gemm(request))
+    fp8 = Fp8Kernels.eager(gemm_for(request.device))
     if request.fp8:
+        if request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
+            try:
+                run_trial(lambda: request.trials.scaled_gemm(fp8.gemm, request.device, request.weight))
+            except (Unavailable, BrokenDevice) as error:
+                raise ConfigError(
+                    f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
+                    "--transformer-impl transformer_engine."
+                ) from error
         fp8 = Fp8Kernels(
             fp8.gemm,
             chosen("fp8_quantization", candidates.fp8_quantization(request)),
@@ -83,6 +94,7 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         )
     attention = chosen("attention", candidates.attention(request))
     weight_gradient = chosen("weight_gradient", candidates.weight_gradient(request))
+    # The GEMMs of experts may write their weight gradients by the kernel of linear layers.
     grouped_gemm: GroupedGemm = LoopGroupedGemm(weight_gradient)
     if request.experts is not None:
         grouped_gemm = chosen("grouped_gemm", candidates.grouped_gemm(request, weight_gradient))
@@ -109,27 +121,6 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
     return kernels
 
 
-def _linear(request: KernelRequest) -> Choice:
-    """The linear layers, by ``--transformer-impl``."""
-    if request.engine is None:
-        return Choice("linear", "local", "the layers of this project")
-    asked = f"version {request.engine.version}, by --transformer-impl; with the norms before linear layers"
-    return Choice("linear", "transformer_engine", asked)
-
-
-def _scaled_gemm(request: KernelRequest) -> ScaledGemm:
-    gemm = gemm_for(request.device)
-    if request.fp8 and request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
-        try:
-            run_trial(lambda: request.trials.scaled_gemm(gemm, request.device, request.weight))
-        except (Unavailable, BrokenDevice) as error:
-            raise ConfigError(
-                f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
-                "--transformer-impl transformer_engine."
-            ) from error
-    return gemm
-
-
 def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machine: Machine | None = None) -> Kernels:
     """The kernel of each operation on this rank, by default for this machine."""
     size = topology.tensor_parallel.size
@@ -140,7 +131,8 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         formats.weight,
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),
-        needs_log_sum_exp=needs_log_sum_exp(config, topology),
+        # To merge partial outputs, and because CPU offload cannot move a kernel's private autograd graph.
+        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
         masks_attention=config.masks_attention,
         resets_positions=config.data.reset_position_ids,
         attention_backend=config.model.attention_backend,
@@ -172,14 +164,8 @@ def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> Non
                 )
 
 
-def needs_log_sum_exp(config: RunConfig, topology: Topology) -> bool:
-    """Whether the attention kernel must return the log-sum-exp: needed to merge partial outputs (context parallelism)
-    and for CPU offload, which cannot move a kernel's private autograd graph."""
-    return topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0
-
-
 def has_delayed_scales(config: RunConfig) -> bool:
-    """Whether our own linear layers quantise their inputs with scales that are known before the input."""
+    """Whether our own linear layers quantise an input with the scale of earlier steps, so before it is computed."""
     precision = config.precision
     is_local = config.model.transformer_impl == "local"
     return is_local and precision.fp8_format is not None and precision.fp8_recipe == "delayed"
@@ -189,11 +175,11 @@ def find_transformer_engine(config: RunConfig, topology: Topology) -> "Transform
     """Transformer Engine, if ``--transformer-impl`` asks for it."""
     if config.model.transformer_impl == "local":
         return None
-    from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError
+    from megatron.core.backends.transformer_engine import TransformerEngine
 
     try:
         return TransformerEngine.find(topology.device)
-    except UnavailableError as error:
+    except Unavailable as error:
         raise ConfigError(
             f"--transformer-impl transformer_engine needs that package, which {error}: install requirements-cuda.txt "
             "on a machine with a GPU, or use --transformer-impl local."
@@ -205,13 +191,13 @@ def share_buffers(config: RunConfig, topology: Topology, engine: "TransformerEng
     ranks = topology.tensor_parallel
     if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
         return
-    from megatron.core.backends.transformer_engine import UnavailableError, shared_buffers
+    from megatron.core.backends.transformer_engine import shared_buffers
 
     rows = config.micro_batch_size * config.seq_length // topology.grid.cp
     hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size
     try:
         at_end.enter_context(shared_buffers(engine, config.precision, ranks, rows, hidden_size))
-    except UnavailableError as error:
+    except Unavailable as error:
         raise RankError(
             f"--tp-comm-overlap with --transformer-impl transformer_engine needs that package, which on rank "
             f"{topology.rank} {error}: fix this, use --transformer-impl local, or remove --tp-comm-overlap."

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import Unavailable, device_is_broken
-from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionShape,
+    LocalAttention,
+    fused_attention,
+)
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
@@ -123,11 +129,13 @@ def try_attention(
     width = shape.rotated_size + shape.key_value_heads * shape.head_size
     qkv = random(LENGTH, sizes.rows, width, device=device, dtype=dtype)
     grad = random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
+    # A mask that is ignored, or heads of another group, change most elements by more than the tolerance.
     for spans in (None, _documents(sizes.rows, device).attention)[: 2 if in_documents else 1]:
         passes = (_attend(one, qkv, grad, shape, spans) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
             compare(found, expected)
-    found, expected = (one.forward(*shape.split(qkv), is_causal=True) for one in (kernel, ReferenceAttention()))
+    inputs = AttentionInputs(*shape.split(qkv))
+    found, expected = (one.forward(inputs) for one in (kernel, ReferenceAttention()))
     if found.log_sum_exp is not None and expected.log_sum_exp is not None:
         compare(found.log_sum_exp, expected.log_sum_exp)
 
@@ -162,6 +170,7 @@ def try_weight_gradient(
     for n, k in ((32, 48), (41, 27)):
         grad_outputs, inputs = (random(64, width, device=device, dtype=dtype, seed=width) for width in (n, k))
         buffer = torch.full((n, k), torch.nan, dtype=buffer_dtype, device=device)
+        # The first overwrites the NaNs, the second adds.
         for accumulate in (False, True):
             kernel.write(buffer, grad_outputs, inputs, accumulate)
         compare(buffer, 2 * (grad_outputs.double().t() @ inputs.double()))

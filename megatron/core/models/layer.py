@@ -25,7 +25,7 @@ from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.norm import head_rms_norm, linear_input_rms_norm
+from megatron.core.ops.norm import head_rms_norm, rms_norm
 from megatron.core.ops.rope import apply_rotary, scale_queries
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
 from megatron.core.precision import QuantizedActivation
@@ -104,7 +104,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, quantization: DelayedQuantization | None = None) -> Tensor | QuantizedActivation:
         # [..., h], for a linear layer with a quantization as FP8 numbers alone
-        return linear_input_rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered, quantization)
+        return rms_norm(x, self.weight, self.epsilon, self.kernel, self.is_zero_centered, quantization)
 
 
 class HeadNorm(nn.Module):

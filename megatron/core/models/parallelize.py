@@ -47,7 +47,7 @@ class ParallelModel:
     model: TransformerModel
     executor: PipelineExecutor
     data_parallel: DataParallel
-    """Has the weights, which are not initialised yet."""
+    """Owns the weights, which are not initialised yet."""
 
 
 def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:

@@ -181,6 +181,7 @@ class TransformerChunk(nn.Module):
                     # The embedding is frozen. Recomputed segments and pipelines need a gradient of their input.
                     hidden = hidden.requires_grad_()
             positions = self.positions(length, rows, documents)
+            # A unit of recompute or offload is called as a layer.
             for layer in self.layers:
                 hidden = layer(hidden, positions)  # [s/(cp tp), b, h]
             return hidden if self.output_layer is None else self.output_layer(hidden, labels)

@@ -13,6 +13,10 @@ _CPU_CHUNK_BYTES = 2 << 20  # fits in a CPU's cache
 GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy
 
 
+# The loss of a token with label y is log-sum-exp(z) - z_y. Its derivative by z is softmax(z), minus 1 at y; the z-loss
+# (the squared log-sum-exp) adds a multiple of softmax(z). Both are one pass over the logits.
+
+
 class CrossEntropyKernel(Protocol):
     """The passes over all logits; ``v`` is 0 on a rank whose ids are all padding."""
 
@@ -43,7 +47,7 @@ class EagerCrossEntropy:
         self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
     ) -> None:
         for part in self._chunks(logits, log_sum_exp.dtype):
-            chunk = logits[part]
+            chunk = logits[part]  # [rows of a chunk, v]
             # In place if the logits have this dtype, else a copy.
             probabilities = chunk.to(log_sum_exp.dtype).sub_(log_sum_exp[part, None]).exp_()
             probabilities.mul_(gradient[part, None]).scatter_add_(-1, columns[part, None], at_label[part, None])
@@ -64,7 +68,7 @@ class CompiledCrossEntropy:
     """All rows at once through a compiler, which fuses the conversion to fp32."""
 
     def __init__(self, compiler: Compiler = inductor) -> None:
-        self._log_sum_exp = compiler(wide_log_sum_exp)
+        self._log_sum_exp = compiler(_log_sum_exp)
         self._write_gradient = compiler(_write_gradient)
 
     def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,19 +84,12 @@ class CompiledCrossEntropy:
             self._write_gradient(logits, log_sum_exp, columns, gradient, at_label)
 
 
-def wide_log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
+def _log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.logsumexp(logits.to(dtype), dim=-1)
 
 
-def compared_with_columns(
-    logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
-) -> Tensor:
-    """The gradient of the logits in the dtype of ``log_sum_exp``; compares every column with the label's, since a
-    scatter would be a separate kernel."""
+def _write_gradient(logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor) -> None:
     probabilities = (logits.to(log_sum_exp.dtype) - log_sum_exp[:, None]).exp()
+    # Compares every column with the label's: a scatter would be a separate kernel.
     is_label = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
-    return probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0)
-
-
-def _write_gradient(logits: Tensor, *more: Tensor) -> None:
-    logits.copy_(compared_with_columns(logits, *more))
+    logits.copy_(probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0))

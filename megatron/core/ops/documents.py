@@ -44,6 +44,7 @@ class AttentionSpans:
     @cached_property
     def packed(self) -> PackedSpans:
         """The spans for varlen kernels: computed once for all layers, and copied without waiting for the device."""
+        # Rows are packed one after the other: position p of row r is token r * length + p.
         firsts = sorted(
             row * self.length + span.start for span in self.spans for row in range(*span.rows.indices(self.rows))
         )
@@ -69,6 +70,7 @@ class Documents:
     def spans(self) -> list[Span]:
         """The documents, row by row."""
         spans, length = [], self.starts.shape[1]
+        # starts  1 0 0 1 0 1 0 0      three documents of a row: [0, 3), [3, 5), [5, 8)
         for row, flags in enumerate(self.starts):
             starts = flags.nonzero().flatten().tolist()
             starts = starts if starts and starts[0] == 0 else [0, *starts]
@@ -87,6 +89,9 @@ class Documents:
     def positions(self) -> Tensor:
         """The position of every token in its document, ``[s, b]``."""
         numbers = torch.arange(self.starts.shape[1])
+        # starts           1 0 0 1 0 1 0 0
+        # latest start     0 0 0 3 3 5 5 5
+        # position         0 1 2 0 1 0 1 2
         latest_start = torch.where(self.starts, numbers, 0).cummax(dim=1).values
         return (numbers - latest_start).t()
 
@@ -115,6 +120,7 @@ def chunked_attention(
 
 def _chunks(span: Span, size: int, restarts: bool) -> Iterator[Span]:
     """The parts of ``span`` between multiples of ``size``, of positions that begin with it if it ``restarts`` them."""
+    # Without restarts the first multiple of size may lie before the span: that chunk is cut at its start.
     origin = span.start if restarts else span.start - span.start % size
     for start in range(origin, span.stop, size):
         yield Span(span.rows, max(start, span.start), min(start + size, span.stop))

@@ -41,6 +41,7 @@ def scale_from_amax(amax: Tensor, largest: float | Tensor, previous: float | Ten
 def push_amax(history: Tensor, amax: Tensor) -> None:
     """Insert ``amax`` ``[...]`` at the front of ``history`` ``[..., length]``, in place, and drop the oldest. A
     non-finite one is recorded as zero, so that it does not determine the maximum of the history."""
+    # roll() copies, so the source is not overwritten while it is read.
     history.copy_(history.roll(1, dims=-1))
     history[..., 0] = torch.where(torch.isfinite(amax), amax, 0.0)
 
@@ -96,7 +97,7 @@ class EagerQuantization:
     """One torch operation after the other: the definition, 29 bytes per bf16 element and layout."""
 
     def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
-        rows = quantize(tensor, target.scale, amax, target.dtype, out)
+        rows = quantize(tensor, target.scale, amax, target.dtype, out)  # [..., k]
         if Layout.TRANSPOSED not in target.layout:
             return rows
         data = rows.data if Layout.ROWS in target.layout else rows.data.new_empty(0)
@@ -125,6 +126,14 @@ class DelayedQuantization:
 
     def quantize(self, tensor: Tensor) -> QuantizedTensor:
         return self.quantization.quantize_and_record(tensor, self.target, self.step_amax)
+
+
+# The GEMMs of a linear layer y = x W^T, with m rows, k inputs and n outputs. FP8 units read both operands along the
+# summed dim, so x, dy and W are needed in two layouts:
+#
+#     output            y  [m, n] = x [m, k]     @ (W [n, k])^T        summed over k: rows of both
+#     input gradient    dx [m, k] = dy [m, n]    @ (W^T [k, n])^T      summed over n: W transposed
+#     weight gradient   dW [n, k] = dy^T [n, m]  @ (x^T [k, m])^T      summed over m: both transposed
 
 
 class ScaledGemm(Protocol):
@@ -217,7 +226,7 @@ def dequantize(operand: QuantizedTensor) -> Tensor:
 
 
 FP8_CAPABILITY = (8, 9)
-"""Of GPUs that multiply in FP8: from Ada on."""
+"""The lowest CUDA capability of GPUs that multiply in FP8 (Ada)."""
 
 
 def supports_fp8(device: torch.device) -> bool:

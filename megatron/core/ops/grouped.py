@@ -2,6 +2,10 @@
 
 Rows ``[m, k]`` are sorted by group. The matrices ``[n, k]`` of the groups are stacked along dim 0 in one 2-D weight,
 ``[groups n, k]``. A group may have no rows.
+
+    x [m, k]    | rows of group 0 | rows of group 1 |    | rows of group 3 |      group 2 has none
+    W           | W0 [n, k]       | W1              | W2 | W3              |
+    y [m, n]    | x0 W0^T         | x1 W1^T         |    | x3 W3^T         |
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,15 +24,15 @@ from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKerne
 
 @dataclass(frozen=True, eq=False)
 class RowCounts:
-    """How many rows each group has, in the order of the groups."""
+    """The number of rows of each group, in the order of the groups."""
 
     host: tuple[int, ...]
     device: Tensor
-    """The same numbers on the device, ``[groups]`` int64."""
+    """The numbers of ``host`` on the device, ``[groups]`` int64."""
 
     @classmethod
     def of(cls, counts: Sequence[int], device: torch.device | str = "cpu") -> "RowCounts":
-        """Counts that the host knows, copied to ``device``."""
+        """Counts of the host, copied to ``device``."""
         return cls(tuple(counts), torch.tensor(tuple(counts), dtype=torch.int64, device=device))
 
     @cached_property
@@ -38,7 +42,7 @@ class RowCounts:
 
     @cached_property
     def ends(self) -> Tensor:
-        """Where the rows of each group end, on the device: ``[groups]`` int32."""
+        """The end of the rows of each group, on the device: ``[groups]`` int32."""
         return self.device.cumsum(0).int()
 
     def slices(self) -> Iterator[slice]:
@@ -110,7 +114,7 @@ class _LoopWeightGradient:
                 part.zero_()
 
 
-class PaddedGroupedGemm:
+class PaddedGroupedGemm(LoopGroupedGemm):
     """A GEMM for each group on a CPU, of a multiple of :data:`ROWS` rows: those of the group, and some beside them.
 
     oneDNN compiles a kernel for every new shape, which takes longer than the GEMM of an expert, and routing gives new
@@ -118,9 +122,6 @@ class PaddedGroupedGemm:
     """
 
     ROWS = 32
-
-    def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
-        self._kernel = kernel or SeparateWeightGradient()
 
     def output(self, inputs: Tensor, weight: Tensor, counts: RowCounts) -> Tensor:
         return self._multiply(inputs, counts.matrices(weight), counts)
@@ -133,7 +134,7 @@ class PaddedGroupedGemm:
         output = inputs.new_empty(inputs.shape[0], matrices.shape[1])
         for matrix, (rows, window, own) in zip(matrices, _windows(counts, self.ROWS)):
             if window.start == rows.start:
-                # Rows behind those of the group are written again: groups are multiplied in order.
+                # Rows behind those of the group are written again by their own group: groups are multiplied in order.
                 write_linear(output[window], inputs[window], matrix)
             else:
                 output[rows] = linear(inputs[window], matrix)[own]
@@ -144,8 +145,13 @@ class PaddedGroupedGemm:
 
 
 def _windows(counts: RowCounts, multiple: int) -> Iterator[tuple[slice, slice, slice]]:
-    """For each group its rows, a window around them whose size is a ``multiple`` or all rows, and its rows in the
-    window."""
+    """Yields for each group its rows, a window around them whose size is a ``multiple`` or all rows, and its rows in
+    the window."""
+    # Groups of 5, 2 and 3 rows, windows of 4:
+    #     rows      0 1 2 3 4 | 5 6 | 7 8 9
+    #     window 0  0 1 2 3 4   5 6   7          8 rows: the next multiple of 4
+    #     window 1              5 6   7 8
+    #     window 2                6   7 8 9      moved to the left, because there is no row behind
     for rows in counts.slices():
         size = min(counts.total, -(-(rows.stop - rows.start) // multiple) * multiple)
         first = min(rows.start, counts.total - size)

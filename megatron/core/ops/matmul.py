@@ -56,7 +56,7 @@ def weight_gradient(grad_outputs: Tensor, inputs: Tensor) -> Tensor:
     """``grad_outputs [..., n]^T @ inputs [..., k]``, summed over all other dims: ``[n, k]``, possibly a view."""
     if _is_widened(inputs):
         return weight_gradient(grad_outputs.float(), inputs.float()).half()
-    grad_outputs, inputs = grad_outputs.flatten(0, -2), inputs.flatten(0, -2)
+    grad_outputs, inputs = grad_outputs.flatten(0, -2), inputs.flatten(0, -2)  # [m, n], [m, k]
     if not _uses_onednn(inputs):
         return grad_outputs.t() @ inputs
     # oneDNN copies a transposed first operand, so the smaller one comes first.
@@ -89,6 +89,7 @@ class InPlaceWeightGradient:
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
         left, right = grad_outputs.flatten(0, -2).t(), inputs.flatten(0, -2)
+        # beta 0 overwrites, also a NaN.
         if buffer.dtype == inputs.dtype:
             buffer.addmm_(left, right, beta=float(accumulate))
         elif accumulate:

@@ -47,13 +47,10 @@ def normalise_backward(gradient: Tensor, inputs: Tensor, inverse_rms: Tensor, we
     gradient, wide_weight = gradient.to(inverse_rms.dtype), weight.to(inverse_rms.dtype)
     normalised = inputs * inverse_rms
     scaled = gradient * wide_weight
+    # With y = x / rms(x) and dy: dx = (dy - y mean(dy y)) / rms(x), because rms(x) depends on every x.
     mean = (scaled * normalised).mean(dim=-1, keepdim=True)
     grad_inputs = (scaled - normalised * mean) * inverse_rms
     return grad_inputs.to(inputs.dtype), (gradient * normalised).flatten(0, -2).sum(dim=0)
-
-
-def rms_norm_reference(inputs: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return normalise(inputs, weight, epsilon)[0]
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:
@@ -116,6 +113,7 @@ class _RMSNorm(Function):
             output, inverse_rms = kernel.forward(inputs.detach(), gain.detach(), epsilon)
         else:
             quantized, inverse_rms = kernel.quantized(inputs.detach(), gain.detach(), epsilon, quantization)
+            # Autograd's edge to the linear layer, which receives its gradient: one element that is expanded.
             output = inputs.new_empty(()).expand(inputs.shape)
         ctx.save_for_backward(inputs, inverse_rms)
         ctx.weight, ctx.gain, ctx.kernel = weight, gain, kernel
@@ -128,18 +126,6 @@ class _RMSNorm(Function):
         # The gradient of the gain is the gradient of the weight, in both forms.
         grad_inputs, grad_gain = kernel.backward(gradients[0], inputs.detach(), inverse_rms, ctx.gain.detach())
         return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None, None
-
-
-def rms_norm(
-    inputs: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    kernel: RMSNormKernel | None = None,
-    is_zero_centered: bool = False,
-) -> Tensor:
-    """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider."""
-    output: Tensor = _RMSNorm.apply(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered, None)[0]
-    return output
 
 
 class _HeadRMSNorm(Function):
@@ -169,14 +155,15 @@ def head_rms_norm(inputs: Tensor, heads: int, epsilon: float, kernel: RMSNormKer
     return output
 
 
-def linear_input_rms_norm(
+def rms_norm(
     inputs: Tensor,
     weight: Tensor,
     epsilon: float,
     kernel: RMSNormKernel,
-    is_zero_centered: bool,
-    quantization: DelayedQuantization | None,
+    is_zero_centered: bool = False,
+    quantization: DelayedQuantization | None = None,
 ) -> Tensor | QuantizedActivation:
-    """:func:`rms_norm` as the input of a linear layer, which is quantised at once if it has a ``quantization``."""
+    """RMSNorm over the last dim ``[..., h]``; statistics, and a gain ``1 + weight``, in fp32 or wider. With a
+    ``quantization`` the output is quantised at once for the linear layer after it."""
     output, quantized = _RMSNorm.apply(inputs, weight, epsilon, kernel, is_zero_centered, quantization)
     return output if quantized is None else QuantizedActivation(output, quantized)

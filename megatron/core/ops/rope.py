@@ -41,7 +41,7 @@ def rotary_frequencies(
     frequencies = 1.0 / base**exponents
     if scaling_factor is None:
         return frequencies
-    turns = original_length * frequencies / (2 * math.pi)
+    turns = original_length * frequencies / (2 * math.pi)  # in the context that the model was trained with
     if low_freq_factor == high_freq_factor:
         keep = (turns >= low_freq_factor).double()
     else:
@@ -66,6 +66,9 @@ def yarn_frequencies(
     number of the pair. As in YaRN's code and in transformers, the pairs at the two bounds are clamped to the head size
     (not to its half), and ``round_to_int`` widens the range to whole numbers.
     """
+    # kept share  1 |----.            pairs 0 (fastest) to d/2 - 1 (slowest)
+    #               |     `.
+    #             0 |_______`-----    low: the pair that turns beta_fast times in original_length, high: beta_slow times
     low, high = (
         head_size * math.log(original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
         for turns in (beta_fast, beta_slow)

@@ -36,6 +36,7 @@ def swiglu_backward(gradient: Tensor, gate_and_up: Tensor) -> Tensor:
     gate, up = gate_and_up.to(wide).chunk(2, dim=-1)
     gradient, sigmoid = gradient.to(wide), torch.sigmoid(gate)
     activated = gate * sigmoid
+    # silu'(g) = s(g) + g s(g) (1 - s(g))
     grad_gate = gradient * up * (sigmoid + activated * (1 - sigmoid))
     return torch.cat((grad_gate, gradient * activated), dim=-1).to(gate_and_up.dtype)
 
@@ -48,7 +49,7 @@ class SwiGLUThenQuantization:
 
 
 class EagerSwiGLU(SwiGLUThenQuantization):
-    """In place where possible."""
+    """Few passes, in place where possible."""
 
     def forward(self, gate_and_up: Tensor) -> Tensor:
         gate, up = gate_and_up.chunk(2, dim=-1)
@@ -59,6 +60,7 @@ class EagerSwiGLU(SwiGLUThenQuantization):
         grad_input = torch.empty_like(gate_and_up)
         grad_gate, grad_up = grad_input.chunk(2, dim=-1)
         activated = F.silu(gate)
+        # Three passes write into the halves of one tensor; ``activated`` is used as memory for gradient * up.
         torch.mul(gradient, activated, out=grad_up)
         torch.mul(gradient, up, out=activated)
         torch.ops.aten.silu_backward.grad_input(activated, gate, grad_input=grad_gate)
@@ -83,6 +85,7 @@ class _SwiGLU(Function):
         ctx.kernel = kernel
         if quantization is None:
             return kernel.forward(gate_and_up.detach()), None
+        # Autograd's edge to the linear layer, without memory for the output.
         edge = gate_and_up.new_empty(()).expand(*gate_and_up.shape[:-1], gate_and_up.shape[-1] // 2)
         return edge, kernel.quantized(gate_and_up.detach(), quantization)
 

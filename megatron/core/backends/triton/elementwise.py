@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.backends.triton.fp8 import BLOCK_K, BLOCK_M, NUM_WARPS, SCALARS, magnitude_bits, record_amax, to_fp8
+from megatron.core.backends.triton.fp8 import SCALARS, TILE, magnitude_bits, own_tile, record_amax, tiles_of, to_fp8
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.norm import CompiledRMSNorm
 from megatron.core.ops.swiglu import CompiledSwiGLU
@@ -13,64 +13,39 @@ from megatron.core.precision import Layout, QuantizedTensor
 
 
 class TritonRMSNorm(CompiledRMSNorm):
-    """Where a linear layer follows that quantises with a known scale, the output is not written in bf16: 3 bytes per
-    element for rows instead of 7, and 6 for both layouts instead of 8. Otherwise :class:`CompiledRMSNorm`."""
+    """:class:`CompiledRMSNorm`, which writes FP8 alone before a linear layer that quantises with a known scale: 3 bytes
+    per element for rows instead of 7, and 6 for both layouts instead of 8."""
 
     def quantized(
         self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
     ) -> tuple[QuantizedTensor, Tensor]:
-        return quantized_rms_norm(inputs, weight, epsilon, quantization)
+        """The output computed in fp32 and rounded once, to FP8; and the inverse RMS ``[..., 1]`` in fp32.
 
-
-def quantized_rms_norm(
-    inputs: Tensor, gain: Tensor, epsilon: float, quantization: DelayedQuantization
-) -> tuple[QuantizedTensor, Tensor]:
-    """``inputs / rms(inputs) * gain`` of ``[..., k]``, computed in fp32 and rounded once, to FP8; and the inverse RMS
-    ``[..., 1]`` in fp32.
-
-    Raises ``step_amax`` to the amax if that is larger. If the amax is not finite, the inverse scale is NaN.
-    """
-    inputs, gain = inputs.contiguous(), gain.contiguous()
-    *shape, k = inputs.shape
-    m = inputs.numel() // k
-    target, layout, dtype = quantization.target, quantization.target.layout, quantization.target.dtype
-    largest = largest_value(dtype)
-    data = inputs.new_empty((*shape, k) if Layout.ROWS in layout else 0, dtype=dtype)
-    inverse_rms = inputs.new_empty((*shape, 1), dtype=torch.float32)
-    inverse_scale = target.scale.reciprocal()
-    block = triton.next_power_of_2(k)
-    _row[m,](
-        inputs,
-        gain,
-        target.scale,
-        data,
-        inverse_rms,
-        inverse_scale,
-        quantization.step_amax.view(torch.int32),
-        k,
-        epsilon,
-        LARGEST=largest,
-        WRITES_ROWS=Layout.ROWS in layout,
-        BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
-    )
-    if Layout.TRANSPOSED not in layout:
-        return QuantizedTensor(data, inverse_scale), inverse_rms
-    transposed = inputs.new_empty(k, m, dtype=dtype)
-    _transposed_tile[triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),](
-        inputs,
-        gain,
-        inverse_rms,
-        target.scale,
-        transposed,
-        m,
-        k,
-        LARGEST=largest,
-        BLOCK_M=BLOCK_M,
-        BLOCK_K=BLOCK_K,
-        num_warps=NUM_WARPS,
-    )
-    return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
+        Raises ``step_amax`` to the amax if that is larger. If the amax is not finite, the inverse scale is NaN.
+        """
+        inputs, gain = inputs.contiguous(), weight.contiguous()
+        *shape, k = inputs.shape
+        m, target, dtype = inputs.numel() // k, quantization.target, quantization.target.dtype
+        writes_rows, largest = Layout.ROWS in target.layout, largest_value(dtype)
+        data = inputs.new_empty((*shape, k) if writes_rows else 0, dtype=dtype)
+        inverse_rms = inputs.new_empty((*shape, 1), dtype=torch.float32)
+        inverse_scale, step_amax = target.scale.reciprocal(), quantization.step_amax.view(torch.int32)
+        block = triton.next_power_of_2(k)
+        # A program per row: the inverse RMS needs the whole row, which it then quantises without reading it again.
+        _row[m,](
+            *(inputs, gain, target.scale, data, inverse_rms, inverse_scale, step_amax, k, epsilon),
+            LARGEST=largest,
+            WRITES_ROWS=writes_rows,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+        if Layout.TRANSPOSED not in target.layout:
+            return QuantizedTensor(data, inverse_scale), inverse_rms
+        # A program per tile reads the input again: a row alone would write single bytes of the transpose.
+        transposed = inputs.new_empty(k, m, dtype=dtype)
+        pointers = inputs, gain, inverse_rms, target.scale, transposed
+        _transposed_tile[tiles_of(m, k)](*pointers, m, k, LARGEST=largest, **TILE)
+        return QuantizedTensor(data, inverse_scale, transposed), inverse_rms
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -115,11 +90,8 @@ def _transposed_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write a tile of the transpose, with the numbers of the rows; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Write a tile of the transpose, with the numbers of the rows."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * k + columns, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(gain_ptr + columns, mask=columns < k, other=0.0).to(tl.float32)
     inverse_rms = tl.load(inverse_rms_ptr + rows, mask=rows < m, other=0.0)
@@ -129,42 +101,30 @@ def _transposed_tile(
 
 
 class TritonSwiGLU(CompiledSwiGLU):
-    """If the next linear layer quantises its input with a known scale, this kernel writes the output in FP8 alone: 6
-    bytes per element for both layouts instead of 10. Otherwise the same as :class:`CompiledSwiGLU`."""
+    """:class:`CompiledSwiGLU`, which writes FP8 alone before a linear layer that quantises with a known scale: 6 bytes
+    per element for both layouts instead of 10."""
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        return quantized_swiglu(gate_and_up, quantization)
+        """The output computed in fp32 and rounded once, to FP8.
 
-
-def quantized_swiglu(gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-    """``silu(gate) * up`` of ``[..., 2f] = [gate, up]``, computed in fp32 and rounded once, to FP8.
-
-    Raises ``step_amax`` to the amax if that is larger. If the amax is not finite, the inverse scale is NaN.
-    """
-    assert gate_and_up.is_contiguous(), gate_and_up.stride()
-    *shape, width = gate_and_up.shape
-    m, k = gate_and_up.numel() // width, width // 2
-    target, layout, dtype = quantization.target, quantization.target.layout, quantization.target.dtype
-    data = gate_and_up.new_empty((*shape, k) if Layout.ROWS in layout else 0, dtype=dtype)
-    transposed = gate_and_up.new_empty((k, m) if Layout.TRANSPOSED in layout else 0, dtype=dtype)
-    inverse_scale = target.scale.reciprocal()
-    _swiglu_tile[triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K),](
-        gate_and_up,
-        target.scale,
-        data,
-        transposed,
-        inverse_scale,
-        quantization.step_amax.view(torch.int32),
-        m,
-        k,
-        LARGEST=largest_value(dtype),
-        WRITES_ROWS=Layout.ROWS in layout,
-        WRITES_TRANSPOSED=Layout.TRANSPOSED in layout,
-        BLOCK_M=BLOCK_M,
-        BLOCK_K=BLOCK_K,
-        num_warps=NUM_WARPS,
-    )
-    return QuantizedTensor(data, inverse_scale, transposed if Layout.TRANSPOSED in layout else None)
+        Raises ``step_amax`` to the amax if that is larger. If the amax is not finite, the inverse scale is NaN.
+        """
+        assert gate_and_up.is_contiguous(), gate_and_up.stride()
+        *shape, width = gate_and_up.shape
+        m, k = gate_and_up.numel() // width, width // 2
+        target, dtype = quantization.target, quantization.target.dtype
+        writes_rows, writes_transposed = Layout.ROWS in target.layout, Layout.TRANSPOSED in target.layout
+        data = gate_and_up.new_empty((*shape, k) if writes_rows else 0, dtype=dtype)
+        transposed = gate_and_up.new_empty((k, m) if writes_transposed else 0, dtype=dtype)
+        inverse_scale, step_amax = target.scale.reciprocal(), quantization.step_amax.view(torch.int32)
+        _swiglu_tile[tiles_of(m, k)](
+            *(gate_and_up, target.scale, data, transposed, inverse_scale, step_amax, m, k),
+            LARGEST=largest_value(dtype),
+            WRITES_ROWS=writes_rows,
+            WRITES_TRANSPOSED=writes_transposed,
+            **TILE,
+        )
+        return QuantizedTensor(data, inverse_scale, transposed if writes_transposed else None)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -183,11 +143,8 @@ def _swiglu_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Write a tile of the output; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Write a tile of the output."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     gate_ptr = gate_and_up_ptr + rows * (2 * k) + columns
     gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + k, mask=inside, other=0.0).to(tl.float32)

@@ -17,12 +17,30 @@ from torch import Tensor
 from megatron.core.ops.fp8 import LARGEST_SCALE, Fp8Format, largest_value
 from megatron.core.precision import Layout, QuantizedTensor
 
-BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
+TILE = {"BLOCK_M": 128, "BLOCK_K": 64, "num_warps": 8}
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""
 
 SCALARS = ["scale_ptr", "inverse_scale_ptr", "amax_ptr", "step_amax_ptr", "a_scale_ptr", "b_scale_ptr"]
 """Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
 layers: Triton would compile a kernel for each."""
+
+
+def tiles_of(m: int, k: int) -> tuple[int]:
+    """The grid of programs for a matrix ``[m, k]``."""
+    return (triton.cdiv(m, TILE["BLOCK_M"]) * triton.cdiv(k, TILE["BLOCK_K"]),)
+
+
+@triton.jit
+def own_tile(
+    m: tl.tensor, k: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The rows ``[BLOCK_M, 1]`` and columns ``[1, BLOCK_K]`` of a program's tile of ``[m, k]``, and which elements
+    exist. Neighbouring programs have neighbouring columns."""
+    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
+    # 64 bits: a matrix may have more than 2^31 elements.
+    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    return rows, columns, (rows < m) & (columns < k)
 
 
 @triton.jit
@@ -67,11 +85,8 @@ def quantize_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Quantise a tile; neighbouring programs have neighbouring columns."""
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    """Quantise a tile."""
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * row_stride + columns * column_stride, mask=inside, other=0.0).to(tl.float32)
     scale = tl.load(scale_ptr)
     quantized = to_fp8(x, scale, rows_ptr.dtype.element_ty, LARGEST)
@@ -82,7 +97,7 @@ def quantize_tile(
         tl.store(transposed_ptr + tl.trans(columns * m + rows), tl.trans(quantized), mask=tl.trans(inside))
     if RECORDS_AMAX:
         record_amax(tl.max(magnitude_bits(x)), step_amax_ptr, inverse_scale_ptr)
-    elif tile == 0:
+    elif tl.program_id(0) == 0:
         amax = tl.load(amax_ptr)
         tl.store(inverse_scale_ptr, tl.div_rn(1.0, scale) + (amax - amax))
 
@@ -110,10 +125,7 @@ def transpose_tile(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    tile, tiles_in_row = tl.program_id(0), tl.cdiv(k, BLOCK_K)
-    rows = (tile // tiles_in_row).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    columns = (tile % tiles_in_row).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (rows < m) & (columns < k)
+    rows, columns, inside = own_tile(m, k, BLOCK_M, BLOCK_K)
     x = tl.load(x_ptr + rows * k + columns, mask=inside, other=0)
     tl.store(transposed_ptr + tl.trans(columns * m + rows), tl.trans(x), mask=tl.trans(inside))
 
@@ -130,8 +142,7 @@ class TritonQuantization:
     def current_scale(self, amax: Tensor, dtype: torch.dtype, margin: int) -> Tensor:
         scale = torch.empty_like(amax)
         current_scale_kernel[(1,)](
-            amax,
-            scale,
+            *(amax, scale),
             LARGEST=largest_value(dtype),
             MARGIN_FACTOR=2.0**-margin,
             LARGEST_SCALE=LARGEST_SCALE,
@@ -144,9 +155,7 @@ class TritonQuantization:
         data = data.contiguous()
         m, k = data.shape
         transposed = data.new_empty(k, m)
-        transpose_tile[(_tiles(m, k),)](
-            data.view(torch.uint8), transposed.view(torch.uint8), m, k, BLOCK_M, BLOCK_K, num_warps=NUM_WARPS
-        )
+        transpose_tile[tiles_of(m, k)](data.view(torch.uint8), transposed.view(torch.uint8), m, k, **TILE)
         return transposed
 
     def _launch(
@@ -168,34 +177,25 @@ class TritonQuantization:
         data = tensor.new_empty(tensor.shape if writes_rows else 0, dtype=dtype) if out is None else out
         assert data.is_contiguous() and data.dtype == dtype
         transposed = tensor.new_empty(k, m, dtype=dtype) if writes_transposed else None
-        quantize_tile[(_tiles(m, k),)](
-            matrix,
-            *matrix.stride(),
-            target.scale,
-            data if transposed is None or writes_rows else transposed,
-            data if transposed is None else transposed,
-            inverse_scale,
-            inverse_scale if amax is None else amax,
-            inverse_scale if step_amax is None else step_amax.view(torch.int32),
-            m,
-            k,
+        # A pointer that the kernel does not use is any other.
+        rows_ptr = data if transposed is None or writes_rows else transposed
+        transposed_ptr = data if transposed is None else transposed
+        amax_ptr = inverse_scale if amax is None else amax
+        step_amax_ptr = inverse_scale if step_amax is None else step_amax.view(torch.int32)
+        source = (matrix, *matrix.stride(), target.scale)
+        quantize_tile[tiles_of(m, k)](
+            *(*source, rows_ptr, transposed_ptr, inverse_scale, amax_ptr, step_amax_ptr, m, k),
             LARGEST=largest_value(dtype),
             WRITES_ROWS=writes_rows,
             WRITES_TRANSPOSED=writes_transposed,
             RECORDS_AMAX=step_amax is not None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_K=BLOCK_K,
-            num_warps=NUM_WARPS,
+            **TILE,
             enable_fp_fusion=False,
         )
         return QuantizedTensor(data, inverse_scale, transposed)
 
 
-def _tiles(m: int, k: int) -> int:
-    return triton.cdiv(m, BLOCK_M) * triton.cdiv(k, BLOCK_K)
-
-
-GEMM_TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 128, "GROUP": 8}
+GEMM_TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """A tile of the gradient, the rows that one step of its sum reads, and the tiles of dim 0 that neighbouring programs
 compute, because they read the same inputs. Not tuned on a device."""
 
@@ -251,17 +251,8 @@ class TritonFp8WeightGradient:
         (n, m), k = a.data.shape, b.data.shape[0]
         tiles = triton.cdiv(n, GEMM_TILE["BLOCK_N"]) * triton.cdiv(k, GEMM_TILE["BLOCK_K"])
         accumulate_tile[(tiles,)](
-            buffer,
-            a.data,
-            b.data,
-            a.inverse_scale,
-            b.inverse_scale,
-            n,
-            k,
-            m,
+            *(buffer, a.data, b.data, a.inverse_scale, b.inverse_scale, n, k, m),
             ACCUMULATES=accumulate,
             **GEMM_TILE,
-            num_warps=8,
-            num_stages=4,
             enable_fp_fusion=False,
         )
