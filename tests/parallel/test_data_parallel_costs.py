@@ -241,7 +241,7 @@ def sent_by_layout() -> Iterator[Any]:
     yield pytest.param(Layout(dp=RANKS, strategy="optim_grads", microbatches=4), 4 + 1, 0, id="ZeRO-2")
 
 
-@pytest.mark.parametrize(("layout", "times", "without_embedding"), sent_by_layout())
+@pytest.mark.parametrize(("layout", "times", "without_embedding"), list(sent_by_layout()))
 def test_a_step_sends_what_a_ring_must(
     four_ranks: RankPool, layout: Layout, times: int, without_embedding: int
 ) -> None:
