@@ -34,6 +34,15 @@ class RankGrid:
     tp x cp x dp = etp x ep x edp, and ``ep`` in ``order`` has no effect.
     """
 
+    # TP2 PP2 DP2 in the default order, experts folded as EP2:
+    #
+    #     rank    0  1  2  3  4  5  6  7
+    #     tp      0  1  0  1  0  1  0  1
+    #     pp      0  0  1  1  0  0  1  1
+    #     dp      0  0  0  0  1  1  1  1
+    #     ep      0  1  0  1  0  1  0  1      of the ranks 0 1 4 5 of stage 0, and 2 3 6 7 of stage 1
+    #     edp     0  0  0  0  1  1  1  1
+
     tp: int = 1
     cp: int = 1
     pp: int = 1

@@ -258,13 +258,6 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_communicator_knows_its_place() -> None:
-    communicator = Communicator((3, 7, 11), rank=7, name="dp")
-    assert (communicator.rank, communicator.size, communicator.name) == (1, 3, "dp")
-    with pytest.raises(ValueError, match="not in"):
-        Communicator((3, 7, 11), rank=4)
-
-
 def test_a_rank_has_its_part_of_what_all_divide() -> None:
     tensor = torch.arange(24).view(12, 2)
     parts = [Communicator((4, 6, 8), rank).own_part(tensor) for rank in (4, 6, 8)]

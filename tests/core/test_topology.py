@@ -113,13 +113,6 @@ def test_the_default_order_puts_tensor_parallel_ranks_side_by_side() -> None:
     assert {axis: grid.group(5, (axis,)) for axis in groups} == groups
 
 
-def test_the_order_decides_how_many_nodes_a_group_of_experts_touches() -> None:
-    """TP2 PP4 DP8 EP8 on nodes of 8 GPUs."""
-    grid = RankGrid(tp=2, pp=4, dp=8, ep=8)
-    assert grid.group(0, ("ep",)) == (0, 1, 8, 9, 16, 17, 24, 25)
-    assert replace(grid, order=ORDER_OF_MEGATRON).group(0, ("ep",)) == tuple(range(8))
-
-
 def test_experts_add_no_ranks_to_the_world() -> None:
     assert RankGrid(tp=2, cp=2, dp=4, ep=8, etp=2).world_size == 16
     with pytest.raises(AssertionError):

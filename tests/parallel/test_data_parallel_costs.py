@@ -1,8 +1,9 @@
 """What a data-parallel strategy costs: memory per parameter, bytes sent per step, and when they are sent."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from tests.parallel.layout_run import CPU, DEEP_MODEL, MODEL, Layout, Task, build, grid_of, microbatches, topology_of
+from tests.parallel.rows import identifier
 from tests.parallel.tasks import MIX, SGD_SHORT, full
 from tests.rank_pool import RankPool
 
@@ -219,32 +221,33 @@ def numbers_sent_per_parameter(layout: Layout) -> tuple[float, float]:
     return sent / parameters, chunk.embedding.weight.numel() / parameters
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["at the end", "overlapped"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_sends_what_a_ring_must(four_ranks: RankPool, strategy: ShardingStrategy, overlap: bool) -> None:
-    """2 (d - 1) / d numbers per parameter, and a third with FSDP, which gathers weights again for the backward pass,
-    where only the embedding's are not read; padding of the buckets aside."""
-    layout = Layout(
-        dp=RANKS,
-        strategy=strategy,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and strategy != "no_shard",
-    )
-    for sent, embedding in four_ranks.run(numbers_sent_per_parameter, layout):
-        times = 3 - embedding if strategy == "optim_grads_params" else 2
-        assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
+FSDP = Layout(dp=RANKS, strategy="optim_grads_params")
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("defer", [False, True])
-def test_fsdp_sends_less_where_memory_allows(four_ranks: RankPool, reshard: bool, defer: bool) -> None:
-    """Of four microbatches, all are gathered for (twice, but for the embedding) or one, and all are reduced or one."""
-    layout = Layout(
-        dp=RANKS, strategy="optim_grads_params", microbatches=4, reshard_after_forward=reshard, defer_grad_reduce=defer
-    )
+def sent_by_layout() -> Iterator[Any]:
+    """Layouts, how many times (d - 1) / d numbers per parameter a step sends, and how many of these times all but the
+    embedding's, which the backward pass does not read."""
+    for strategy, overlap in product(STRATEGIES, (False, True)):
+        layout = replace(FSDP, strategy=strategy, overlap_grad_reduce=overlap)
+        layout = replace(layout, overlap_param_gather=overlap and strategy != "no_shard")
+        # A ring must send them twice; FSDP gathers weights again for the backward pass.
+        yield pytest.param(layout, *((3, 1) if strategy == "optim_grads_params" else (2, 0)), id=identifier(layout))
+    for reshard, defer in product((True, False), repeat=2):
+        # Of four microbatches, all are gathered for twice or one once, and all are reduced or one.
+        layout = replace(FSDP, microbatches=4, reshard_after_forward=reshard, defer_grad_reduce=defer)
+        gathers, again = (8, 4) if reshard else (1, 0)
+        yield pytest.param(layout, gathers + (1 if defer else 4), again, id=identifier(layout))
+    # The price of ZeRO-2: M reduce-scatters and one all-gather.
+    yield pytest.param(Layout(dp=RANKS, strategy="optim_grads", microbatches=4), 4 + 1, 0, id="ZeRO-2")
+
+
+@pytest.mark.parametrize(("layout", "times", "without_embedding"), list(sent_by_layout()))
+def test_a_step_sends_what_a_ring_must(
+    four_ranks: RankPool, layout: Layout, times: int, without_embedding: int
+) -> None:
+    """Padding of the buckets aside."""
     for sent, embedding in four_ranks.run(numbers_sent_per_parameter, layout):
-        times = (4 * (2 - embedding) if reshard else 1) + (1 if defer else 4)
-        assert sent == pytest.approx(times * (RANKS - 1) / RANKS, rel=0.02)
+        assert sent == pytest.approx((times - without_embedding * embedding) * (RANKS - 1) / RANKS, rel=0.02)
 
 
 @dataclass
@@ -289,7 +292,6 @@ def gathers_of(task: Task, layout: Layout) -> Gathers:
     return seen
 
 
-FSDP = Layout(dp=RANKS, strategy="optim_grads_params")
 AHEAD, KEPT = replace(FSDP, overlap_param_gather=True), replace(FSDP, reshard_after_forward=False)
 RECOMPUTED = replace(FSDP, activations=full("uniform", 2))
 
@@ -313,13 +315,6 @@ def test_weights_are_gathered_once_for_each_pass(
     recomputed together are one unit, whose experts stay whole from its second forward to its backward pass."""
     for seen in four_ranks.run(gathers_of, task, layout):
         assert (seen.groups, seen.before) == (groups.replace(" ", ""), before)
-
-
-def test_sharded_gradients_are_sent_with_every_microbatch(four_ranks: RankPool) -> None:
-    """The price of ZeRO-2: M reduce-scatters and one all-gather."""
-    layout = Layout(dp=RANKS, strategy="optim_grads", microbatches=4)
-    for sent, _ in four_ranks.run(numbers_sent_per_parameter, layout):
-        assert sent == pytest.approx((4 + 1) * (RANKS - 1) / RANKS, rel=0.02)
 
 
 def reduced(strategy: ShardingStrategy, instances: int, in_bf16: bool) -> tuple[int, float]:

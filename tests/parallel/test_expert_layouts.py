@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 from torch import nn
 
-from megatron.config.activations import RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.moe.layer import Router
@@ -59,22 +59,14 @@ def _all_foldings() -> Iterator[Case]:
             if instances > 1 and (strategy == "no_shard" or dp % 2 or edp % 2):
                 continue
             layout = Layout(
-                tp,
-                dp,
-                sequence_parallel=tp > 1,
-                strategy=strategy,
-                instances=instances,
-                microbatches=count,
-                pp=pp,
-                cp=cp,
-                ep=ep,
-                etp=etp,
-                dispatcher=dispatcher,
-                bucket_size=3000 if strategy in ("optim", "optim_grads") else None,
-                overlap_grad_reduce=count == 4,
-                overlap_param_gather=count == 4 and strategy != "no_shard",
+                tp, dp, tp > 1, strategy, instances, count, pp, cp=cp, ep=ep, etp=etp, dispatcher=dispatcher
             )
-            yield task, layout
+            buckets = 3000 if strategy in ("optim", "optim_grads") else None
+            gathers = count == 4 and strategy != "no_shard"
+            yield (
+                task,
+                replace(layout, bucket_size=buckets, overlap_grad_reduce=count == 4, overlap_param_gather=gathers),
+            )
 
 
 def expert_matrix() -> Iterator[Case]:
@@ -109,14 +101,7 @@ def expert_matrix() -> Iterator[Case]:
         yield DSV, Layout(2, 1, True, ep=2, etp=1, activations=activations)
     offload = full("uniform", 1, cpu_offloading_num_layers=1)
     yield L4, Layout(dp=2, ep=2, activations=offload)
-    yield (
-        L4,
-        Layout(
-            dp=2,
-            ep=2,
-            activations=replace(offload, recompute_granularity=None, recompute_method=None, recompute_num_layers=None),
-        ),
-    )
+    yield L4, Layout(dp=2, ep=2, activations=ActivationConfig(cpu_offloading_num_layers=1))
     yield L4_OVERLAP, Layout(2, 2, True, ep=2, pp=2, schedule="zb-h1", microbatches=4, activations=selective("moe"))
     yield L4, Layout(2, 1, True, ep=2, transformer_engine=True)
     # The auxiliary loss of a microbatch depends on its samples, which are the same here.

@@ -72,28 +72,10 @@ def _fits(tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: An
 def _case(
     task: Task, tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: Any, activations: ActivationConfig
 ) -> Case:
-    (cp, kinds, sizes), (pp, schedule), (dp, strategy, instances), (ep, etp) = (
-        exchange,
-        pipeline,
-        data_parallel,
-        experts,
-    )
-    return task, Layout(
-        tp,
-        dp,
-        sequence_parallel=tp > 1,
-        strategy=strategy,
-        instances=instances,
-        microbatches=4 if pp > 1 else 2,
-        pp=pp,
-        schedule=schedule,
-        cp=cp,
-        cp_comm_type=kinds,
-        cp_sizes=sizes,
-        ep=ep,
-        etp=etp,
-        activations=activations,
-    )
+    (cp, kinds, sizes), (pp, schedule), (dp, strategy, instances) = exchange, pipeline, data_parallel
+    layout = Layout(tp, dp, tp > 1, strategy, instances, 4 if pp > 1 else 2, pp, schedule, cp=cp, cp_comm_type=kinds)
+    ep, etp = experts
+    return task, replace(layout, cp_sizes=sizes, ep=ep, etp=etp, activations=activations)
 
 
 def _exchanges() -> Iterator[tuple[int, tuple[ContextParallelType, ...], tuple[int, ...]]]:
@@ -129,10 +111,8 @@ def llama4_matrix() -> Iterator[Case]:
     # Layer kinds by global number, in stages that have one kind, several, or no layers.
     for schedule in SCHEDULES:
         yield CHUNKS, Layout(pp=2, schedule=schedule, microbatches=4)
-    yield (
-        DEEP_CHUNKS,
-        Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4, activations=selective("core_attn")),
-    )
+    interleaved = Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4)
+    yield DEEP_CHUNKS, replace(interleaved, activations=selective("core_attn"))
     yield DEEP_CHUNKS, Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, strategy="optim_grads")
     yield DEEP_CHUNKS, Layout(pp=4, split="E|tttt|ttt|tL", microbatches=4)
     # Sums over other ranks, and what runs again.

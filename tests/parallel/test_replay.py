@@ -66,24 +66,16 @@ def seeded(case: Any, *arguments: Any) -> Any:
     return case(*arguments)
 
 
-def compare(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.whole_matrix) for name in CASES]
+)
+def test_a_replay_changes_nothing(four_ranks: RankPool, name: str) -> None:
     task, layout = CASES[name]
-    without = pool.run(seeded, trained, task, layout, False, world_size=4)
-    with_replays = pool.run(seeded, trained, task, layout, True, world_size=4)
+    without = four_ranks.run(seeded, trained, task, layout, False, world_size=4)
+    with_replays = four_ranks.run(seeded, trained, task, layout, True, world_size=4)
     for (expected, _), (bits, verdicts) in zip(without, with_replays):
         assert bits == expected
         assert verdicts == [Verdict("data")] * 3
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_replay_changes_nothing(four_ranks: RankPool, name: str) -> None:
-    compare(four_ranks, name)
-
-
-@pytest.mark.whole_matrix
-@pytest.mark.parametrize("name", sorted(CASES.keys() - set(SAMPLE)))
-def test_a_replay_changes_nothing_in_other_layouts(four_ranks: RankPool, name: str) -> None:
-    compare(four_ranks, name)
 
 
 class FaultyProduct:

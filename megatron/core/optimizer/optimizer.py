@@ -6,12 +6,13 @@ Shards whose weights have the master weights' dtype are their own master weights
 
 # A step:
 #
-#     gradients (sums over ranks, from the buckets)          master weights, moments, average: this rank's shards
-#        | squared norms, one all-reduce                        |
-#        v                                                      v
-#     global norm - is it finite, accepted? - clip - update rule on slices (or on whole matrices) - average
-#                                                               |
-#                     all-gather of weights <- model's weights <+ copy, if they are narrower
+#     gradients: sums over the ranks, from the buckets         master weights, moments, average: of this rank's shards
+#        |                                                        |
+#     squared norms, one all-reduce: the global norm              |
+#        |                                                        |
+#     finite and accepted? - clip ------------------------> update rule on slices, or on whole matrices
+#                                                                 |
+#     all-gather of the weights <- the model's weights <- copy, if these are narrower; the average follows
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -128,7 +129,7 @@ class Optimizer:
             group = self._groups.setdefault(key, Group([], config.weight_decay if info.weight_decay else 0.0))
             group.shards.append(shard)
         self._ema_decay = config.ema_decay
-        self.averages: Sequence[Tensor] = ()
+        self.averages: list[Tensor] = []
         """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
         if config.ema_decay is not None:
             self.averages = [master.detach().clone() for master in self._masters]
