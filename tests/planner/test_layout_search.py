@@ -1,4 +1,4 @@
-"""The search of layouts: pruning, ranking, rehearsals, cost, and the correction by a measured run."""
+"""The search of layouts: pruning, ranking, dry runs, cost, and the correction by a measured run."""
 
 import json
 import math
@@ -12,16 +12,17 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
+from megatron.planner.plan import parallel_map
 from megatron.planner.search.accuracy import (
     CORRECTED_ERROR,
     KNOWN_ERROR,
+    LARGEST_MEASURED,
     OWN_ERROR,
     SAME_MODEL_ERROR,
     UNKNOWN_ERROR,
     Level,
     basis_warnings,
     config_of,
-    largest_measured,
     level_of,
     measured_level,
 )
@@ -32,7 +33,6 @@ from megatron.planner.search.result import (
     PlannedLayout,
     command,
     first_of_families,
-    layout_name,
     num_dimensions,
     rank,
 )
@@ -41,12 +41,10 @@ from megatron.planner.search.search import (
     accuracy_warnings,
     describe_limit,
     find_layouts,
-    largest_overhead,
     node_warnings,
-    parallel_map,
     price_layouts,
-    rehearse_best,
     scale_point,
+    simulate_best,
     unit_records,
 )
 from megatron.planner.search.stage_memory import StageMemory
@@ -72,7 +70,7 @@ def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayo
     """A priced layout that takes so many seconds and GiB."""
     return PlannedLayout(
         layout=layout, flags=layout.flags(), step_time_s=seconds, interval_s=(seconds, seconds),
-        terms={"products": seconds}, memory_bytes=int(memory * GIB), tightest_stage=0, is_rehearsed=False,
+        terms={"products": seconds}, memory_bytes=int(memory * GIB), tightest_stage=0, is_simulated=False,
         memory_by_stage=(), passes=None, bubble_fraction=0.0, tokens_per_s_per_gpu=1.0, mfu=0.5, limits="",
         advice="", is_tie=False,
     )  # fmt: skip
@@ -137,7 +135,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
         for layout in layouts
     ]  # fmt: skip
     seconds = StepTimeModel(Workload(steps)).price(load_fitted()).total
-    ties = {layout_name(layout) for layout, one in zip(layouts, seconds) if one <= TIE * seconds.min()}
+    ties = {layout.name for layout, one in zip(layouts, seconds) if one <= TIE * seconds.min()}
     assert "TP4 PP4 VP5 CP2 DP2" in ties and len(layouts) > 50 and len(ties) <= 10
 
 
@@ -147,8 +145,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
 def test_a_layout_is_limited_by_its_largest_term_besides_products() -> None:
     terms = {"products": 6.0, "attention": 0.5, "tensor parallelism": 1.0, "output layer": 2.0, "bubble": 0.5}
     alone = replace(LAYOUT, pp=1, vp=1)
-    assert largest_overhead(terms, alone) == "tensor parallelism"  # the output layer is a product
-    assert largest_overhead(terms, LAYOUT) == "output layer"  # for which the other stages wait
+    assert describe_limit(terms, LAYOUT, job())[0].startswith("output layer")  # for which the other stages wait
     limits, advice = describe_limit(terms, alone, job((*LLAMA_70B, "--no-tp-comm-overlap")))
     assert limits == "tensor parallelism: 10% of the step"
     assert advice.startswith("--tp-comm-overlap")
@@ -232,7 +229,7 @@ def test_what_has_no_measurements_is_said() -> None:
     assert accuracy_warnings(other, LAYOUT, Level()) == [
         "There are no measurements of the GPU of h300: times are +-30%."
     ]
-    largest = largest_measured()
+    largest = LARGEST_MEASURED
     large = job((*LLAMA_70B[:5], "2048", "--bf16"), 4 * largest)
     layout = replace(LAYOUT, tp=8, pp=8, vp=5, cp=1, dp=128)
     assert accuracy_warnings(large, layout, Level()) == [
@@ -339,30 +336,30 @@ def test_the_pasted_command_gives_the_layout() -> None:
         assert pasted.training.micro_batch_size == one.layout.micro_batch_size
 
 
-def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out() -> None:
-    """Memory of a rehearsal as if the records had missed something in some of the best layouts."""
+def test_a_layout_that_does_not_fit_in_its_dry_run_is_left_out() -> None:
+    """Memory of a dry run as if the records had missed something in some of the best layouts."""
     of_run = job(TINY, num_gpus=4)
     records = unit_records(of_run)
     ranked = find_layouts(of_run, Level(), records).planned
     limit = of_run.config.dry_run.gpu_memory
     first, second = (one.layout for one in islice(first_of_families(ranked), 2))
-    rehearsed: list[Layout] = []
+    simulated: list[Layout] = []
 
-    def rehearse(_: Job, layout: Layout) -> Memory:
-        rehearsed.append(layout)
+    def simulate(_: Job, layout: Layout) -> Memory:
+        simulated.append(layout)
         return {"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}
 
     too_large = {first, second}
-    found = rehearse_best(of_run, ranked, 3, records, simulate=rehearse, in_parallel=False)
+    found = simulate_best(of_run, ranked, 3, records, simulate=simulate, in_parallel=False)
     assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
-    assert too_large < set(rehearsed) and len(rehearsed) == len(set(rehearsed)) >= 5
-    kept = [one for one in found if one.is_rehearsed]
+    assert too_large < set(simulated) and len(simulated) == len(set(simulated)) >= 5
+    kept = [one for one in found if one.is_simulated]
     assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
     too_large = {one.layout for one in ranked}
-    rehearsed.clear()
-    found = rehearse_best(of_run, ranked, 1, records, simulate=rehearse, in_parallel=False)
-    assert len(rehearsed) == 4  # then it stops
-    assert len(found) == len(ranked) - 4 and not any(one.is_rehearsed for one in found)
+    simulated.clear()
+    found = simulate_best(of_run, ranked, 1, records, simulate=simulate, in_parallel=False)
+    assert len(simulated) == 4  # then it stops
+    assert len(found) == len(ranked) - 4 and not any(one.is_simulated for one in found)
 
 
 def test_given_flags_are_known_by_their_fields() -> None:

@@ -50,14 +50,6 @@ def test_at_the_peak_the_time_is_the_flops_of_the_model(is_gated: bool) -> None:
     assert seconds(run, constants=IDEAL) == [pytest.approx((products + attention) / 989e12, rel=1e-6)]
 
 
-@pytest.mark.parametrize("name", ["tensor parallelism", "context parallelism", "data parallelism", "pipeline messages"])
-def test_fp32_moves_twice_the_bytes(name: str) -> None:
-    run = replace(LLAMA_8B, tp=2, cp=2, pp=2, dp=2, gpus=16)
-    wide = replace(run, software=replace(SOFTWARE, element_bytes=4))
-    constants = {**load_fitted(), "product_bytes": 1e-15}
-    assert terms(wide, constants)[name] == pytest.approx(2 * terms(run, constants)[name])
-
-
 def test_an_optimizer_updates_the_parameters_of_its_shard() -> None:
     alone = replace(LLAMA_8B, gpus=1, dp=1)
     whole = replace(LLAMA_8B, software=replace(SOFTWARE, sharding="none"))

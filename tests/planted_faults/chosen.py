@@ -418,8 +418,8 @@ FIGURES = (
     ),
     Fault(
         "the optimizer updates the parameters of all ranks",
-        "parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)",
-        "parameters = self._parameters()",
+        "parameters = self.parameters / np.where(is_sharded, self.dp * self.cp, 1.0)",
+        "parameters = self.parameters",
         ("planner/test_step_time.py",),
     ),
     Fault(

@@ -33,7 +33,7 @@ def tips(page: Page) -> list[str]:
 
 def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Page) -> None:
     for rank, one in enumerate(result.layouts, start=1):
-        tip = next(tip for tip in tips(page) if tip.startswith(f"{rank}: {one.name}\n") and "MFU" in tip)
+        tip = next(tip for tip in tips(page) if tip.startswith(f"{rank}: {one.layout.name}\n") and "MFU" in tip)
         for figure in (
             seconds(one.step_time_s),
             *map(seconds, one.interval_s),
@@ -45,7 +45,7 @@ def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Pag
             assert figure in tip and figure in page.text
         assert f"{one.bubble_fraction:.1%}" in page.text
         for name, term in one.terms.items():
-            bar = f"{rank}: {one.name}\n{name}: {seconds(term)}, {term / one.step_time_s:.1%}"
+            bar = f"{rank}: {one.layout.name}\n{name}: {seconds(term)}, {term / one.step_time_s:.1%}"
             assert (bar in tips(page)) == (term > 0)
         if one.passes is not None:
             assert seconds(one.step_time_s) in page.text
@@ -54,7 +54,7 @@ def test_every_figure_of_a_layout_is_on_the_page(result: SearchResult, page: Pag
 def test_layouts_are_marked_and_their_flags_can_be_copied(result: SearchResult) -> None:
     text = plan_page(result)
     assert text.count('<span class="badge good">tie</span>') == len(result.ties) == 3
-    for name in ("chosen rehearsed", "tie rehearsed", "tie"):  # the first, the second, and the third
+    for name in ("chosen simulated", "tie simulated", "tie"):  # the first, the second, and the third
         assert text.count(f'class="{name}"') == 1
     assert copied(text) == [shlex.join(command(result.job, one)) for one in result.layouts]
 
@@ -166,7 +166,7 @@ def test_the_front_has_what_no_layout_beats() -> None:
 
 
 def test_layouts_of_other_sizes_are_compared_with_the_rehearsed_ones(result: SearchResult) -> None:
-    copies = [replace(result.layouts[0], is_rehearsed=False)] * 20
+    copies = [replace(result.layouts[0], is_simulated=False)] * 20
     ranks = [
         rank
         for rank, _ in plan_charts.compared(
