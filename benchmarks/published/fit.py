@@ -57,11 +57,13 @@ def fit(runs: Sequence[PublishedRun]) -> dict[str, float]:
     point, damping = start.copy(), 1.0
     best = objective(point)
     for _ in range(_ITERATIONS):
+        # A Gauss-Newton step: rows with a large error weigh less (Huber), priors pull towards the start.
         error = residuals(point)
         jacobian = _jacobian(residuals, point, error)
         weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(error), 1e-12)) / _SIGMA**2
         curvature = jacobian.T @ (weight[:, None] * jacobian) + np.diag(1 / spread**2)
         slope = jacobian.T @ (weight * error) + (point - start) / spread**2
+        # Damp more until the objective falls (Levenberg-Marquardt).
         for _ in range(_TRIALS):
             damped = curvature + damping * 0.1 * np.diag(np.diag(curvature))
             step = np.clip(np.linalg.solve(damped, -slope), -_LARGEST_STEP, _LARGEST_STEP)
@@ -84,7 +86,6 @@ def _jacobian(residuals: Callable[[Array], Array], point: Array, error: Array) -
 
 
 def measured(runs: Sequence[PublishedRun]) -> Array:
-    """The seconds of the runs that have been measured."""
     return np.array([one.seconds for one in runs if one.seconds is not None])
 
 
@@ -159,6 +160,7 @@ def corrected_errors(
 
 def _corrected(level: Array) -> list[float]:
     """The median error of each run, corrected by each other one."""
+    # [runs, runs - 1]: the error of each run with the level of each other one.
     others = np.abs(np.expm1(level[:, None] - level[None, :]))[~np.eye(len(level), dtype=bool)]
     return [] if len(level) < 2 else np.median(others.reshape(len(level), -1), axis=1).tolist()
 
@@ -171,7 +173,7 @@ class Repeat:
 
     @property
     def difference(self) -> float:
-        """Of the longer time from the shorter one, relative."""
+        """Relative difference of the longer time from the shorter one."""
         times = measured(self.runs)
         return float(times.max() / times.min() - 1)
 

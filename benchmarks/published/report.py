@@ -60,7 +60,7 @@ class Table:
         return "\n".join("| " + " | ".join(row) + " |" for row in (self.columns, rule, *self.rows))
 
     def text(self) -> str:
-        """With aligned columns."""
+        """The table with aligned columns."""
         table = (self.columns, *self.rows)
         widths = [max(len(row[column]) for row in table) for column in range(len(self.columns))]
         return "\n".join(
@@ -100,7 +100,7 @@ class Evaluation:
         ]
 
     def errors_left_out(self, source: str, with_doubtful: bool = True) -> Array | None:
-        """Of the rows of a source, by the constants without it; None if no other source has their GPUs."""
+        """Errors of the rows of a source with the constants without it; None if no other source has their GPUs."""
         rows = left_out(self.known, source)
         rows = rows if with_doubtful else without_doubtful(rows)
         return errors(rows, self.without[source]) if rows else None
@@ -150,6 +150,7 @@ class Evaluation:
         return Table(("GPUs", *_columns("fitted"), *_columns("held back")), tuple(rows))
 
     def _after_one_run(self) -> Table:
+        # With the constants of the other sources, as for software that the fit does not know.
         by_key = self._corrected(self.without)
         rows = []
         for source in sources(self.known):
@@ -209,6 +210,7 @@ def _percent(share: float) -> str:
 
 def record(evaluation: Evaluation) -> str:
     """The content of the planner's record: the constants, which of them are fitted, errors, and what is measured."""
+    # Held-back rows have been measured, too, though they are not fitted.
     runs = [run_of(one) for one in (*evaluation.known, *evaluation.held_back)]
     keys = {
         regime.key

@@ -30,7 +30,7 @@ SMALL_MODEL = (
     "--num-layers 1 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 16 --kv-channels 16 "
     "--vocab-size 2048 --seq-length 256"
 )
-"""For CPUs."""
+"""The model that is measured on CPUs."""
 LARGE_MODEL = "--model llama3.1-8b --seq-length 8192"
 
 

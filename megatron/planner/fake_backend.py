@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 
 
 class ShapeTracker(MemoryTracker):
-    """Also returns values where the code reads a fake tensor, which has none.
+    """A tracker that also returns values where the code reads a fake tensor, which has none.
 
     Losses and norms are 1, conditions are true, and no document starts inside a sample.
     """

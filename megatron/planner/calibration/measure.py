@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.topology import single_process
 from megatron.planner.calibration.operations import (
@@ -55,12 +56,6 @@ class Sample:
         return cls(middle, (third - first) / 2 / middle)
 
 
-class Control(Protocol):
-    """Objects of all ranks (:class:`megatron.core.control.ControlGroup`)."""
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The processes that measure at the same time, as they would train at the same time."""
@@ -69,11 +64,10 @@ class Ranks:
     world_size: int = 1
     local_size: int = 1
     """Processes of a node."""
-    control: Control | None = None
+    control: ControlGroup | None = None
     """None for one process."""
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.control is not None:
             self.control.all_gather_object(None)
 
@@ -84,7 +78,7 @@ class Ranks:
         return float(max(self.control.all_gather_object(seconds)))
 
     def agree(self, samples: list[Sample]) -> list[Sample]:
-        """Of each sample the median over the ranks."""
+        """The samples with the median over the ranks."""
         if self.control is None:
             return samples
         of_ranks = self.control.all_gather_object([one.median for one in samples])
@@ -94,7 +88,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """The number and the length of the turns."""
 
     turns: int = 7
     warmup: int = 2
@@ -120,29 +114,21 @@ def seconds_of(action: Action, device: torch.device, repeats: int) -> float:
 
 
 def take_turns(
-    actions: Sequence[Action],
-    device: torch.device,
-    effort: Effort,
-    *,
-    barrier: Action = lambda: None,
-    longest: Callable[[float], float] = lambda seconds: seconds,
-    advance: Action = lambda: None,
+    actions: Sequence[Action], device: torch.device, effort: Effort, ranks: Ranks, advance: Action
 ) -> list[Sample]:
-    """Measure every action once in each turn.
-
-    ``barrier`` waits for all ranks. ``longest`` returns the largest of the ranks' values, so that all of them repeat a
-    collective equally often. ``advance`` is called after each turn of an action.
-    """
+    """Measure every action once in each turn; ``advance`` is called after each turn of an action."""
     repeats = []
     for action in actions:
         for _ in range(effort.warmup):
             action()
-        barrier()
-        repeats.append(max(1, int(effort.least_seconds / longest(seconds_of(action, device, 1)))))
+        ranks.barrier()
+        # All ranks repeat a collective equally often.
+        slowest = ranks.longest(seconds_of(action, device, 1))
+        repeats.append(max(1, int(effort.least_seconds / slowest)))
     seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(effort.turns):
         for number, action in enumerate(actions):
-            barrier()
+            ranks.barrier()
             seconds[number].append(seconds_of(action, device, repeats[number]))
             advance()
     return [Sample.of(one) for one in seconds]
@@ -167,7 +153,7 @@ class Plan:
     """Operations that exist, and take turns, at the same time."""
 
     def for_gpus(self) -> "Plan":
-        """The same with sizes that fill a GPU and its links, and one operation in memory."""
+        """This plan with sizes that fill a GPU and its links, and one operation in memory."""
         sizes = tuple(2**power for power in (20, 22, 24, 26, 28))
         return replace(self, copy_bytes=2**30, message_bytes=sizes, together=1)
 
@@ -190,27 +176,27 @@ class Measured:
     copy: Sample
     collectives: Mapping[CollectiveShape, Sample]
     steps: Mapping[tuple[int, int, int], Sample]
-    """By layers, sequences of a microbatch, and microbatches."""
+    """Steps by number of layers, sequences of a microbatch, and microbatches."""
 
 
 def merge(one: Measured, other: Measured) -> Measured:
     """The means of two measurements, such as one before and one after the runs that they explain."""
 
     def mean(first: Mapping[Any, Sample], second: Mapping[Any, Sample]) -> dict[Any, Sample]:
-        return {key: _mean(sample, second[key]) for key, sample in first.items()}
+        found = {}
+        for key, sample in first.items():
+            spread = (sample.spread + second[key].spread) / 2
+            found[key] = Sample((sample.median + second[key].median) / 2, spread)
+        return found
 
     return replace(
         one,
         products=mean(one.products, other.products),
         attention=mean(one.attention, other.attention),
-        copy=_mean(one.copy, other.copy),
+        copy=mean({"": one.copy}, {"": other.copy})[""],
         collectives=mean(one.collectives, other.collectives),
         steps=mean(one.steps, other.steps),
     )
-
-
-def _mean(one: Sample, other: Sample) -> Sample:
-    return Sample((one.median + other.median) / 2, (one.spread + other.spread) / 2)
 
 
 Progress = Callable[[str, int], None]
@@ -223,17 +209,12 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
     def turns(what: str, builders: Sequence[Callable[[], Action]]) -> list[Sample]:
         samples: list[Sample] = []
         for first in range(0, len(builders), plan.together):
-            samples += take_turns(
-                [build() for build in builders[first : first + plan.together]],
-                plan.device,
-                plan.effort,
-                barrier=ranks.barrier,
-                longest=ranks.longest,
-                advance=lambda: progress(what, 1),
-            )
+            actions = [build() for build in builders[first : first + plan.together]]
+            samples += take_turns(actions, plan.device, plan.effort, ranks, lambda: progress(what, 1))
             gc.collect()  # models have reference cycles
         return ranks.agree(samples)
 
+    # Each kind takes its turns apart; `together` bounds how many of a kind are in memory at once.
     model, length, device = plan.model, plan.config.seq_length, plan.device
     products = product_shapes(model, length, plan.batches)
     attention = attention_shapes(model, length, max(plan.batches))
@@ -252,7 +233,7 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
 
 
 def number_of_operations(plan: Plan, ranks: Ranks) -> int:
-    """How often :func:`measure` calls its progress."""
+    """The number of times that :func:`measure` calls its progress."""
     groups = groups_of(ranks.world_size, ranks.local_size)
     products = product_shapes(plan.model, plan.config.seq_length, plan.batches)
     collectives = collective_shapes(groups, plan.message_bytes)
@@ -308,6 +289,7 @@ def _after_a_product(
         first, second = product(), collective_action(shape, group, plan.device)
         return lambda: (first(), second())
 
+    # In the same turns: the product alone, then each ring after it.
     of_product, *found = turns([product, *(partial(after_product, shape) for shape in alone)])
     return {
         shape: replace(sample, median=max(sample.median - of_product.median, alone[shape].median))

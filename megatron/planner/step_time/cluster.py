@@ -55,7 +55,7 @@ class Cluster:
     pod_size: int | None = None
     """GPUs between which the network has its full rate; None for all."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """By constant: where it is from, with a date."""
+    """The source of each constant, with a date."""
     constants: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Values that replace fitted constants."""
 
