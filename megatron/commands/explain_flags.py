@@ -35,31 +35,29 @@ OTHER_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Explained:
-    """What becomes of the flags of a recipe."""
+    """The flags of a recipe, by what becomes of them."""
 
     kept: tuple[str, ...]
     no_effect: tuple[str, ...]
-    corrections: tuple[str, ...]
-    """A sentence for everything that keeps the run from starting."""
-    inferred: tuple[str, ...]
-    """Flags that follow from others, with the reason."""
-    unstated: tuple[str, ...]
-    """Flags of ``OTHER_DEFAULTS`` that are not given."""
+    corrections: tuple[str, ...]  # a sentence for everything that keeps the run from starting
+    inferred: tuple[str, ...]  # flags that follow from others, with the reason
+    unstated: tuple[str, ...]  # flags of OTHER_DEFAULTS that are not given
 
 
 def explain(words: Sequence[str], world_size: int) -> Explained:
-    """What becomes of the flags in ``words`` in a run of ``world_size`` ranks."""
+    """The flags in ``words`` in a run of ``world_size`` ranks, by what becomes of them."""
     line = parse_line(words)
-    errors = list(line.mistakes)
-    corrections = [sentence for error in errors for sentence in error.sentences]
+    corrections = [sentence for error in line.mistakes for sentence in error.sentences]
     wrong = {flag for sentence in corrections for flag in flags_in(sentence)}
     try:
         check_run(line.config, world_size)
     except ConfigError as error:
         corrections += [one for one in error.sentences if not wrong & set(flags_in(one))]
     except Exception:
+        # A check may fail on values that a mistake has left at their defaults.
         if not corrections:
             raise
+    # A sentence begins with the flag that it corrects.
     subjects = {flag for sentence in corrections for flag in flags_in(sentence)[:1]}
     given = split_words(words)
     idle = {flags_in(typed)[0] for typed in line.no_effect}
@@ -98,8 +96,7 @@ def explain_files(arguments: Sequence[str], environment: Mapping[str, str]) -> E
 
 class _Ranks(NamedTuple):
     number: int
-    origin: str
-    """Why it is this number."""
+    origin: str  # of the number
 
 
 def _ranks_of(words: Sequence[str], num_gpus: int | None, of_launcher: int | None) -> _Ranks:
@@ -119,7 +116,7 @@ def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str])
     reasons = {flag: one.reason for flag, one in NO_EFFECT.items()}
     reasons |= {"--expert-tensor-parallel-size": "the model has no experts"}
     idle = [f"{typed}: {reasons.get(flags_in(typed)[0], 'the run always does so')}" for typed in explained.no_effect]
-    parts = [
+    parts: list[tuple[str, Sequence[str]]] = [
         (f"{len(explained.kept)} kept", explained.kept),
         (f"{len(idle)} without effect here", idle),
         (f"{len(explained.inferred)} added", explained.inferred),
@@ -128,8 +125,8 @@ def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str])
             f"{len(explained.unstated)} not stated, with other defaults than in Megatron-LM",
             [f"{flag}: {OTHER_DEFAULTS[flag]}" for flag in explained.unstated],
         ),
+        (f"{len(remarks)} not decided by reading (see --explain-run-script)", remarks),
     ]
-    parts.append((f"{len(remarks)} not decided by reading (see --explain-run-script)", remarks))
     lines = [f"{name}, on {ranks.number} GPUs ({ranks.origin})"]
     for title, items in parts:
         lines += ["", title, *(f"  {item}" for item in items)] if items else []
@@ -172,7 +169,7 @@ LIMIT_S = 120
 
 
 def recorded(path: Path, environment: Mapping[str, str]) -> Recipes:
-    """Run the script ``path`` with bash, and return the recipe of the training that it would start.
+    """The recipe of the training that the script ``path`` would start, run with bash and stubs.
 
     Raises :class:`ConfigError` if it starts none, or does not end.
     """

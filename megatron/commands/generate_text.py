@@ -58,7 +58,7 @@ class GenerateConfig(LoadedModelConfig, GenerationConfig):
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """What the flags ask for, in growing parts of text; the same on every rank."""
+    """The text that the flags ask for, in growing parts; the same on every rank."""
     from megatron.inference.generator import Speed
     from megatron.inference.loading import open_model
 
@@ -71,7 +71,7 @@ def generate(config: GenerateConfig) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Session:
-    """A model, and what is asked of it."""
+    """A model and the flags of its texts."""
 
     config: GenerateConfig
     open: "OpenModel"
@@ -115,11 +115,10 @@ class Session:
         prompts = run_on_rank0(self.open.topology.control, lambda: read_prompts(path))
         for first in range(0, len(prompts), config.batch_size):
             batch = prompts[first : first + config.batch_size]
-            texts = [prompt.text for prompt in batch]
             completions = complete(
                 self.open.model,
                 self.open.tokenizer,
-                texts,
+                [prompt.text for prompt in batch],
                 config,
                 self.open.stop_ids,
                 config.add_bos,
@@ -140,12 +139,11 @@ class Session:
             if not line:
                 ids = []
                 continue
-            new = (
-                self.open.tokenizer.tokenize("\n" + line)
-                if ids
-                else prompt_ids(self.open.tokenizer, line, self.config.add_bos)
-            )
-            ids += new
+            # Only a new text begins with the beginning-of-text token.
+            if ids:
+                ids += self.open.tokenizer.tokenize("\n" + line)
+            else:
+                ids = prompt_ids(self.open.tokenizer, line, self.config.add_bos)
             if len(ids) >= max_length:
                 yield f"({len(ids)} tokens are too many, a text has at most {max_length}: a new text begins.)\n"
                 ids = []
@@ -163,19 +161,16 @@ def _read_line() -> str:
 
 @contextmanager
 def opened(output: str | None, rank: int) -> Iterator[TextIO]:
-    """Where the text goes: ``output``, or standard output. Other ranks than 0 write nothing."""
-    if rank != 0:
-        with open(os.devnull, "w") as nowhere:
-            yield nowhere
-    elif output is None:
+    """The file ``output``, or standard output. Other ranks than 0 write to the null device."""
+    if rank == 0 and output is None:
         yield sys.stdout
-    else:
-        try:
-            file = open(output, "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise RankError(f"--output {output} cannot be written ({error.strerror}): use another path.") from error
-        with file:
-            yield file
+        return
+    try:
+        file = open(os.devnull if rank else str(output), "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise RankError(f"--output {output} cannot be written ({error.strerror}): use another path.") from error
+    with file:
+        yield file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

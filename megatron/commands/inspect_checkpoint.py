@@ -47,7 +47,7 @@ class InspectConfig:
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
-    """All that the tool tells."""
+    """The content of the report, as JSON."""
     from megatron.checkpoint.directory import locate_checkpoint
     from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, missing_checkpoint
     from megatron.checkpoint.manifest import read_manifest
@@ -67,27 +67,21 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         "state": manifest.state,
         "bytes": sum(file.size for file in files),
         "files": {file.name: {"bytes": file.size, "xxh3_128": file.digest} for file in files},
-        "tensors": describe_tensors(manifest),
+        "tensors": {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "chunks": len(tensor.files),
+                "bytes": prod(tensor.shape) * tensor.dtype.itemsize,
+            }
+            for name, tensor in manifest.tensors.items()
+        },
         "damage": find_damage(directory, manifest) if config.verify else None,
     }
 
 
-def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
-    """Dtype, shape and number of chunks of every global tensor."""
-    return {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "chunks": len(tensor.files),
-            "bytes": prod(tensor.shape) * tensor.dtype.itemsize,
-        }
-        for name, tensor in manifest.tensors.items()
-    }
-
-
 def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
-    """What is wrong with each file that is not as it was written, or that holds something else than ``manifest``
-    says."""
+    """The damage of each file that is not as it was written, or whose tensors are not those of ``manifest``."""
     from megatron.checkpoint.files import verify_file
     from megatron.checkpoint.verified_file import VerifiedSafetensors
 
@@ -128,7 +122,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 
 def data_of(stage: Mapping[str, Any]) -> str:
-    """Where a data stage begins, and its length and corpora."""
+    """The start of a data stage, its length and corpora."""
     data = stage["data"]
     paths = [corpus["path"] for corpus in data.get("corpora", ())]
     start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"

@@ -22,8 +22,7 @@ import tyro
 from megatron.errors import ConfigError, DataError, UserError, report
 from megatron.ranges import require_at_least, require_positive
 
-_ROOT = Path(__file__).resolve().parents[2]
-"""Where processes find the package megatron."""
+_ROOT = Path(__file__).resolve().parents[2]  # processes find the package megatron here
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,10 @@ class OverfitCheck:
 
 @dataclass(frozen=True)
 class Runs:
-    """What runs, by flags of pretrain_llama.py."""
+    """The runs, by flags of pretrain_llama.py."""
 
-    common: tuple[str, ...]
-    """Flags of all runs: architecture, precision, kernels."""
-    layouts: tuple[tuple[str, ...], ...]
-    """Flags of each layout."""
+    common: tuple[str, ...]  # flags of all runs: architecture, precision, kernels
+    layouts: tuple[tuple[str, ...], ...]  # flags of each layout
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Runs]:
@@ -85,13 +82,13 @@ class Outcome:
 
     name: str
     losses: tuple[float, ...]
-    log: str
-    """The end of its output."""
+    log: str  # the end of its output
 
     def verdict(self, config: OverfitCheck) -> str:
-        """Why the run fails, or ``pass``."""
+        """``pass``, or ``FAIL`` and the reason."""
         if not self.losses:
             return "FAIL: the run failed"
+        # A new model's predictions are nearly uniform.
         expected = math.log(config.vocab_size + 1)
         if abs(self.losses[0] - expected) > 0.1 * expected:
             return f"FAIL: the first loss is not about ln(vocabulary) = {expected:.3f}"
