@@ -27,7 +27,7 @@ from megatron.urls import refuse_urls
 
 @dataclass(frozen=True)
 class CheckNodeConfig:
-    """What the run will need."""
+    """The needs of the run."""
 
     save: str | None = None
     """Directory of the checkpoints; without it no disk is checked."""
@@ -36,7 +36,7 @@ class CheckNodeConfig:
     async_save: bool = False
     """Also require host memory for the part of a checkpoint that a node holds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto is on GPUs if there are any."""
+    """Device to compute on; auto: GPUs if there are any."""
     json: str | None = None
     """File for the results, as one JSON object."""
 

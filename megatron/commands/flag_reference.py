@@ -52,10 +52,8 @@ class MegatronFlag(NamedTuple):
 
     group: str
     flag: str
-    default: str
-    """For a flag that begins with ``--no-``, the default of its positive form."""
-    choices: str
-    """The possible values, if they are few, separated by spaces."""
+    default: str  # of a flag that begins with --no-: the default of its positive form
+    choices: str  # the possible values, if they are few, separated by spaces
 
 
 def in_cell(text: str) -> str:
@@ -95,7 +93,7 @@ def ours(flag: str) -> str:
 
 
 def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
-    """How this code handles a flag of Megatron-LM."""
+    """The cell about a flag of Megatron-LM: refused, without effect, or supported, and what differs."""
     if asked.flag in NOT_SUPPORTED:
         return f"refused: {in_cell(NOT_SUPPORTED[asked.flag])}"
     if asked.flag in NO_EFFECT:

@@ -77,7 +77,9 @@ def cut_in_pieces(text: str) -> Iterator[str]:
     piece: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
-        for part in _cut_line(line):
+        # A character has no more than four bytes.
+        step = _MAX_PIECE_BYTES if line.isascii() else _MAX_PIECE_BYTES // 4
+        for part in (line[start : start + step] for start in range(0, len(line), step)):
             length = len(part.encode())
             if piece and size + length > _MAX_PIECE_BYTES:
                 yield "".join(piece)
@@ -86,12 +88,6 @@ def cut_in_pieces(text: str) -> Iterator[str]:
             size += length
     if piece:
         yield "".join(piece)
-
-
-def _cut_line(line: str) -> Iterator[str]:
-    """A line in parts of at most 4,000 bytes: a character has no more than four."""
-    step = _MAX_PIECE_BYTES if line.isascii() else _MAX_PIECE_BYTES // 4
-    return (line[start : start + step] for start in range(0, len(line), step))
 
 
 def train(config: TrainTokenizerConfig) -> str:

@@ -1,4 +1,4 @@
-"""What the commands that write checkpoints of weights have in common."""
+"""Checkpoints of weights alone: what the commands that write them share."""
 
 import shlex
 from collections.abc import Callable, Mapping
