@@ -142,10 +142,7 @@ def run(config: OverfitCheck, common: Sequence[str], layout: Sequence[str], proc
         directory = Path(name)
         write_samples(config, directory / "samples")
         process = subprocess.run(
-            command_of(config, [*common, *layout], processes, directory),
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
+            command_of(config, [*common, *layout], processes, directory), cwd=_ROOT, capture_output=True, text=True
         )
         metrics = directory / f"{processes}.jsonl"
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []

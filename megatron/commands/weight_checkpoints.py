@@ -94,11 +94,7 @@ def weights_state(
 
 
 def derived_weights(
-    source: "SavedState",
-    tokenizer: TokenizerConfig,
-    architecture: TransformerConfig,
-    iteration: int,
-    save: str,
+    source: "SavedState", tokenizer: TokenizerConfig, architecture: TransformerConfig, iteration: int, save: str
 ) -> "tuple[SavedState, Callable[[Path], object]]":
     """The state of weights made from the checkpoint of ``source``, and a function that copies its tokenizer to them."""
     from megatron.checkpoint.directory import iteration_directory

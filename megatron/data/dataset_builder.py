@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.data.gpt_dataset import (
-    BlendedDataset,
-    CorpusDataset,
-    Dataset,
-    GPTDataset,
-    MockDataset,
-    SampleSettings,
-)
+from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import (
     FILES_OF_CORPUS,
     FILES_OF_ORDER,
