@@ -121,26 +121,15 @@ def test_synthetic_documents_begin_behind_the_last_id() -> None:
 # --- the flags that ask for it -------------------------------------------------------------------------------
 
 
-def corpus_of(kind: str, prefix: str) -> str | None:
-    return prefix if kind == "corpus" else None
-
-
-@pytest.mark.parametrize("kind", ["corpus", "mock"])
-@pytest.mark.parametrize("flags", [{}, {"eod_mask_loss": True}], ids=["no flag", "loss mask alone"])
-def test_samples_say_nothing_of_documents_unless_asked(prefix: str, kind: str, flags: dict[str, bool]) -> None:
-    for dataset in build(corpus_of(kind, prefix), counts=(4, 2, 2), **flags):
-        assert set(dataset[0]) == {"tokens", "labels", "loss_mask"}
-
-
 @pytest.mark.parametrize("kind", ["corpus", "mock"])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_nothing_else(
     prefix: str, kind: str, flag: str
 ) -> None:
-    counts = (4, 2, 2)
-    marked = build(corpus_of(kind, prefix), counts, **{flag: True})
-    plain = build(corpus_of(kind, prefix), counts)
-    end = END if kind == "corpus" else SYNTHETIC_END
+    counts, source, end = (4, 2, 2), prefix, END
+    if kind == "mock":
+        source, end = None, SYNTHETIC_END
+    marked, plain = build(source, counts, **{flag: True}), build(source, counts)
     for with_starts, without, count in zip(marked, plain, counts, strict=True):
         documents = 0
         for index in range(count):
@@ -148,7 +137,7 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
             starts = sample.pop("document_starts").tolist()
             assert starts == starts_of(sample["tokens"].tolist(), end)
             documents += sum(starts)
-            assert sample.keys() == without[index].keys()
+            assert sample.keys() == without[index].keys() == {"tokens", "labels", "loss_mask"}
             assert all(np.array_equal(sample[name], array) for name, array in without[index].items())
         assert documents > count
     assert marked[0][0]["tokens"].tolist() != marked[1][0]["tokens"].tolist()

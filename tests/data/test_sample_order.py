@@ -61,11 +61,6 @@ def test_order_of_one_corpus_and_its_cache_key_are_those_of_megatron(corpora: Pa
         assert list(map(tuple, rows.tolist())) == SAMPLE_ROWS[: len(shuffled) + 1]
 
 
-def test_end_of_document_gets_no_loss_when_asked(corpora: Path) -> None:
-    dataset = GPTDataset(IndexedDataset("a"), 0, 4, settings_of(masked_token=999))
-    assert dataset[0]["loss_mask"].tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
-
-
 def test_splits_are_ranges_of_sequences(corpora: Path) -> None:
     assert parse_split("'969,30,1'") == parse_split("969,30,1") == [(0, 0.969), (0.969, 0.999), (0.999, 1.0)]
     assert parse_split("100") == parse_split("100, 0, 0") == [(0, 1.0), None, None]

@@ -327,11 +327,6 @@ def test_a_bad_file_of_gpt2_is_one_sentence(
         build_tokenizer(TokenizerConfig("GPT2BPETokenizer", vocab_file=str(files[0]), merge_file=str(files[1])))
 
 
-def test_a_larger_vocabulary_than_the_model_s_is_refused(gpt2_files: TokenizerConfig) -> None:
-    with pytest.raises(ConfigError, match=r"--vocab-size 9 is below the \d+ ids of .*vocab\.json"):
-        build_tokenizer(replace(gpt2_files, vocab_size=9))
-
-
 # --- bytes of tokens -----------------------------------------------------------------------------------------
 
 
