@@ -127,8 +127,10 @@ def train_sentencepiece(config: TrainTokenizerConfig) -> bytes:
             minloglevel=1,
         )
     except RuntimeError as error:
+        # The last sentence of SentencePiece's message, without its source position.
+        reason = str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
         raise DataError(
-            f"SentencePiece cannot train {config.vocab_size} pieces on this text ({_reason(error)}): choose "
+            f"SentencePiece cannot train {config.vocab_size} pieces on this text ({reason}): choose "
             f"another --vocab-size, above {_BYTE_PIECES + 3} plus the characters in use, or give more text."
         ) from error
     return model.getvalue()
@@ -172,11 +174,6 @@ def _train_byte_level(config: TrainTokenizerConfig, vocab_size: int) -> Any:
             f"another --vocab-size, above {_BYTE_PIECES}, or give more text."
         )
     return tokenizer
-
-
-def _reason(error: RuntimeError) -> str:
-    """The last sentence of SentencePiece's message, without its source position."""
-    return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
 
 
 main = partial(

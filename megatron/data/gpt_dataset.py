@@ -276,11 +276,16 @@ class BlendedDataset:
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
 
+def corpus_datasets(dataset: Dataset | None) -> Sequence[CorpusDataset]:
+    """The datasets of a blend, or the dataset itself; none for synthetic data."""
+    if isinstance(dataset, BlendedDataset):
+        return dataset.datasets
+    return [dataset] if isinstance(dataset, CorpusDataset) else []
+
+
 def epochs_of(dataset: Dataset) -> dict[str, int]:
     """Epochs in the sample order of each corpus, by prefix; empty for synthetic data."""
-    if isinstance(dataset, BlendedDataset):
-        return {child.corpus.prefix: child.num_epochs for child in dataset.datasets}
-    return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, CorpusDataset) else {}
+    return {child.corpus.prefix: child.num_epochs for child in corpus_datasets(dataset)}
 
 
 @dataclass(frozen=True)
