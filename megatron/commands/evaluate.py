@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -255,14 +255,8 @@ def describe(name: str, row: dict[str, Any]) -> str:
     return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Evaluate as ``arguments`` say; the exit code."""
-    return pretrain_llama.main(arguments, start)
-
-
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Evaluate in this process, and end it with the exit code."""
-    pretrain_llama.run(arguments, start)
+main = partial(pretrain_llama.main, start=start)
+run = partial(pretrain_llama.run, start=start)
 
 
 if __name__ == "__main__":
