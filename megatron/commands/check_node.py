@@ -12,15 +12,13 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
-from megatron.commands.tool import write_file
-from megatron.errors import ExitCode, UserError, report
+from megatron.commands.tool import run_on_ranks, write_file
+from megatron.errors import ExitCode
 from megatron.ranges import require_at_least
 from megatron.urls import refuse_urls
 
@@ -46,7 +44,7 @@ class CheckNodeConfig:
         require_at_least(0, {"--checkpoint-gib": self.checkpoint_gib})
 
 
-def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode:
+def check_nodes(config: CheckNodeConfig, rank: int) -> ExitCode:
     """Run the checks; rank 0 prints and writes the results."""
     from megatron.config.parallel import ParallelConfig
     from megatron.operation.preflight.board import Board
@@ -56,6 +54,8 @@ def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode
     from megatron.torch_compat import ranks_store
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 
+    config.check()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     process = Process.from_environment(os.environ)
     device = choose_device(config.device, process)
     if device.type == "cpu":
@@ -88,13 +88,4 @@ def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode
     return code
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check as ``arguments`` say (by default, the command line); the exit code."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        config = tyro.cli(CheckNodeConfig, description=__doc__, args=arguments)
-        config.check()
-        return check_nodes(config, rank, world_size)
-    except UserError as error:
-        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        return error.exit_code
+main = partial(run_on_ranks, CheckNodeConfig, check_nodes, __doc__)

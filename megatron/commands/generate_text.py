@@ -6,15 +6,14 @@ output, tokens per second to standard error.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-import tyro
-
-from megatron.commands.tool import exit_at_once, exit_code_of
+from megatron.commands.tool import exit_at_once, run_on_ranks
 from megatron.config.generation import GenerationConfig
 from megatron.config.loaded_model import LoadedModelConfig
 from megatron.errors import ConfigError, RankError
@@ -64,7 +63,12 @@ def generate(config: GenerateConfig) -> Iterator[str]:
 
     with open_model(config) as opened_model:
         session = Session(config, opened_model, Speed())
-        yield from session.text()
+        if config.prompt is not None:
+            yield from session.continued_prompt(config.prompt)
+        elif config.prompts is not None:
+            yield from session.results(Path(config.prompts))
+        else:
+            yield from session.conversation()
         if opened_model.topology.rank == 0:
             print(session.speed, file=sys.stderr)
 
@@ -76,15 +80,6 @@ class Session:
     config: GenerateConfig
     open: "OpenModel"
     speed: "Speed"
-
-    def text(self) -> Iterator[str]:
-        """The text in parts."""
-        if self.config.prompt is not None:
-            yield from self.continued_prompt(self.config.prompt)
-        elif self.config.prompts is not None:
-            yield from self.results(Path(self.config.prompts))
-        else:
-            yield from self.conversation()
 
     def continued_prompt(self, prompt: str) -> Iterator[str]:
         """The prompt and its continuation."""
@@ -173,18 +168,15 @@ def opened(output: str | None, rank: int) -> Iterator[TextIO]:
         yield file
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the text as it grows; the exit code."""
-    rank = int(os.environ.get("RANK", 0))
+def print_text(config: GenerateConfig, rank: int) -> None:
+    """Print the text as it grows."""
+    config.check()
+    with opened(config.output, rank) as file:
+        for part in generate(config):
+            print(part, end="", file=file, flush=True)
 
-    def print_text() -> None:
-        config = tyro.cli(GenerateConfig, args=arguments, description=__doc__, console_outputs=rank == 0)
-        config.check()
-        with opened(config.output, rank) as file:
-            for part in generate(config):
-                print(part, end="", file=file, flush=True)
 
-    return exit_code_of(print_text, rank)
+main = partial(run_on_ranks, GenerateConfig, print_text, __doc__)
 
 
 def run() -> NoReturn:

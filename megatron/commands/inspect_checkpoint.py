@@ -108,7 +108,11 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if "consumed_samples" in state:
         yield f"samples consumed: {state['consumed_samples']:,}"
     for stage in state.get("data_stages", ()):
-        yield f"data stage {stage['name']}: {data_of(stage)}"
+        data = stage["data"]
+        paths = [corpus["path"] for corpus in data.get("corpora", ())]
+        start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
+        corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
+        yield f"data stage {stage['name']}: {start}, sequences of {data['sequence_length']}, {corpora}"
     if "architecture" in state:
         yield f"architecture: {words(state['architecture'])}"
     yield f"written by: {written_by(state.get('flags', {}))}"
@@ -119,15 +123,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{kind}: {size(total)}"
     if found["damage"] is not None:
         yield from found["damage"] or ["every file is as it was written"]
-
-
-def data_of(stage: Mapping[str, Any]) -> str:
-    """The start of a data stage, its length and corpora."""
-    data = stage["data"]
-    paths = [corpus["path"] for corpus in data.get("corpora", ())]
-    start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
-    corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
-    return f"{start}, sequences of {data['sequence_length']}, {corpora}"
 
 
 def written_by(flags: Mapping[str, Any]) -> str:

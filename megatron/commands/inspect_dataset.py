@@ -128,25 +128,7 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
 _REMEDY = "write the data again with tools/preprocess_data.py"
 
 
-def check_digests(dataset: IndexedDataset) -> Iterator[str]:
-    """Compare all bytes of a dataset with its digests."""
-    digests = read_digests(dataset.prefix)
-    if digests is None:
-        return
-    check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
-    check_blocks(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes, dataset.stored)
-    yield "digests    match every byte of both files"
-
-
-def describe_digests(prefix: str) -> str:
-    """Whether a dataset has digests."""
-    digests = read_digests(prefix)
-    if digests is None:
-        return "digests    none: training cannot notice damaged tokens (--write-digests makes them)"
-    return f"digests    fingerprint {digests.fingerprint()} (--check compares them)"
-
-
-def make_digests(prefix: str) -> None:
+def write_present_digests(prefix: str) -> None:
     """Write the digests of the files as they are."""
     if is_url(prefix):
         raise ConfigError(f"--write-digests cannot write beside {prefix}: make the digests where the files are local.")
@@ -177,9 +159,13 @@ def inspect(config: InspectConfig) -> Iterator[str]:
         tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
         lengths = document_lengths(dataset)
         if config.write_digests:
-            make_digests(config.prefix)
+            write_present_digests(config.prefix)
         yield from describe(dataset, lengths)
-        yield describe_digests(config.prefix)
+        digests = read_digests(config.prefix)
+        if digests is None:
+            yield "digests    none: training cannot notice damaged tokens (--write-digests makes them)"
+        else:
+            yield f"digests    fingerprint {digests.fingerprint()} (--check compares them)"
         if config.plot is None:
             yield from print_histogram(lengths)
         else:
@@ -191,7 +177,10 @@ def inspect(config: InspectConfig) -> Iterator[str]:
             check_whole(dataset, tokenizer.vocab_size if tokenizer else None)
             ids = f"all ids below {tokenizer.vocab_size:,}" if tokenizer else "ids not compared with a vocabulary"
             yield f"whole      yes: offsets, documents and sizes fit; {ids}"
-            yield from check_digests(dataset)
+            if digests is not None:
+                check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
+                check_blocks(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes, dataset.stored)
+                yield "digests    match every byte of both files"
 
 
 def print_lines(config: InspectConfig) -> None:

@@ -106,13 +106,6 @@ class WholeStage:
     weight: float
     send: float
 
-    @staticmethod
-    def mean(durations: Durations, num_stages: int) -> "WholeStage":
-        """The mean over the stages of the sums of their chunks."""
-        sums = (sum(times) for times in (durations.forward, durations.backward, durations.weight))
-        forward, backward, weight = (total / num_stages for total in sums)
-        return WholeStage(forward, backward, weight, durations.send)
-
 
 @dataclass(frozen=True)
 class Study:
@@ -177,7 +170,9 @@ def study_of_trace(config: PipelineScheduleConfig, path: str) -> Study:
         if given is not None and given != found:
             raise ConfigError(f"{flag} {given} contradicts --measured, whose trace has {found}: remove {flag}.")
     durations = replace(median_durations(schedule, measured), send=config.send_time or 0.0)
-    times = WholeStage.mean(durations, schedule.placement.num_stages)
+    # The chunks of a stage together, and the mean over the stages.
+    sums = (sum(one) for one in (durations.forward, durations.backward, durations.weight))
+    times = WholeStage(*(total / schedule.placement.num_stages for total in sums), durations.send)
     return Study(schedule, None, times, simulate(schedule, durations), measured)
 
 

@@ -32,18 +32,15 @@ class Progress:
         from tqdm import tqdm
 
         self._bar = tqdm(unit="B", unit_scale=True, desc="converting", disable=None)
+        # expect(total) sets the number of bytes, advance(count) adds some that are done.
+        self.expect: Callable[[int], object] = self._bar.reset
+        self.advance: Callable[[int], object] = self._bar.update
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
-
-    def expect(self, total: int) -> None:
-        self._bar.reset(total)
-
-    def advance(self, count: int) -> None:
-        self._bar.update(count)
 
 
 class StreamedModel(Protocol):

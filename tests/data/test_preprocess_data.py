@@ -39,7 +39,7 @@ from megatron.data.text_inputs import (
 )
 from megatron.data.tokenizers import NullTokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.corpora import CORPUS_A, golden_documents, md5, write
+from tests.data.corpora import md5, write
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
 
 pytestmark = pytest.mark.processes
@@ -477,18 +477,6 @@ def write_lines(path: Path, documents: list[Any]) -> None:
 
 def as_text(ids: list[int]) -> str:
     return " ".join(map(str, ids))
-
-
-def test_golden_corpus_comes_out_byte_for_byte(tmp_path: Path) -> None:
-    documents = [{"text": as_text(document[:-1])} for document in golden_documents(CORPUS_A)[:-1]]
-    write_lines(tmp_path / "a.jsonl", documents)
-    done = run_tool(tmp_path, "--input", "a.jsonl", "--output-prefix", "out/a", "--append-eod", *NULL_FLAGS)
-    assert done.returncode == 0, done.stderr
-    assert "9 documents, 49 tokens, 0 empty documents skipped" in done.stdout
-    dataset = IndexedDataset(str(tmp_path / "out" / "a_text_document"))
-    assert [dataset.get(i).tolist() for i in range(9)] == golden_documents(CORPUS_A)[:-1]
-    again = run_tool(tmp_path, "--input", "a.jsonl", "--output-prefix", "out/a", "--append-eod", *NULL_FLAGS)
-    assert "WARNING: overwriting" in again.stderr
 
 
 @pytest.fixture
