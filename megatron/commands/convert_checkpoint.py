@@ -34,7 +34,7 @@ from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.conversion import HuggingFaceExport
-    from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
+    from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
 
@@ -93,7 +93,6 @@ class ToHuggingFace:
 
     @property
     def max_shard_bytes(self) -> int:
-        """``--max-shard-size`` in bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", self.max_shard_size.strip().upper())
         if match is None or float(match[1]) == 0:
             raise ConfigError(f"--max-shard-size {self.max_shard_size} is no size: write it as 500MB, 5GB or in bytes.")
@@ -295,6 +294,12 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
         tokenizer = replace(tokenizer, vocab_size=rows - (tokenizer.tokenizer_type == "NullTokenizer"))
     state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer)
     command = save_weights(config.save, model, state, progress)
+    vocabulary_note = f"the vocabulary has {rows} ids; left out {model.num_padding_rows} rows of padding"
+    if (config.vocab_size or ids) is None:
+        vocabulary_note = (
+            f"kept all {rows} rows of the vocabulary, since the tokenizer is not at hand: give --tokenizer-model or "
+            "--vocab-size to leave out padding"
+        )
     factor = model.architecture.rope_scaling_factor
     rotary_note = []
     if model.architecture.use_rope_scaling and factor != DEFAULT_FACTOR:
@@ -306,7 +311,7 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
         [
             f"wrote {model.architecture.num_parameters():,} parameters of {directory} to "
             f"{iteration_directory(root, config.iteration)}, without the state of the optimizer",
-            vocabulary_note(model, is_known=(config.vocab_size or ids) is not None),
+            vocabulary_note,
             *rotary_note,
             command,
         ]
@@ -330,18 +335,6 @@ def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[Tok
         )
     flags = replace(flags, tokenizer_model=place)
     return flags, build_tokenizer(flags).vocab_size
-
-
-def vocabulary_note(model: "MegatronImport", is_known: bool) -> str:
-    """The line about the rows of the vocabulary that were kept or left out."""
-    if is_known:
-        return (
-            f"the vocabulary has {model.architecture.vocab_size} ids; left out {model.num_padding_rows} rows of padding"
-        )
-    return (
-        f"kept all {model.architecture.vocab_size} rows of the vocabulary, since the tokenizer is not at hand: give "
-        "--tokenizer-model or --vocab-size to leave out padding"
-    )
 
 
 # --- experts -------------------------------------------------------------------------------------------------

@@ -115,7 +115,6 @@ main = partial(run_on_ranks, EvaluateTasksConfig, evaluate_and_show, __doc__)
 
 
 def run() -> NoReturn:
-    """Evaluate in this process, and end it with the exit code."""
     exit_at_once(main())
 
 

@@ -77,7 +77,6 @@ def flag_page() -> str:
 
 
 def accepted_flags() -> dict[str, Flag]:
-    """All flags by name."""
     return {flag.name: flag for group in get_type_hints(RunConfig).values() for flag in flags_of(group)}
 
 

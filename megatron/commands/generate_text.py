@@ -82,7 +82,6 @@ class Session:
     speed: "Speed"
 
     def continued_prompt(self, prompt: str) -> Iterator[str]:
-        """The prompt and its continuation."""
         from megatron.inference.generator import ContinuedText, prompt_ids
 
         ids = prompt_ids(self.open.tokenizer, prompt, self.config.add_bos)
@@ -169,7 +168,6 @@ def opened(output: str | None, rank: int) -> Iterator[TextIO]:
 
 
 def print_text(config: GenerateConfig, rank: int) -> None:
-    """Print the text as it grows."""
     config.check()
     with opened(config.output, rank) as file:
         for part in generate(config):
@@ -180,5 +178,4 @@ main = partial(run_on_ranks, GenerateConfig, print_text, __doc__)
 
 
 def run() -> NoReturn:
-    """Generate in this process, and end it with the exit code."""
     exit_at_once(main())

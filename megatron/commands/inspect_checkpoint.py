@@ -151,7 +151,6 @@ def words(values: Mapping[str, Any]) -> str:
 
 
 def table(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each tensor."""
     rows = [("tensor", "dtype", "shape", "size")]
     for name, tensor in tensors.items():
         rows.append((name, tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "scalar", size(tensor["bytes"])))

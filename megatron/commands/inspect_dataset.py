@@ -129,7 +129,6 @@ _REMEDY = "write the data again with tools/preprocess_data.py"
 
 
 def write_present_digests(prefix: str) -> None:
-    """Write the digests of the files as they are."""
     if is_url(prefix):
         raise ConfigError(f"--write-digests cannot write beside {prefix}: make the digests where the files are local.")
     try:

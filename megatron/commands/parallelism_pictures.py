@@ -210,7 +210,6 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 
 def draw_all(config: PicturesConfig) -> None:
-    """Write all pictures, and print their paths."""
     refuse_urls({"--output": config.output}, "name a local directory")
     for name, draw in PICTURES.items():
         path = Path(config.output) / f"{name}.svg"

@@ -63,7 +63,6 @@ def name_runs(config: PlotConfig) -> Sequence[str]:
 
 
 def draw(config: PlotConfig) -> None:
-    """Write the figure of ``config`` to its output."""
     figure = draw_figure(config)
     import matplotlib.pyplot as plt
 

@@ -76,11 +76,6 @@ class Job(NamedTuple):
         }
 
 
-class Partitioning(NamedTuple):
-    parts: int  # number of partitions
-    only: int | None  # the one to do; None: all
-
-
 #   PREFIX_partitions/0-of-4_text_document.bin, .idx, .digests.json     the outputs of a partition
 #   PREFIX_partitions/0-of-4.json      its record, written last: settings and counts
 #   PREFIX_partitions/merge.lock       while a process merges
@@ -97,7 +92,6 @@ class _Records:
         self._settings = job.settings(count)
 
     def prefix(self, number: int) -> str:
-        """The prefix of the outputs of a partition."""
         return str(self.directory / f"{number}-of-{self.count}")
 
     def complete(self, number: int) -> Counts | None:
@@ -148,19 +142,19 @@ class _Records:
                 os.remove(f"{self.prefix(number)}.json")
 
 
-def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progress: MakeProgress) -> Counts:
-    """Do the partitions that are not complete yet, and merge if all are; returns the counts of all."""
-    records = _Records(job, partitioning.parts)
+def run_partitions(job: Job, count: int, only: int | None, vocab_size: int, progress: MakeProgress) -> Counts:
+    """Do the partitions that are not complete yet (``only`` this one), and merge if all are; returns all counts."""
+    records = _Records(job, count)
     if (merged := records.merged()) is not None:
         print(f"{job.output_prefix} is complete already.", file=sys.stderr)
         return merged
     for key in job.task.form.keys:
         warn_of_overwriting(output_of(job.output_prefix, key))
-    wanted = range(partitioning.parts) if partitioning.only is None else [partitioning.only]
+    wanted = range(count) if only is None else [only]
     missing = [number for number in wanted if records.complete(number) is None]
     for number in sorted(set(wanted) - set(missing)):
         print(f"Partition {number} is complete already.", file=sys.stderr)
-    parts = cut_in_partitions(list(job.sources), partitioning.parts, job.task.form.separation)
+    parts = cut_in_partitions(list(job.sources), count, job.task.form.separation)
     at_a_time = min(job.workers, len(missing))
     # Workers of each of the partitions that run at a time.
     shares = cycle([job.workers // at_a_time + (slot < job.workers % at_a_time) for slot in range(at_a_time)])
@@ -169,7 +163,7 @@ def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progre
         for number, share in zip(missing, shares)
     }
     with progress(sum(work.stored_bytes for work in works.values())) as shown:
-        if partitioning.only is not None:
+        if only is not None:
             for number, work in works.items():
                 records.write(f"{number}-of-{records.count}.json", work.run(shown.add))
         else:
@@ -319,7 +313,6 @@ class PreprocessConfig:
             raise ConfigError(f"--partitions cannot cut {datasets[0]}: remove the flag, or give its files as --input.")
 
     def job(self) -> Job:
-        """The work that the flags describe."""
         form = InputFormat(self.json_keys, self.text_documents, self.dataset_config, self.dataset_split)
         task = EncodeTask(self.tokenizer, form, self.append_eod, self.skip_bad_documents)
         return Job(tuple(list_sources(self.input)), task, self.output_prefix, self.workers)
@@ -337,7 +330,7 @@ def preprocess(config: PreprocessConfig) -> Counts:
         )
     progress = partial(Progress, log_interval=config.log_interval)
     if config.partitions > 1:
-        return run_partitions(job, Partitioning(config.partitions, config.partition), vocab_size, progress)
+        return run_partitions(job, config.partitions, config.partition, vocab_size, progress)
     ranges = whole_ranges(list(job.sources))
     work = Work(tuple(ranges), job.task, job.output_prefix, vocab_size, config.workers)
     with progress(work.stored_bytes) as shown:

@@ -164,13 +164,11 @@ class Counts:
 
     @classmethod
     def of(cls, batch: EncodedBatch) -> "Counts":
-        """The counts of one batch."""
         tokens, empty = (sum(values) for values in zip(*((key.tokens.size, key.empty) for key in batch.keys)))
         bad = [f"{place} {reason}" for place, reason in batch.bad]
         return cls(batch.documents, tokens, empty, batch.text_bytes, batch.stored_bytes, batch.num_bad, bad)
 
     def speed(self) -> str:
-        """Documents, bytes and tokens per second."""
         seconds = max(self.seconds, 1e-9)
         return (
             f"{self.documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.2f} MB/s, "

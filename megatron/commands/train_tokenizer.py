@@ -137,7 +137,6 @@ def train_sentencepiece(config: TrainTokenizerConfig) -> bytes:
 
 
 def train_hugging_face(config: TrainTokenizerConfig) -> bytes:
-    """A tokenizer.json."""
     specials = ["<|begin_of_text|>", "<|end_of_text|>"]
     tokenizer = _train_byte_level(config, config.vocab_size - len(specials))
     tokenizer.add_special_tokens(specials)

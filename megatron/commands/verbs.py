@@ -83,7 +83,6 @@ def run(verb: Verb, words: list[str]) -> int:
 
 
 def help_text() -> str:
-    """A line for each verb."""
     width = max(len(verb.name) for verb in VERBS)
     lines = [f"usage: {PROGRAM} VERB [FLAGS]", "", "verbs:"]
     lines += [f"  {verb.name:{width}}  {verb.summary}" for verb in VERBS]
