@@ -20,6 +20,7 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.flags import values_of
 from megatron.ranges import require_at_least
 
+# Flags whose defaults make another model.
 OTHER_DEFAULTS = {
     "--swiglu": "GELU without a gate there, SwiGLU here",
     "--normalization": "LayerNorm there, RMSNorm here",
@@ -30,7 +31,6 @@ OTHER_DEFAULTS = {
     "--hidden-dropout": "0.1 there, 0 here",
     "--attention-dropout": "0.1 there, 0 here",
 }
-"""Flags whose defaults make another model."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def _several(explained: dict[str, Explained], skipped: Sequence[str]) -> str:
 
 
 STUBS = ("torchrun", "python", "python3", "srun", "sbatch", "mpirun", "nsys", "ft_launcher", "uv")
+# Variable with the directory of the records.
 _RECORDS = "EXPLAINED_COMMANDS"
-"""Variable with the directory of the records."""
 _STUB = f"""#!/bin/bash
 # A script may compute a value with python -c.
 case "${{0##*/}} $1" in python*" -c" | python*" -V" | python*" --version")

@@ -134,8 +134,8 @@ def import_for_training() -> None:
         import megatron.training.spares  # noqa: F401
 
 
+# Runs a command: its arguments, the rank, the number of ranks, and the rank's heartbeat.
 Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]
-"""Runs a command: its arguments, the rank, the number of ranks, and the rank's heartbeat."""
 
 
 def main(arguments: Sequence[str], start: Start = train) -> int:

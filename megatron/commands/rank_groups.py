@@ -14,11 +14,11 @@ from megatron.training.initialize import rank_grid
 from megatron.urls import refuse_urls
 
 AXES = ("tp", "cp", "dp", "pp", *EXPERT_AXES)
+# Colors of the groups of an axis.
 COLORS = (
     "#9ecae9", "#ffbf79", "#88d27a", "#ff9d98", "#d6a5c9", "#f2cf5b", "#83bcb6", "#d8b5a5",
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#b79a20", "#439894", "#9d755d",
 )  # fmt: skip
-"""Colors of the groups of an axis."""
 CELL, LEFT, TOP, GAP, LINE = 22, 46, 44, 8, 26
 
 

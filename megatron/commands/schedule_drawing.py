@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 PictureFormat = Literal["svg", "png"]
 Colour = tuple[float, float, float]
+# Left, bottom, right, top.
 Box = tuple[float, float, float, float]
-"""Left, bottom, right, top."""
 
 # From the first chunk's shade to the last one's. Told apart by all three kinds of dichromats, and from white (idle).
 _SHADES: dict[Kind, tuple[str, str]] = {

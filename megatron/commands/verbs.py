@@ -23,20 +23,8 @@ class Verb:
 
 
 VERBS = (
-    Verb(
-        "train",
-        "megatron.commands.pretrain_llama",
-        "train, dry run, search of layouts (pretrain_llama.py)",
-        "run",
-        True,
-    ),
-    Verb(
-        "launch",
-        "megatron.operation.launch",
-        "start several processes: torchrun that obeys our exit codes",
-        "run",
-        True,
-    ),
+    Verb("train", "megatron.commands.pretrain_llama", "train, dry run, layout search (pretrain_llama.py)", "run", True),
+    Verb("launch", "megatron.operation.launch", "start processes: torchrun that obeys our exit codes", "run", True),
     Verb("preprocess", "megatron.commands.preprocess_data", "text to tokens"),
     Verb("train-tokenizer", "megatron.commands.train_tokenizer", "train a SentencePiece or byte-level tokenizer"),
     Verb("merge-data", "megatron.commands.merge_datasets", "join tokenized corpora"),

@@ -91,8 +91,8 @@ _SAMPLES_AT_A_TIME = 64
 _PATIENCE = 10.0  # seconds to wait for the thread to end
 _LARGEST_SHARE_OF_A_CORE = 0.2  # of a thread without blocks to compare
 
+# The digests of corpora by prefix; None for a corpus without digests.
 Digests = Mapping[str, CorpusDigests | None]
-"""The digests of corpora by prefix; None for a corpus without digests."""
 
 
 class Share(NamedTuple):

@@ -65,8 +65,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 else np.dtype("<i4")
 
 
+# A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow).
 TokenRange = tuple[int, int, int | None]
-"""A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow)."""
 
 
 class IndexedDataset:
