@@ -151,7 +151,9 @@ def _draw_legend(figure: "Figure", panel: Panel) -> None:
     from matplotlib.patches import Patch
 
     kinds: tuple[Kind, ...] = ("F", "B", "W") if panel.splits_backward else ("F", "B")
-    meanings = {**_MEANINGS, "B": "input gradient"} if panel.splits_backward else _MEANINGS
+    meanings = dict(_MEANINGS)
+    if panel.splits_backward:
+        meanings["B"] = "input gradient"
     suffix = "" if panel.num_chunks == 1 else f", chunks 0 to {panel.num_chunks - 1}"
     chunks = range(panel.num_chunks)
     handles: list[Any] = [
