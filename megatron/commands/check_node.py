@@ -12,22 +12,20 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import tyro
-
-from megatron.commands.tool import write_file
-from megatron.errors import ExitCode, UserError, report
+from megatron.commands.tool import run_on_ranks, write_file
+from megatron.errors import ExitCode
 from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 
 @dataclass(frozen=True)
 class CheckNodeConfig:
-    """What the run will need."""
+    """The needs of the run."""
 
     save: str | None = None
     """Directory of the checkpoints; without it no disk is checked."""
@@ -36,7 +34,7 @@ class CheckNodeConfig:
     async_save: bool = False
     """Also require host memory for the part of a checkpoint that a node holds."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to compute; auto is on GPUs if there are any."""
+    """Device to compute on; auto: GPUs if there are any."""
     json: str | None = None
     """File for the results, as one JSON object."""
 
@@ -46,7 +44,7 @@ class CheckNodeConfig:
         require_at_least(0, {"--checkpoint-gib": self.checkpoint_gib})
 
 
-def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode:
+def check_nodes(config: CheckNodeConfig, rank: int) -> ExitCode:
     """Run the checks; rank 0 prints and writes the results."""
     from megatron.config.parallel import ParallelConfig
     from megatron.features.preflight.check import Board, Needs, Network, Verdict, failed_hosts, table, worst
@@ -54,6 +52,8 @@ def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode
     from megatron.torch_compat import ranks_store
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 
+    config.check()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
     process = Process.from_environment(os.environ)
     device = choose_device(config.device, process)
     if device.type == "cpu":
@@ -86,13 +86,4 @@ def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode
     return code
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check as ``arguments`` say (by default, the command line); the exit code."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    try:
-        config = tyro.cli(CheckNodeConfig, description=__doc__, args=arguments)
-        config.check()
-        return check_nodes(config, rank, world_size)
-    except UserError as error:
-        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        return error.exit_code
+main = partial(run_on_ranks, CheckNodeConfig, check_nodes, __doc__)

@@ -34,34 +34,24 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class Curve:
-    """What the metrics of one run say."""
+    """The losses of one run."""
 
     name: str
-    losses: list[float | None]
-    """Training loss of every iteration; None of one that was skipped."""
-    validation: float | None
-    """The last validation loss."""
-
-    @property
-    def skipped(self) -> int:
-        """Iterations without an update."""
-        return self.losses.count(None)
+    losses: list[float | None]  # training loss of every iteration; None if it was skipped
+    validation: float | None  # the last validation loss
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a curve is from another, relative to the other's; inf if a loss is not finite."""
+    """Relative differences of a curve from another; inf if a loss is not finite."""
 
-    mean: float
-    """Of the losses of the whole run."""
-    lowest: float
-    """Of the smoothed curves where they are farthest apart, or nearest, the other above."""
+    mean: float  # of the means of the whole runs
+    lowest: float  # smallest and largest of the smoothed curves
     highest: float
-    """The same, the other below."""
 
     def is_within(self, band: float) -> bool:
-        """Whether the mean differs by no more than ``band``, and the smoothed curve never exceeds the other by more. A
-        curve that is lower for a while learns faster, which is no fault of its numbers."""
+        """Whether the mean differs by no more than ``band``, and the smoothed curve never exceeds the other by more."""
+        # A curve that is lower for a while learns faster, which is no fault of its numbers.
         return abs(self.mean) <= band and self.highest <= band
 
 
@@ -79,24 +69,22 @@ def read_run(path: str) -> Curve:
 
 
 def distance_between(curve: Curve, reference: Curve, window: int) -> Distance:
-    """Of the means of all iterations, and of those over ``window`` iterations, from the first whole window on.
+    """The distance of all iterations, and of means over ``window`` iterations, from the first whole window on."""
 
-    A mean leaves out what either run has skipped, so that both are of the same samples.
-    """
+    def relative(pairs: Sequence[tuple[float | None, float | None]]) -> float:
+        # Without what either run has skipped, so that both means are of the same samples.
+        both = [(one, other) for one, other in pairs if one is not None and other is not None]
+        found, wanted = (sum(values) for values in zip(*both)) if both else (math.inf, 1.0)
+        difference = found / wanted - 1.0
+        return difference if math.isfinite(difference) else math.inf
+
     pairs = list(zip(curve.losses, reference.losses))
-    smoothed = [_relative(pairs[stop - window : stop]) for stop in range(window, len(pairs) + 1)]
-    return Distance(_relative(pairs), min(smoothed), max(smoothed))
-
-
-def _relative(pairs: Sequence[tuple[float | None, float | None]]) -> float:
-    both = [(one, other) for one, other in pairs if one is not None and other is not None]
-    found, wanted = (sum(values) for values in zip(*both)) if both else (math.inf, 1.0)
-    relative = found / wanted - 1.0
-    return relative if math.isfinite(relative) else math.inf
+    smoothed = [relative(pairs[stop - window : stop]) for stop in range(window, len(pairs) + 1)]
+    return Distance(relative(pairs), min(smoothed), max(smoothed))
 
 
 def check(config: CompareConfig, reference: Curve, curves: Sequence[Curve]) -> None:
-    """Raise :class:`UserError` unless the runs can be compared as told."""
+    """Raise :class:`UserError` unless the runs can be compared with these flags."""
     if len(config.bands) != len(config.metrics):
         raise ConfigError(f"--bands has {len(config.bands)} values for {len(config.metrics)} --metrics: give one each.")
     wrong = [band for band in config.bands if not band > 0.0]
@@ -120,7 +108,7 @@ def row(curve: Curve, window: int, distance: Distance | None, band: float) -> st
     last = [loss for loss in curve.losses[-window:] if loss is not None]
     mean = sum(last) / len(last) if last else math.nan
     validation = "-" if curve.validation is None else f"{curve.validation:.4f}"
-    cells = [curve.name, f"{mean:.4f}", validation, str(curve.skipped)]
+    cells = [curve.name, f"{mean:.4f}", validation, str(curve.losses.count(None))]
     if distance is None:
         cells += ["-", "-", "-"]
     else:

@@ -34,12 +34,11 @@ from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.hugging_face.write import HuggingFaceExport
-    from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
+    from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
 
-DEFAULT_FACTOR = 8.0
-"""The rotary scaling factor of Megatron-LM's model without an argument."""
+DEFAULT_FACTOR = 8.0  # rotary scaling factor of Megatron-LM's model without an argument
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -94,7 +93,6 @@ class ToHuggingFace:
 
     @property
     def max_shard_bytes(self) -> int:
-        """``--max-shard-size`` in bytes."""
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", self.max_shard_size.strip().upper())
         if match is None or float(match[1]) == 0:
             raise ConfigError(f"--max-shard-size {self.max_shard_size} is no size: write it as 500MB, 5GB or in bytes.")
@@ -207,6 +205,7 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
     ids."""
     from megatron.checkpoint.hugging_face.config import tokenizer_flags
 
+    # The copy does not exist yet, so the size is that of the source.
     flags, ids = tokenizer_flags(source, copied), tokenizer_size(tokenizer_flags(source, source))
     # For a tokenizer that cannot be used, the size says nothing.
     return flags if ids is None or ids >= vocab_size else replace(flags, vocab_size=vocab_size)
@@ -255,7 +254,7 @@ def tokenizer_to_write(flags: TokenizerConfig) -> "Tokenizer":
 def write_description(
     saving: Path, model: "HuggingFaceExport", state: "SavedState", flags: TokenizerConfig, tokenizer: "Tokenizer | None"
 ) -> list[str]:
-    """Write config.json and the tokenizer's files; what to tell the user about them."""
+    """Write config.json and the tokenizer's files; returns lines about them for the user."""
     from megatron.checkpoint.files import explained, write_text_durably
     from megatron.checkpoint.hugging_face.config import CONFIG, GENERATION_CONFIG, config_fields
     from megatron.checkpoint.hugging_face.write import write_json
@@ -287,23 +286,41 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
     saved_tokenizer, ids = tokenizer_here(source, config.tokenizer_model)
     model = MegatronImport(source, config.vocab_size or ids, torch_dtype(config.dtype), progress.advance)
     rows = model.architecture.vocab_size
-    tokenizer = TokenizerConfig() if ids is None else sized(saved_tokenizer, ids, rows)
+    tokenizer = TokenizerConfig() if ids is None else saved_tokenizer
+    if ids is not None and ids != rows:
+        # NullTokenizer has one id more than its --vocab-size.
+        tokenizer = replace(tokenizer, vocab_size=rows - (tokenizer.tokenizer_type == "NullTokenizer"))
     state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer)
     command = save_weights(config.save, model, state, progress)
+    vocabulary_note = f"the vocabulary has {rows} ids; left out {model.num_padding_rows} rows of padding"
+    if (config.vocab_size or ids) is None:
+        vocabulary_note = (
+            f"kept all {rows} rows of the vocabulary, since the tokenizer is not at hand: give --tokenizer-model or "
+            "--vocab-size to leave out padding"
+        )
+    factor = model.architecture.rope_scaling_factor
+    rotary_note = []
+    if model.architecture.use_rope_scaling and factor != DEFAULT_FACTOR:
+        rotary_note.append(
+            f"the rotary scaling factor is {factor:g}, as in the arguments; Megatron-LM's pretrain_gpt.py computes "
+            f"with {DEFAULT_FACTOR:g}, whatever --rope-scaling-factor says"
+        )
     return "\n".join(
         [
             f"wrote {model.architecture.num_parameters():,} parameters of {directory} to "
             f"{iteration_directory(root, config.iteration)}, without the state of the optimizer",
-            vocabulary_note(model, is_known=(config.vocab_size or ids) is not None),
-            *rotary_notes(model.architecture),
+            vocabulary_note,
+            *rotary_note,
             command,
         ]
     )
 
 
 def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[TokenizerConfig, int | None]:
-    """The flags of the model's tokenizer, at ``place`` if it is given, and its number of ids; None if its files are
-    not here. Raises :class:`UserError` for a tokenizer at ``place`` that cannot be used."""
+    """The flags of the model's tokenizer, at ``place`` if it is given, and its number of ids.
+
+    The number is None if its files are not here. A tokenizer at ``place`` that cannot be used is a :class:`UserError`.
+    """
     from megatron.data.tokenizers import build_tokenizer
 
     flags = source.tokenizer
@@ -316,36 +333,6 @@ def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[Tok
         )
     flags = replace(flags, tokenizer_model=place)
     return flags, build_tokenizer(flags).vocab_size
-
-
-def rotary_notes(architecture: TransformerConfig) -> list[str]:
-    """A note on an argument that the model of the checkpoint may not have had."""
-    if not architecture.use_rope_scaling or architecture.rope_scaling_factor == DEFAULT_FACTOR:
-        return []
-    return [
-        f"the rotary scaling factor is {architecture.rope_scaling_factor:g}, as in the arguments; Megatron-LM's "
-        f"pretrain_gpt.py computes with {DEFAULT_FACTOR:g}, whatever --rope-scaling-factor says"
-    ]
-
-
-def sized(tokenizer: TokenizerConfig, ids: int, rows: int) -> TokenizerConfig:
-    """The flags of a tokenizer of ``ids`` ids in a model whose embedding has ``rows`` rows."""
-    if ids == rows:
-        return tokenizer
-    # NullTokenizer has one id more than its --vocab-size.
-    return replace(tokenizer, vocab_size=rows - (tokenizer.tokenizer_type == "NullTokenizer"))
-
-
-def vocabulary_note(model: "MegatronImport", is_known: bool) -> str:
-    """What became of the rows of the vocabulary."""
-    if is_known:
-        return (
-            f"the vocabulary has {model.architecture.vocab_size} ids; left out {model.num_padding_rows} rows of padding"
-        )
-    return (
-        f"kept all {model.architecture.vocab_size} rows of the vocabulary, since the tokenizer is not at hand: give "
-        "--tokenizer-model or --vocab-size to leave out padding"
-    )
 
 
 # --- experts -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -85,7 +85,7 @@ def run_config(
 
 
 def defaults_of(saved: "SavedState", given: RunConfig) -> RunConfig:
-    """What an evaluation takes from the run of a checkpoint: tokenizer, masks, length and number format."""
+    """The defaults of an evaluation from the run of a checkpoint: tokenizer, masks, length and number format."""
     trained = saved.flag_group("data", DataConfig)
     precision = PrecisionConfig()
     if given.precision == PrecisionConfig():
@@ -142,28 +142,14 @@ def check_flags(config: RunConfig) -> None:
             raise ConfigError(f"{flag} has no effect in tools/evaluate.py, which reads every text once: remove it.")
 
 
-def check_texts(evaluate: EvaluateConfig) -> None:
-    """Raise :class:`ConfigError` for an invalid flag of this tool."""
-    if not evaluate.input:
-        raise ConfigError("--input is missing: set it to the texts to evaluate.")
-    refuse_urls(values_of(evaluate, "json"), "use a local file")
-    require_at_least(1, values_of(evaluate, "stride"))
-
-
-def check_stride(evaluate: EvaluateConfig, seq_length: int) -> None:
-    """Raise :class:`ConfigError` for a stride that leaves out tokens."""
-    if evaluate.stride is not None and evaluate.stride > seq_length:
-        raise ConfigError(
-            f"--stride {evaluate.stride} is more than --seq-length {seq_length}, so tokens would be left out: use "
-            f"{seq_length} or less."
-        )
-
-
 def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Evaluate as ``arguments`` say."""
     evaluate, words = parse_arguments(arguments, rank == 0)
     given = parse_command_line(words, print_messages=rank == 0)
-    check_texts(evaluate)
+    if not evaluate.input:
+        raise ConfigError("--input is missing: set it to the texts to evaluate.")
+    refuse_urls(values_of(evaluate, "json"), "use a local file")
+    require_at_least(1, values_of(evaluate, "stride"))
     check_flags(given)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(given, os.environ, available_cores(), local_world_size)
@@ -177,7 +163,11 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
     saved = None if given.checkpoint.load is None else read_saved_state(given)
     config = run_config(evaluate, words, saved)
-    check_stride(evaluate, config.seq_length)
+    if evaluate.stride is not None and evaluate.stride > config.seq_length:
+        raise ConfigError(
+            f"--stride {evaluate.stride} is more than --seq-length {config.seq_length}, so tokens would be left out: "
+            f"use {config.seq_length} or less."
+        )
     check_run(config, world_size)
     data = TextData(evaluate)
     parts = RunParts(data.build, partial(open_writers, evaluate, data))
@@ -234,7 +224,7 @@ class Results:
             write_file("--json", self.evaluate.json, json.dumps(result, indent=2) + "\n")
 
     def close(self) -> None:
-        """Nothing stays open."""
+        pass
 
 
 def figures(one: SetLoss) -> dict[str, float | int | None]:
@@ -264,14 +254,8 @@ def describe(name: str, row: dict[str, Any]) -> str:
     return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Evaluate as ``arguments`` say; the exit code."""
-    return pretrain_llama.main(arguments, start)
-
-
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Evaluate in this process, and end it with the exit code."""
-    pretrain_llama.run(arguments, start)
+main = partial(pretrain_llama.main, start=start)
+run = partial(pretrain_llama.run, start=start)
 
 
 if __name__ == "__main__":

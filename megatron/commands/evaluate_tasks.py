@@ -5,17 +5,14 @@ goes to standard output.
 """
 
 import json
-import os
 import sys
-from collections.abc import Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
-
-from megatron.commands.tool import exit_at_once, exit_code_of, write_file
+from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
 from megatron.config.inference import LoadedModelConfig
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least, values_of
@@ -105,23 +102,18 @@ def show(results: dict[str, Any], config: EvaluateTasksConfig) -> None:
         write_file("--json", config.json, json.dumps({"model": model, **kept}, indent=2) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Evaluate as ``arguments`` say, by default as ``sys.argv`` says; the exit code."""
-    rank = int(os.environ.get("RANK", 0))
+def evaluate_and_show(config: EvaluateTasksConfig, rank: int) -> None:
+    config.check()
+    with redirect_stdout(sys.stderr):  # the table alone is the output
+        results = evaluate_tasks(config)
+    if rank == 0:
+        show(results, config)
 
-    def print_table() -> None:
-        config = tyro.cli(EvaluateTasksConfig, args=arguments, description=__doc__, console_outputs=rank == 0)
-        config.check()
-        with redirect_stdout(sys.stderr):  # the table alone is the output
-            results = evaluate_tasks(config)
-        if rank == 0:
-            show(results, config)
 
-    return exit_code_of(print_table, rank)
+main = partial(run_on_ranks, EvaluateTasksConfig, evaluate_and_show, __doc__)
 
 
 def run() -> NoReturn:
-    """Evaluate in this process, and end it with the exit code."""
     exit_at_once(main())
 
 

@@ -18,6 +18,7 @@ from megatron.config.words import split_words
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import require_at_least, values_of
 
+# Flags whose defaults make another model.
 OTHER_DEFAULTS = {
     "--swiglu": "GELU without a gate there, SwiGLU here",
     "--normalization": "LayerNorm there, RMSNorm here",
@@ -28,36 +29,33 @@ OTHER_DEFAULTS = {
     "--hidden-dropout": "0.1 there, 0 here",
     "--attention-dropout": "0.1 there, 0 here",
 }
-"""Flags whose defaults make another model."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """What becomes of the flags of a recipe."""
+    """The flags of a recipe, by what becomes of them."""
 
     kept: tuple[str, ...]
     no_effect: tuple[str, ...]
-    corrections: tuple[str, ...]
-    """A sentence for everything that keeps the run from starting."""
-    inferred: tuple[str, ...]
-    """Flags that follow from others, with the reason."""
-    unstated: tuple[str, ...]
-    """Flags of ``OTHER_DEFAULTS`` that are not given."""
+    corrections: tuple[str, ...]  # a sentence for everything that keeps the run from starting
+    inferred: tuple[str, ...]  # flags that follow from others, with the reason
+    unstated: tuple[str, ...]  # flags of OTHER_DEFAULTS that are not given
 
 
 def explain(words: Sequence[str], world_size: int) -> Explained:
-    """What becomes of the flags in ``words`` in a run of ``world_size`` ranks."""
+    """The flags in ``words`` in a run of ``world_size`` ranks, by what becomes of them."""
     line = parse_line(words)
-    errors = list(line.mistakes)
-    corrections = [sentence for error in errors for sentence in error.sentences]
+    corrections = [sentence for error in line.mistakes for sentence in error.sentences]
     wrong = {flag for sentence in corrections for flag in flags_in(sentence)}
     try:
         check_run(line.config, world_size)
     except ConfigError as error:
         corrections += [one for one in error.sentences if not wrong & set(flags_in(one))]
     except Exception:
+        # A check may fail on values that a mistake has left at their defaults.
         if not corrections:
             raise
+    # A sentence begins with the flag that it corrects.
     subjects = {flag for sentence in corrections for flag in flags_in(sentence)[:1]}
     given = split_words(words)
     idle = {flags_in(typed)[0] for typed in line.no_effect}
@@ -96,8 +94,7 @@ def explain_files(arguments: Sequence[str], environment: Mapping[str, str]) -> E
 
 class _Ranks(NamedTuple):
     number: int
-    origin: str
-    """Why it is this number."""
+    origin: str  # of the number
 
 
 def _ranks_of(words: Sequence[str], num_gpus: int | None, of_launcher: int | None) -> _Ranks:
@@ -117,7 +114,7 @@ def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str])
     reasons = {flag: one.reason for flag, one in NO_EFFECT.items()}
     reasons |= {"--expert-tensor-parallel-size": "the model has no experts"}
     idle = [f"{typed}: {reasons.get(flags_in(typed)[0], 'the run always does so')}" for typed in explained.no_effect]
-    parts = [
+    parts: list[tuple[str, Sequence[str]]] = [
         (f"{len(explained.kept)} kept", explained.kept),
         (f"{len(idle)} without effect here", idle),
         (f"{len(explained.inferred)} added", explained.inferred),
@@ -126,8 +123,8 @@ def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str])
             f"{len(explained.unstated)} not stated, with other defaults than in Megatron-LM",
             [f"{flag}: {OTHER_DEFAULTS[flag]}" for flag in explained.unstated],
         ),
+        (f"{len(remarks)} not decided by reading (see --explain-run-script)", remarks),
     ]
-    parts.append((f"{len(remarks)} not decided by reading (see --explain-run-script)", remarks))
     lines = [f"{name}, on {ranks.number} GPUs ({ranks.origin})"]
     for title, items in parts:
         lines += ["", title, *(f"  {item}" for item in items)] if items else []
@@ -151,8 +148,8 @@ def _several(explained: dict[str, Explained], skipped: Sequence[str]) -> str:
 
 
 STUBS = ("torchrun", "python", "python3", "srun", "sbatch", "mpirun", "nsys", "ft_launcher", "uv")
+# Variable with the directory of the records.
 _RECORDS = "EXPLAINED_COMMANDS"
-"""Variable with the directory of the records."""
 _STUB = f"""#!/bin/bash
 # A script may compute a value with python -c.
 case "${{0##*/}} $1" in python*" -c" | python*" -V" | python*" --version")
@@ -170,7 +167,7 @@ LIMIT_S = 120
 
 
 def recorded(path: Path, environment: Mapping[str, str]) -> Recipes:
-    """Run the script ``path`` with bash, and return the recipe of the training that it would start.
+    """The recipe of the training that the script ``path`` would start, run with bash and stubs.
 
     Raises :class:`ConfigError` if it starts none, or does not end.
     """

@@ -50,10 +50,8 @@ class MegatronFlag(NamedTuple):
 
     group: str
     flag: str
-    default: str
-    """For a flag that begins with ``--no-``, the default of its positive form."""
-    choices: str
-    """The possible values, if they are few, separated by spaces."""
+    default: str  # of a flag that begins with --no-: the default of its positive form
+    choices: str  # the possible values, if they are few, separated by spaces
 
 
 def in_cell(text: str) -> str:
@@ -77,7 +75,6 @@ def flag_page() -> str:
 
 
 def accepted_flags() -> dict[str, Flag]:
-    """All flags by name."""
     return {flag.name: flag for group in get_type_hints(RunConfig).values() for flag in flags_of(group)}
 
 
@@ -93,7 +90,7 @@ def ours(flag: str) -> str:
 
 
 def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
-    """How this code handles a flag of Megatron-LM."""
+    """The cell about a flag of Megatron-LM: refused, without effect, or supported, and what differs."""
     if asked.flag in NOT_SUPPORTED:
         return f"refused: {in_cell(NOT_SUPPORTED[asked.flag])}"
     if asked.flag in NO_EFFECT:

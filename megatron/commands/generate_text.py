@@ -6,15 +6,14 @@ output, tokens per second to standard error.
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-import tyro
-
-from megatron.commands.tool import exit_at_once, exit_code_of
+from megatron.commands.tool import exit_at_once, run_on_ranks
 from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.errors import ConfigError, RankError
 from megatron.flags import require_at_least
@@ -57,36 +56,31 @@ class GenerateConfig(LoadedModelConfig, GenerationConfig):
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """What the flags ask for, in growing parts of text; the same on every rank."""
+    """The text that the flags ask for, in growing parts; the same on every rank."""
     from megatron.inference.generator import Speed
     from megatron.inference.loading import open_model
 
     with open_model(config) as opened_model:
         session = Session(config, opened_model, Speed())
-        yield from session.text()
+        if config.prompt is not None:
+            yield from session.continued_prompt(config.prompt)
+        elif config.prompts is not None:
+            yield from session.results(Path(config.prompts))
+        else:
+            yield from session.conversation()
         if opened_model.topology.rank == 0:
             print(session.speed, file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A model, and what is asked of it."""
+    """A model and the flags of its texts."""
 
     config: GenerateConfig
     open: "OpenModel"
     speed: "Speed"
 
-    def text(self) -> Iterator[str]:
-        """The text in parts."""
-        if self.config.prompt is not None:
-            yield from self.continued_prompt(self.config.prompt)
-        elif self.config.prompts is not None:
-            yield from self.results(Path(self.config.prompts))
-        else:
-            yield from self.conversation()
-
     def continued_prompt(self, prompt: str) -> Iterator[str]:
-        """The prompt and its continuation."""
         from megatron.inference.generator import ContinuedText, prompt_ids
 
         ids = prompt_ids(self.open.tokenizer, prompt, self.config.add_bos)
@@ -113,11 +107,10 @@ class Session:
         prompts = run_on_rank0(self.open.topology.control, lambda: read_prompts(path))
         for first in range(0, len(prompts), config.batch_size):
             batch = prompts[first : first + config.batch_size]
-            texts = [prompt.text for prompt in batch]
             completions = complete(
                 self.open.model,
                 self.open.tokenizer,
-                texts,
+                [prompt.text for prompt in batch],
                 config,
                 self.open.stop_ids,
                 config.add_bos,
@@ -138,12 +131,11 @@ class Session:
             if not line:
                 ids = []
                 continue
-            new = (
-                self.open.tokenizer.tokenize("\n" + line)
-                if ids
-                else prompt_ids(self.open.tokenizer, line, self.config.add_bos)
-            )
-            ids += new
+            # Only a new text begins with the beginning-of-text token.
+            if ids:
+                ids += self.open.tokenizer.tokenize("\n" + line)
+            else:
+                ids = prompt_ids(self.open.tokenizer, line, self.config.add_bos)
             if len(ids) >= max_length:
                 yield f"({len(ids)} tokens are too many, a text has at most {max_length}: a new text begins.)\n"
                 ids = []
@@ -161,35 +153,27 @@ def _read_line() -> str:
 
 @contextmanager
 def opened(output: str | None, rank: int) -> Iterator[TextIO]:
-    """Where the text goes: ``output``, or standard output. Other ranks than 0 write nothing."""
-    if rank != 0:
-        with open(os.devnull, "w") as nowhere:
-            yield nowhere
-    elif output is None:
+    """The file ``output``, or standard output. Other ranks than 0 write to the null device."""
+    if rank == 0 and output is None:
         yield sys.stdout
-    else:
-        try:
-            file = open(output, "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise RankError(f"--output {output} cannot be written ({error.strerror}): use another path.") from error
-        with file:
-            yield file
+        return
+    try:
+        file = open(os.devnull if rank else str(output), "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise RankError(f"--output {output} cannot be written ({error.strerror}): use another path.") from error
+    with file:
+        yield file
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the text as it grows; the exit code."""
-    rank = int(os.environ.get("RANK", 0))
+def print_text(config: GenerateConfig, rank: int) -> None:
+    config.check()
+    with opened(config.output, rank) as file:
+        for part in generate(config):
+            print(part, end="", file=file, flush=True)
 
-    def print_text() -> None:
-        config = tyro.cli(GenerateConfig, args=arguments, description=__doc__, console_outputs=rank == 0)
-        config.check()
-        with opened(config.output, rank) as file:
-            for part in generate(config):
-                print(part, end="", file=file, flush=True)
 
-    return exit_code_of(print_text, rank)
+main = partial(run_on_ranks, GenerateConfig, print_text, __doc__)
 
 
 def run() -> NoReturn:
-    """Generate in this process, and end it with the exit code."""
     exit_at_once(main())

@@ -47,7 +47,7 @@ class InspectConfig:
 
 
 def inspect(config: InspectConfig) -> dict[str, Any]:
-    """All that the tool tells."""
+    """The content of the report, as JSON."""
     from megatron.checkpoint.directory import locate_checkpoint
     from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, missing_checkpoint
     from megatron.checkpoint.manifest import read_manifest
@@ -67,27 +67,21 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
         "state": manifest.state,
         "bytes": sum(file.size for file in files),
         "files": {file.name: {"bytes": file.size, "xxh3_128": file.digest} for file in files},
-        "tensors": describe_tensors(manifest),
+        "tensors": {
+            name: {
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "chunks": len(tensor.files),
+                "bytes": prod(tensor.shape) * tensor.dtype.itemsize,
+            }
+            for name, tensor in manifest.tensors.items()
+        },
         "damage": find_damage(directory, manifest) if config.verify else None,
     }
 
 
-def describe_tensors(manifest: "Manifest") -> dict[str, dict[str, Any]]:
-    """Dtype, shape and number of chunks of every global tensor."""
-    return {
-        name: {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "chunks": len(tensor.files),
-            "bytes": prod(tensor.shape) * tensor.dtype.itemsize,
-        }
-        for name, tensor in manifest.tensors.items()
-    }
-
-
 def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
-    """What is wrong with each file that is not as it was written, or that holds something else than ``manifest``
-    says."""
+    """The damage of each file that is not as it was written, or whose tensors are not those of ``manifest``."""
     from megatron.checkpoint.files import verify_file
     from megatron.checkpoint.safetensors_file import VerifiedSafetensors
 
@@ -114,7 +108,11 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
     if "consumed_samples" in state:
         yield f"samples consumed: {state['consumed_samples']:,}"
     for stage in state.get("data_stages", ()):
-        yield f"data stage {stage['name']}: {data_of(stage)}"
+        data = stage["data"]
+        paths = [corpus["path"] for corpus in data.get("corpora", ())]
+        start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
+        corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
+        yield f"data stage {stage['name']}: {start}, sequences of {data['sequence_length']}, {corpora}"
     if "architecture" in state:
         yield f"architecture: {words(state['architecture'])}"
     yield f"written by: {written_by(state.get('flags', {}))}"
@@ -125,15 +123,6 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{kind}: {size(total)}"
     if found["damage"] is not None:
         yield from found["damage"] or ["every file is as it was written"]
-
-
-def data_of(stage: Mapping[str, Any]) -> str:
-    """Where a data stage begins, and its length and corpora."""
-    data = stage["data"]
-    paths = [corpus["path"] for corpus in data.get("corpora", ())]
-    start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
-    corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
-    return f"{start}, sequences of {data['sequence_length']}, {corpora}"
 
 
 def written_by(flags: Mapping[str, Any]) -> str:
@@ -162,7 +151,6 @@ def words(values: Mapping[str, Any]) -> str:
 
 
 def table(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each tensor."""
     rows = [("tensor", "dtype", "shape", "size")]
     for name, tensor in tensors.items():
         rows.append((name, tensor["dtype"], " x ".join(map(str, tensor["shape"])) or "scalar", size(tensor["bytes"])))

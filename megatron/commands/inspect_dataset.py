@@ -67,18 +67,12 @@ def describe(dataset: IndexedDataset, lengths: npt.NDArray[np.int64]) -> Iterato
         yield f"length     mean {lengths.mean():,.1f}; up to: {', '.join(values)}"
 
 
-def histogram(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Documents by length: (from, below, how many), in powers of two."""
-    edges = [0, *(1 << power for power in range(int(lengths.max(initial=0)).bit_length() + 1))]
-    counts, _ = np.histogram(lengths, [*edges])
-    return [(low, high, int(count)) for low, high, count in zip(edges, edges[1:], counts)]
-
-
 def print_histogram(lengths: npt.NDArray[np.int64]) -> Iterator[str]:
-    """The histogram as bars of text."""
-    rows = histogram(lengths)
-    most = max(count for _, _, count in rows) or 1
-    for low, high, count in rows:
+    """Documents by length as bars of text, in powers of two."""
+    edges = [0, *(1 << power for power in range(int(lengths.max(initial=0)).bit_length() + 1))]
+    counts = np.histogram(lengths, [*edges])[0].tolist()
+    most = max(counts) or 1
+    for low, high, count in zip(edges, edges[1:], counts):
         yield f"{low:>12,} .. {high - 1:<12,} {count:>12,} {'#' * round(_BAR * count / most)}".rstrip()
 
 
@@ -117,6 +111,7 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
     size, needed = dataset.stored_bytes, int(lengths.sum()) * itemsize
     if size != needed:
         raise DataError(f"{prefix}.bin has {size} bytes, but {prefix}.idx requires {needed}: copy it again.")
+    # All ids, by reading .bin once.
     for start in range(0, dataset.num_tokens, _CHUNK):
         tokens = dataset.tokens(start, min(_CHUNK, dataset.num_tokens - start))
         bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size)) if vocab_size else np.flatnonzero(tokens < 0)
@@ -133,26 +128,7 @@ def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:
 _REMEDY = "write the data again with tools/preprocess_data.py"
 
 
-def check_digests(dataset: IndexedDataset) -> Iterator[str]:
-    """Compare all bytes of a dataset with its digests."""
-    digests = read_digests(dataset.prefix)
-    if digests is None:
-        return
-    check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
-    check_blocks(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes, dataset.stored)
-    yield "digests    match every byte of both files"
-
-
-def describe_digests(prefix: str) -> str:
-    """Whether a dataset has digests."""
-    digests = read_digests(prefix)
-    if digests is None:
-        return "digests    none: training cannot notice damaged tokens (--write-digests makes them)"
-    return f"digests    fingerprint {digests.fingerprint()} (--check compares them)"
-
-
-def make_digests(prefix: str) -> None:
-    """Write the digests of the files as they are."""
+def write_present_digests(prefix: str) -> None:
     if is_url(prefix):
         raise ConfigError(f"--write-digests cannot write beside {prefix}: make the digests where the files are local.")
     try:
@@ -174,37 +150,41 @@ def print_document(dataset: IndexedDataset, number: int, max_tokens: int, tokeni
     yield tokenizer.detokenize(ids) if tokenizer is not None else " ".join(map(str, ids))
 
 
-def print_all(config: InspectConfig) -> None:
-    for line in inspect(config):
-        print(line)
-
-
 def inspect(config: InspectConfig) -> Iterator[str]:
-    """All that is to be said, line by line."""
+    """The lines of the report; each is printed as soon as it is known."""
     refuse_urls({"--plot": config.plot}, "name a local file")
-    with tempfile.TemporaryDirectory() as index_cache:  # for that of a remote dataset
-        yield from _inspect(config, IndexedDataset(config.prefix, index_cache=index_cache))
+    with tempfile.TemporaryDirectory() as index_cache:  # for the index of a remote dataset
+        dataset = IndexedDataset(config.prefix, index_cache=index_cache)
+        tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
+        lengths = document_lengths(dataset)
+        if config.write_digests:
+            write_present_digests(config.prefix)
+        yield from describe(dataset, lengths)
+        digests = read_digests(config.prefix)
+        if digests is None:
+            yield "digests    none: training cannot notice damaged tokens (--write-digests makes them)"
+        else:
+            yield f"digests    fingerprint {digests.fingerprint()} (--check compares them)"
+        if config.plot is None:
+            yield from print_histogram(lengths)
+        else:
+            draw_histogram(lengths, config.prefix, config.plot)
+            yield f"histogram  {config.plot}"
+        for number in config.documents:
+            yield from print_document(dataset, number, config.max_tokens, tokenizer)
+        if config.check:
+            check_whole(dataset, tokenizer.vocab_size if tokenizer else None)
+            ids = f"all ids below {tokenizer.vocab_size:,}" if tokenizer else "ids not compared with a vocabulary"
+            yield f"whole      yes: offsets, documents and sizes fit; {ids}"
+            if digests is not None:
+                check_file(dataset.index_path, digests.index, name=f"{dataset.prefix}.idx")
+                check_blocks(f"{dataset.prefix}.bin", digests.tokens, dataset.stored_bytes, dataset.stored)
+                yield "digests    match every byte of both files"
 
 
-def _inspect(config: InspectConfig, dataset: IndexedDataset) -> Iterator[str]:
-    tokenizer = build_tokenizer(config.tokenizer) if config.tokenizer.tokenizer_type else None
-    lengths = document_lengths(dataset)
-    if config.write_digests:
-        make_digests(config.prefix)
-    yield from describe(dataset, lengths)
-    yield describe_digests(config.prefix)
-    if config.plot is None:
-        yield from print_histogram(lengths)
-    else:
-        draw_histogram(lengths, config.prefix, config.plot)
-        yield f"histogram  {config.plot}"
-    for number in config.documents:
-        yield from print_document(dataset, number, config.max_tokens, tokenizer)
-    if config.check:
-        check_whole(dataset, tokenizer.vocab_size if tokenizer else None)
-        ids = f"all ids below {tokenizer.vocab_size:,}" if tokenizer else "ids not compared with a vocabulary"
-        yield f"whole      yes: offsets, documents and sizes fit; {ids}"
-        yield from check_digests(dataset)
+def print_lines(config: InspectConfig) -> None:
+    for line in inspect(config):
+        print(line, flush=True)
 
 
-main = partial(run_tool, InspectConfig, print_all, __doc__)
+main = partial(run_tool, InspectConfig, print_lines, __doc__)

@@ -15,15 +15,14 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import tyro
-
-from megatron.errors import ConfigError, DataError, UserError, report
+from megatron.commands.tool import run_tool
+from megatron.errors import ConfigError, DataError, ExitCode, report
 from megatron.flags import require_at_least, require_positive
 
-_ROOT = Path(__file__).resolve().parents[2]
-"""Where processes find the package megatron."""
+_ROOT = Path(__file__).resolve().parents[2]  # processes find the package megatron here
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,10 @@ class OverfitCheck:
 
 @dataclass(frozen=True)
 class Runs:
-    """What runs, by flags of pretrain_llama.py."""
+    """The runs, by flags of pretrain_llama.py."""
 
-    common: tuple[str, ...]
-    """Flags of all runs: architecture, precision, kernels."""
-    layouts: tuple[tuple[str, ...], ...]
-    """Flags of each layout."""
+    common: tuple[str, ...]  # flags of all runs: architecture, precision, kernels
+    layouts: tuple[tuple[str, ...], ...]  # flags of each layout
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Runs]:
@@ -85,13 +82,13 @@ class Outcome:
 
     name: str
     losses: tuple[float, ...]
-    log: str
-    """The end of its output."""
+    log: str  # the end of its output
 
     def verdict(self, config: OverfitCheck) -> str:
-        """Why the run fails, or ``pass``."""
+        """``pass``, or ``FAIL`` and the reason."""
         if not self.losses:
             return "FAIL: the run failed"
+        # A new model's predictions are nearly uniform.
         expected = math.log(config.vocab_size + 1)
         if abs(self.losses[0] - expected) > 0.1 * expected:
             return f"FAIL: the first loss is not about ln(vocabulary) = {expected:.3f}"
@@ -145,10 +142,7 @@ def run(config: OverfitCheck, common: Sequence[str], layout: Sequence[str], proc
         directory = Path(name)
         write_samples(config, directory / "samples")
         process = subprocess.run(
-            command_of(config, [*common, *layout], processes, directory),
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
+            command_of(config, [*common, *layout], processes, directory), cwd=_ROOT, capture_output=True, text=True
         )
         metrics = directory / f"{processes}.jsonl"
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -174,26 +168,21 @@ def describe(outcome: Outcome, reference: Outcome, config: OverfitCheck) -> str:
     return f"{outcome.verdict(config)}: {outcome.name}: loss {first:.4f} to {last:.4f}{difference}"
 
 
-def check_all(config: OverfitCheck, runs: Runs) -> bool:
-    """Run one process and all layouts, and print a row for each; whether all passed."""
+def check_all(runs: Runs, config: OverfitCheck) -> int:
+    """Run one process and all layouts, and print a row for each; 1 if one did not pass."""
+    config.check()
     outcomes: list[Outcome] = []
     for layout, processes in [((), 1), *((layout, config.processes) for layout in runs.layouts)]:
         outcomes.append(run(config, runs.common, layout, processes))
         print(describe(outcomes[-1], outcomes[0], config), flush=True)
-    return all(outcome.verdict(config) == "pass" for outcome in outcomes)
+    return 0 if all(outcome.verdict(config) == "pass" for outcome in outcomes) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; returns the exit status: 0 if every layout passed, 1 if one did not."""
+    """Run the tool; returns the exit status: 0 if every layout passed, 1 if one did not, 2 for a mistake."""
     mine, runs = split_arguments(sys.argv[1:] if arguments is None else arguments)
-    config = tyro.cli(OverfitCheck, description=__doc__, args=mine)
     try:
-        config.check()
-        passed = check_all(config, runs)
+        return run_tool(OverfitCheck, partial(check_all, runs), __doc__, mine, failed=ExitCode.ACTION_REQUIRED)
     except OSError as error:
         report(DataError(f"The samples cannot be written ({error.strerror}): free some space in TMPDIR."), rank=0)
-        return 2
-    except UserError as error:
-        report(error, rank=0)
-        return 2
-    return 0 if passed else 1
+        return ExitCode.ACTION_REQUIRED

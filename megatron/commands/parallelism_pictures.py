@@ -18,23 +18,23 @@ from megatron.errors import ExitCode
 from megatron.urls import refuse_urls
 
 RANKS = 4
+# Bytes of a parameter.
 STATE = {"weights": 2, "gradients": 4, "master weights": 4, "moments": 8}
-"""Bytes of a parameter."""
+# The state that each strategy shards.
 SHARDED = {
     "no_shard": (),
     "optim (ZeRO-1)": ("master weights", "moments"),
     "optim_grads (ZeRO-2)": ("gradients", "master weights", "moments"),
     "optim_grads_params (ZeRO-3)": ("gradients", "master weights", "moments"),
 }
-"""What each strategy shards."""
+# The state that a strategy does not keep: a layer's weights are cast from master weights when they are all-gathered.
 CAST = {"optim_grads_params (ZeRO-3)": ("weights",)}
-"""What a strategy does not keep: the weights of a layer are cast from the master weights when they are all-gathered."""
 _EMPTY, _LINE = "#eeeeee", "#666666"
 
 
 @dataclass(frozen=True)
 class PicturesConfig:
-    """Where the pictures go."""
+    """Directory of the pictures."""
 
     output: str
     """Directory for the SVG files."""
@@ -210,7 +210,6 @@ PICTURES: Mapping[str, Callable[[], str]] = {
 
 
 def draw_all(config: PicturesConfig) -> None:
-    """Write all pictures, and print their paths."""
     refuse_urls({"--output": config.output}, "name a local directory")
     for name, draw in PICTURES.items():
         path = Path(config.output) / f"{name}.svg"

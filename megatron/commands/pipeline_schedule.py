@@ -13,7 +13,7 @@ from typing import Any
 from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import ConfigError, DataError
-from megatron.flags import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate, verify
@@ -64,29 +64,17 @@ class PipelineScheduleConfig:
                 raise ConfigError(
                     f"{flag} {path} does not end in {suffix}: rename it, or use the other picture's flag."
                 )
-        require_at_least(0, self.times())
-        if self.measured is not None:
-            self._check_measured()
-        else:
+        times = values_of(self, "forward_time", "backward_time", "weight_time")
+        require_at_least(0, {**times, "--send-time": self.send_time})
+        if self.measured is None:
             self._check_schedule()
-
-    def times(self) -> dict[str, float | None]:
-        """Flags of times, with their values."""
-        return {
-            "--forward-time": self.forward_time,
-            "--backward-time": self.backward_time,
-            "--weight-time": self.weight_time,
-            "--send-time": self.send_time,
-        }
-
-    def _check_measured(self) -> None:
-        given = [flag for flag, time in self.times().items() if time is not None and flag != "--send-time"]
-        given += [] if self.microbatch_group_size is None else ["--microbatch-group-size"]
-        if given:
-            raise ConfigError(f"{given[0]} comes from the trace of --measured: remove it.")
+            return
+        given = {**times, "--microbatch-group-size": self.microbatch_group_size}
+        for flag, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{flag} comes from the trace of --measured: remove it.")
 
     def _check_schedule(self) -> None:
-        """Whether there is such a schedule."""
         if self.schedule is None or self.stages is None or self.microbatches is None:
             raise ConfigError("--schedule, --stages and --microbatches are required: set all three, or --measured.")
         require_at_least(1, {"--stages": self.stages, "--microbatches": self.microbatches})
@@ -94,20 +82,16 @@ class PipelineScheduleConfig:
         if not traits.allows(traits.resolve_chunks(self.virtual)):
             remedy = "use 2 or more" if traits.chunks == "several chunks" else "remove it"
             raise ConfigError(f"--virtual {self.virtual}: {self.schedule} runs {traits.chunks} per stage; {remedy}.")
-        if self.microbatch_group_size is not None:
-            self._check_group_size(self.microbatch_group_size, self.stages)
+        size = self.microbatch_group_size
+        if size is not None and not traits.groups_microbatches:
+            raise ConfigError(f"--microbatch-group-size has no effect with {self.schedule}: remove it.")
+        if size is not None and size < self.stages:
+            raise ConfigError(
+                f"--microbatch-group-size {size} is below the number of stages {self.stages}, which would idle or "
+                f"deadlock: use {self.stages} or more."
+            )
         if self.forward_time == self.backward_time == self.weight_time == 0:
             raise ConfigError("--forward-time, --backward-time and --weight-time are all 0: one must be above 0.")
-
-    def _check_group_size(self, size: int, stages: int) -> None:
-        assert self.schedule is not None
-        if not SCHEDULES[self.schedule].groups_microbatches:
-            raise ConfigError(f"--microbatch-group-size has no effect with {self.schedule}: remove it.")
-        if size < stages:
-            raise ConfigError(
-                f"--microbatch-group-size {size} is below the number of stages {stages}, which would idle or deadlock: "
-                f"use {stages} or more."
-            )
 
 
 @dataclass(frozen=True)
@@ -119,17 +103,10 @@ class WholeStage:
     weight: float
     send: float
 
-    @staticmethod
-    def mean(durations: Durations, num_stages: int) -> "WholeStage":
-        """Over the stages; their chunks together."""
-        sums = (sum(times) for times in (durations.forward, durations.backward, durations.weight))
-        forward, backward, weight = (total / num_stages for total in sums)
-        return WholeStage(forward, backward, weight, durations.send)
-
 
 @dataclass(frozen=True)
 class Study:
-    """A verified schedule, how it runs on paper and, where a trace was given, how it ran."""
+    """A verified schedule, its simulated timeline and, where a trace was given, its measured one."""
 
     schedule: Schedule
     group_size: int | None
@@ -142,16 +119,13 @@ class Study:
         """The schedule in words."""
         placement = self.schedule.placement
         counts = [(placement.num_stages, "stage"), (self.schedule.num_microbatches, "microbatch")]
-        words = [f"{count} {noun}{_plural(noun) if count > 1 else ''}" for count, noun in counts]
+        plurals = {"stage": "stages", "microbatch": "microbatches"}
+        words = [f"{count} {plurals[noun] if count > 1 else noun}" for count, noun in counts]
         if placement.num_chunks > 1:
             words.append(f"{placement.num_chunks} chunks per stage")
         if self.group_size not in (None, placement.num_stages):
             words.append(f"groups of {self.group_size}")
         return f"{self.schedule.name}: {', '.join(words)}"
-
-
-def _plural(noun: str) -> str:
-    return "es" if noun.endswith("h") else "s"
 
 
 def study_on_paper(config: PipelineScheduleConfig) -> Study:
@@ -164,16 +138,15 @@ def study_on_paper(config: PipelineScheduleConfig) -> Study:
     shape = Shape(stages, microbatches, chunks, group_size or stages)
     claim = SCHEDULES[config.schedule].live_activations
     verify(schedule, tuple(claim(stage, shape) for stage in range(stages)))
-    forward, backward, weight = (
-        1.0 if time is None else time for time in (config.forward_time, config.backward_time, config.weight_time)
-    )
+    given = config.forward_time, config.backward_time, config.weight_time
+    forward, backward, weight = (1.0 if time is None else time for time in given)
     times = WholeStage(forward, backward, weight, config.send_time or 0.0)
     durations = Durations.uniform(schedule.placement, forward, backward, weight, times.send)
     return Study(schedule, group_size, times, simulate(schedule, durations))
 
 
 def study_of_trace(config: PipelineScheduleConfig, path: str) -> Study:
-    """Read what ran, verify it, and simulate it with the medians of what its passes took."""
+    """The schedule of a trace, verified, and simulated with the median times of its passes."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -185,13 +158,6 @@ def study_of_trace(config: PipelineScheduleConfig, path: str) -> Study:
         verify(schedule)
     except (DataError, ScheduleError) as error:
         raise DataError(f"--measured {path}: {error}") from error
-    _refuse_contradiction(config, schedule)
-    durations = replace(median_durations(schedule, measured), send=config.send_time or 0.0)
-    times = WholeStage.mean(durations, schedule.placement.num_stages)
-    return Study(schedule, None, times, simulate(schedule, durations), measured)
-
-
-def _refuse_contradiction(config: PipelineScheduleConfig, schedule: Schedule) -> None:
     for flag, given, found in (
         ("--schedule", config.schedule, schedule.name),
         ("--stages", config.stages, schedule.placement.num_stages),
@@ -200,10 +166,15 @@ def _refuse_contradiction(config: PipelineScheduleConfig, schedule: Schedule) ->
     ):
         if given is not None and given != found:
             raise ConfigError(f"{flag} {given} contradicts --measured, whose trace has {found}: remove {flag}.")
+    durations = replace(median_durations(schedule, measured), send=config.send_time or 0.0)
+    # The chunks of a stage together, and the mean over the stages.
+    sums = (sum(one) for one in (durations.forward, durations.backward, durations.weight))
+    times = WholeStage(*(total / schedule.placement.num_stages for total in sums), durations.send)
+    return Study(schedule, None, times, simulate(schedule, durations), measured)
 
 
 def to_json(study: Study) -> dict[str, Any]:
-    """What was found out; times as they were given, or in seconds where they were measured."""
+    """The figures of a study; times as they were given, or in seconds where they were measured."""
     placement, times = study.schedule.placement, study.times
     data: dict[str, Any] = {
         "schedule": study.schedule.name,
@@ -236,7 +207,7 @@ def _timeline_to_json(timeline: Timeline) -> dict[str, Any]:
 
 
 def summary(study: Study, columns: int) -> str:
-    """What was found out, for a terminal of so many ``columns``."""
+    """The figures and the timeline, for a terminal of so many ``columns``."""
     unit = "" if study.measured is None else " s"
     work = sum((study.times.forward, study.times.backward, study.times.weight)) * study.schedule.num_microbatches
     lines = [study.title, ""]
@@ -245,7 +216,14 @@ def summary(study: Study, columns: int) -> str:
     lines += _figures("simulated" if study.measured else "", study.simulated, unit)
     lines += [f"{'work of a stage':<19} {work:.6g}{unit}", "", *_stage_table(study)]
     if study.measured is None:
-        lines += ["", *_drawn(study, columns)]
+        chunks = study.schedule.placement.num_chunks
+        rows = draw_as_text(study.simulated, chunks, columns)
+        second = "; lower case: second chunk" if chunks == 2 else ""
+        lines += ["", *(rows or [])]
+        if rows is None:
+            lines.append(f"The timeline does not fit in {columns} columns: draw it with --svg or --png.")
+        else:
+            lines += ["", f"Letter and microbatch of each pass; -: going on; .: idle{second}."]
     return "\n".join(lines)
 
 
@@ -278,17 +256,8 @@ def _stage_table(study: Study) -> list[str]:
     return lines
 
 
-def _drawn(study: Study, columns: int) -> list[str]:
-    chunks = study.schedule.placement.num_chunks
-    rows = draw_as_text(study.simulated, chunks, columns)
-    if rows is None:
-        return [f"The timeline does not fit in {columns} columns: draw it with --svg or --png."]
-    second = "; lower case: second chunk" if chunks == 2 else ""
-    return [*rows, "", f"Letter and microbatch of each pass; -: going on; .: idle{second}."]
-
-
 def picture(study: Study, picture_format: PictureFormat) -> bytes:
-    """The drawn timelines: measured, where there is one, above simulated."""
+    """A picture of the timelines: the measured one, if there is one, above the simulated one."""
     runs = [(study.title, study.simulated)]
     if study.measured is not None:
         runs = [(f"measured {study.title}", study.measured), ("simulated with its median times", study.simulated)]

@@ -51,22 +51,18 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def name_runs(config: PlotConfig) -> Sequence[str]:
-    """What the legend calls each run."""
+    """The name of each run in the legend."""
     if config.names and len(config.names) != len(config.metrics):
         raise ConfigError(
             f"--names has {len(config.names)} names for {len(config.metrics)} --metrics: use one name per file, or "
             "none."
         )
-    return config.names or [_name(Path(path)) for path in config.metrics]
-
-
-def _name(path: Path) -> str:
-    """The directory of a file with the usual name, otherwise the file."""
-    return path.resolve().parent.name if path.stem == "metrics" else path.stem
+    # The directory of a file with the usual name, otherwise the file.
+    paths = [Path(path) for path in config.metrics]
+    return config.names or [path.resolve().parent.name if path.stem == "metrics" else path.stem for path in paths]
 
 
 def draw(config: PlotConfig) -> None:
-    """Write the figure of ``config`` to its output."""
     figure = draw_figure(config)
     import matplotlib.pyplot as plt
 

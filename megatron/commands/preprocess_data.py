@@ -15,7 +15,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -56,7 +56,7 @@ class Job(NamedTuple):
     workers: int
 
     def settings(self, partitions: int) -> dict[str, Any]:
-        """All that decides about the tokens of a partition."""
+        """The settings that determine the tokens of a partition."""
         return {
             "partitions": partitions,
             "inputs": [list(source) for source in self.sources],
@@ -65,7 +65,10 @@ class Job(NamedTuple):
             "append_eod": self.task.append_eod,
             "skip_bad_documents": self.task.skip_bad_documents,
             "tokenizer_type": self.task.tokenizer.tokenizer_type,
-            "tokenizer_model": _digest(tokenizer_files(self.task.tokenizer)),
+            "tokenizer_model": "+".join(
+                hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in tokenizer_files(self.task.tokenizer)
+            )
+            or None,
             "encoded_by": shared_tokenizer(self.task.tokenizer).encoded_by,
             "end_of_document": shared_tokenizer(self.task.tokenizer).eod,  # may stand in a file beside the model
             "vocab_size": self.task.tokenizer.vocab_size,
@@ -73,19 +76,14 @@ class Job(NamedTuple):
         }
 
 
-class Partitioning(NamedTuple):
-    """How many partitions there are, and which one to do (None: all)."""
-
-    parts: int
-    only: int | None
-
-
-def _digest(files: tuple[str, ...]) -> str | None:
-    return "+".join(hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files) or None
+#   PREFIX_partitions/0-of-4_text_document.bin, .idx, .digests.json     the outputs of a partition
+#   PREFIX_partitions/0-of-4.json      its record, written last: settings and counts
+#   PREFIX_partitions/merge.lock       while a process merges
+#   PREFIX_partitions/merged.json      the record of the merged outputs, after which the partitions are removed
 
 
 class _Records:
-    """The files of PREFIX_partitions/."""
+    """The files of PREFIX_partitions/. A record names the inputs and flags; other ones are refused."""
 
     def __init__(self, job: Job, count: int) -> None:
         self.directory = Path(f"{job.output_prefix}_partitions")
@@ -94,29 +92,28 @@ class _Records:
         self._settings = job.settings(count)
 
     def prefix(self, number: int) -> str:
-        """Of the outputs of a partition."""
         return str(self.directory / f"{number}-of-{self.count}")
 
     def complete(self, number: int) -> Counts | None:
-        """What a complete partition counted."""
+        """The counts of a partition; None if it is not complete."""
         counts = self._read(Path(f"{self.prefix(number)}.json"))
-        outputs = (f"{output_of(self.prefix(number), key)}.idx" for key in self._job.task.form.keys)
-        return counts if counts and all(map(os.path.exists, outputs)) else None
+        return counts if counts and self._has_outputs(self.prefix(number)) else None
 
     def merged(self) -> Counts | None:
-        """What all counted, if they are merged already."""
+        """The counts of all partitions; None if they are not merged."""
         counts = self._read(self.directory / _MERGED)
-        if counts and not all(
-            os.path.exists(f"{output_of(self._job.output_prefix, k)}.idx") for k in self._job.task.form.keys
-        ):
+        if counts and not self._has_outputs(self._job.output_prefix):
             raise DataError(f"The merged output of {self.directory} is gone: remove that folder to make it again.")
         return counts
 
+    def _has_outputs(self, prefix: str) -> bool:
+        return all(os.path.exists(f"{output_of(prefix, key)}.idx") for key in self._job.task.form.keys)
+
     def write(self, name: str, counts: Counts) -> None:
-        """Say that a partition, or all, is complete."""
+        """Record that a partition, or all, is complete."""
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = self.directory / f"{name}.{uuid.uuid4().hex[:8]}.incomplete"
-        temporary.write_text(json.dumps({"settings": self._settings, "counts": counts.to_json()}, indent=1))
+        temporary.write_text(json.dumps({"settings": self._settings, "counts": asdict(counts)}, indent=1))
         os.replace(temporary, self.directory / name)
 
     def _read(self, path: Path) -> Counts | None:
@@ -135,7 +132,7 @@ class _Records:
         return Counts(**record["counts"])
 
     def remove_partitions(self) -> None:
-        """Remove what has been merged."""
+        """Remove the merged partitions."""
         for number in range(self.count):
             for key in self._job.task.form.keys:
                 for kind in (".idx", ".bin", SUFFIX):
@@ -145,27 +142,28 @@ class _Records:
                 os.remove(f"{self.prefix(number)}.json")
 
 
-def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progress: MakeProgress) -> Counts:
-    """Do the partitions that are not complete yet, and merge if all are; returns what has been counted in all."""
-    records = _Records(job, partitioning.parts)
+def run_partitions(job: Job, count: int, only: int | None, vocab_size: int, progress: MakeProgress) -> Counts:
+    """Do the partitions that are not complete yet (``only`` this one), and merge if all are; returns all counts."""
+    records = _Records(job, count)
     if (merged := records.merged()) is not None:
         print(f"{job.output_prefix} is complete already.", file=sys.stderr)
         return merged
     for key in job.task.form.keys:
         warn_of_overwriting(output_of(job.output_prefix, key))
-    wanted = range(partitioning.parts) if partitioning.only is None else [partitioning.only]
+    wanted = range(count) if only is None else [only]
     missing = [number for number in wanted if records.complete(number) is None]
     for number in sorted(set(wanted) - set(missing)):
         print(f"Partition {number} is complete already.", file=sys.stderr)
-    parts = cut_in_partitions(list(job.sources), partitioning.parts, job.task.form.separation)
+    parts = cut_in_partitions(list(job.sources), count, job.task.form.separation)
     at_a_time = min(job.workers, len(missing))
-    shares = cycle(_shares(job.workers, at_a_time))
+    # Workers of each of the partitions that run at a time.
+    shares = cycle([job.workers // at_a_time + (slot < job.workers % at_a_time) for slot in range(at_a_time)])
     works = {
         number: Work(tuple(parts[number]), job.task, records.prefix(number), vocab_size, share, True)
         for number, share in zip(missing, shares)
     }
     with progress(sum(work.stored_bytes for work in works.values())) as shown:
-        if partitioning.only is not None:
+        if only is not None:
             for number, work in works.items():
                 records.write(f"{number}-of-{records.count}.json", work.run(shown.add))
         else:
@@ -173,13 +171,8 @@ def run_partitions(job: Job, partitioning: Partitioning, vocab_size: int, progre
         return _merge(job, records, shown.counts)
 
 
-def _shares(workers: int, partitions: int) -> list[int]:
-    """Workers of each of the partitions that run at a time."""
-    return [workers // partitions + (number < workers % partitions) for number in range(partitions)]
-
-
 def _merge(job: Job, records: _Records, counts: Counts) -> Counts:
-    """Merge if all are complete, or wait while another node does it; what has been counted of all, or else here."""
+    """Merge if all are complete, or wait while another node does it; returns the counts of all, or else ``counts``."""
     missing = [str(number) for number in range(records.count) if records.complete(number) is None]
     if missing and records.merged() is None:  # a merge removes the partitions behind its record
         print(f"To be merged when partitions {', '.join(missing)} are complete.", file=sys.stderr)
@@ -214,7 +207,7 @@ def _merge_all(job: Job, records: _Records, seconds: float) -> Counts:
 
 
 class _Done(NamedTuple):
-    """A partition has written its outputs."""
+    """Message: a partition has written its outputs."""
 
     number: int
     counts: Counts
@@ -232,7 +225,7 @@ def _run_together(works: dict[int, Work], at_a_time: int, records: _Records, sho
                 number, work = waiting.popleft()
                 process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))
                 process.start()
-                stack.callback(_end, process)
+                stack.callback(lambda one: (one.terminate(), one.join()), process)
                 processes[number] = process
             try:
                 message = messages.get(timeout=1)
@@ -258,18 +251,13 @@ def _run_in_process(number: int, work: Work, messages: Any, parent: int) -> None
 
     def report(counts: Counts) -> None:
         if os.getppid() != parent:
-            sys.exit(1)  # killed: nobody reads messages any more
+            sys.exit(1)  # it was killed, and no process reads the messages
         messages.put(counts)
 
     try:
         messages.put(_Done(number, work.run(report)))
     except UserError as error:
         messages.put(str(error))
-
-
-def _end(process: Any) -> None:
-    process.terminate()
-    process.join()
 
 
 @dataclass(frozen=True)
@@ -314,9 +302,6 @@ class PreprocessConfig:
         if len(set(self.json_keys)) < len(self.json_keys):
             raise ConfigError("--json-keys names a key twice: name each once.")
         refuse_urls({"--output-prefix": self.output_prefix}, "name a local prefix, and copy the result")
-        self._check_partitions()
-
-    def _check_partitions(self) -> None:
         if self.partitions < 1:
             raise ConfigError(f"--partitions {self.partitions} must be at least 1.")
         if self.partition is not None and not 0 <= self.partition < self.partitions:
@@ -328,7 +313,6 @@ class PreprocessConfig:
             raise ConfigError(f"--partitions cannot cut {datasets[0]}: remove the flag, or give its files as --input.")
 
     def job(self) -> Job:
-        """The work that the flags describe."""
         form = InputFormat(self.json_keys, self.text_documents, self.dataset_config, self.dataset_split)
         task = EncodeTask(self.tokenizer, form, self.append_eod, self.skip_bad_documents)
         return Job(tuple(list_sources(self.input)), task, self.output_prefix, self.workers)
@@ -339,22 +323,18 @@ def preprocess(config: PreprocessConfig) -> Counts:
     config.check()
     job = config.job()
     vocab_size = shared_tokenizer(config.tokenizer).vocab_size
-    _check_keys(job)
-    progress = partial(Progress, log_interval=config.log_interval)
-    if config.partitions > 1:
-        return run_partitions(job, Partitioning(config.partitions, config.partition), vocab_size, progress)
-    ranges = whole_ranges(list(job.sources))
-    work = Work(tuple(ranges), job.task, job.output_prefix, vocab_size, config.workers)
-    with progress(work.stored_bytes) as shown:
-        return work.run(shown.add)
-
-
-def _check_keys(job: Job) -> None:
     plain = [source.path for source in job.sources if is_plain_text(source.path)]
     if plain and len(job.task.form.keys) > 1:
         raise ConfigError(
             f"--json-keys names several keys, but {plain[0]} is plain text: name one, or convert the file."
         )
+    progress = partial(Progress, log_interval=config.log_interval)
+    if config.partitions > 1:
+        return run_partitions(job, config.partitions, config.partition, vocab_size, progress)
+    ranges = whole_ranges(list(job.sources))
+    work = Work(tuple(ranges), job.task, job.output_prefix, vocab_size, config.workers)
+    with progress(work.stored_bytes) as shown:
+        return work.run(shown.add)
 
 
 def run(config: PreprocessConfig) -> None:

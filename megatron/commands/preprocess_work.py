@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing import get_context
 from typing import Any, NamedTuple, Self
@@ -37,18 +37,23 @@ from megatron.data.tokenizers import Tokenizer, shared_tokenizer
 from megatron.data.verified_encoder import TokenizedTexts
 from megatron.errors import DataError
 
+#   this process                                 workers
+#   divide_among_workers: ranges, batches  --->  encode: read, parse, tokenize, append EOD
+#   IndexedDatasetWriter, in order         <---  EncodedBatch: the tokens in the dtype of the file
+#
+# At most four parts per worker are in flight.
+
 _NAMED_BAD_DOCUMENTS = 10  # per batch; all are counted
 
 
 class EncodedKey(NamedTuple):
     """The tokens of a batch for one key."""
 
+    # [tokens] all documents, concatenated, in the dtype of the file unless an id is outside of the vocabulary
     tokens: npt.NDArray[np.integer[Any]]
-    """All documents, concatenated, in the dtype of the file unless an id is outside of the vocabulary."""
+    # [documents] tokens of each document that is not empty
     lengths: npt.NDArray[np.int32]
-    """Tokens of each document that is not empty."""
-    empty: int
-    """Documents without tokens, which are dropped."""
+    empty: int  # documents without tokens, which are dropped
 
 
 class EncodedBatch(NamedTuple):
@@ -59,8 +64,7 @@ class EncodedBatch(NamedTuple):
     stored_bytes: int
     keys: list[EncodedKey]
     num_bad: int
-    bad: list[BadDocument]
-    """The first skipped documents."""
+    bad: list[BadDocument]  # the first skipped documents
 
 
 class EncodeTask(NamedTuple):
@@ -90,6 +94,7 @@ def encode_batch(batch: Batch, task: EncodeTask, tokenizer: Tokenizer | None = N
             good.append((number, texts))
     encoded = _tokenize(good, len(task.form.keys), tokenizer)
     if encoded is None:
+        # The tokenizer refuses a text of the batch: tokenize one by one to find which.
         documents, good = good, []
         for number, texts in documents:
             try:
@@ -134,27 +139,21 @@ def _join_documents(texts: TokenizedTexts, eod: int | None, vocab_size: int) -> 
     return EncodedKey(tokens, lengths + 1, empty)
 
 
-_NAMED_BAD_DOCUMENTS = 10
-
-
 @dataclass
 class Counts:
-    """What has been written so far."""
+    """Counts of what has been written."""
 
     documents: int = 0
     tokens: int = 0
-    empty: int = 0
-    """Documents without a token, which are left out."""
+    empty: int = 0  # documents without a token, which are dropped
     text_bytes: int = 0
-    stored_bytes: int = 0
-    """Bytes of the inputs read, as stored."""
+    stored_bytes: int = 0  # bytes of the inputs read, as stored
     num_bad: int = 0
-    bad: list[str] = field(default_factory=list)
-    """The first documents that were skipped, and why."""
+    bad: list[str] = field(default_factory=list)  # the first documents that were skipped, with the reason
     seconds: float = 0.0
 
     def add(self, other: "Counts") -> None:
-        """Add what others have counted; time is not added."""
+        """Add the counts of others; time is not added."""
         self.documents += other.documents
         self.tokens += other.tokens
         self.empty += other.empty
@@ -165,17 +164,11 @@ class Counts:
 
     @classmethod
     def of(cls, batch: EncodedBatch) -> "Counts":
-        """Those of one batch."""
         tokens, empty = (sum(values) for values in zip(*((key.tokens.size, key.empty) for key in batch.keys)))
         bad = [f"{place} {reason}" for place, reason in batch.bad]
         return cls(batch.documents, tokens, empty, batch.text_bytes, batch.stored_bytes, batch.num_bad, bad)
 
-    def to_json(self) -> dict[str, Any]:
-        """As the constructor takes them."""
-        return asdict(self)
-
     def speed(self) -> str:
-        """Documents, bytes and tokens per second."""
         seconds = max(self.seconds, 1e-9)
         return (
             f"{self.documents / seconds:,.0f} documents/s, {self.text_bytes / seconds / 1e6:.2f} MB/s, "
@@ -216,25 +209,22 @@ class Progress:
             self._bar.close()
 
     def add(self, counts: Counts) -> None:
-        """Count what has been written."""
+        """Add the ``counts`` of what has been written."""
         self.counts.add(counts)
         self.counts.seconds = time.monotonic() - self._start
         if self._bar is not None:
             self._bar.update(counts.stored_bytes)
             self._bar.set_postfix_str(self.counts.speed())
         elif self.counts.documents >= self._next_log:
-            print(self._line(), file=sys.stderr, flush=True)
-            self._next_log = (self.counts.documents // self._log_interval + 1) * self._log_interval
-
-    def _line(self) -> str:
-        counts = self.counts
-        left = ""
-        if self._total and counts.stored_bytes:
-            share = min(counts.stored_bytes / self._total, 1.0)
-            seconds = round(counts.seconds * (1 - share) / share)
-            left = f"; {share:.1%}, {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
-        bad = f", {counts.num_bad:,} bad documents skipped" if counts.num_bad else ""
-        return f"{counts.documents:,} documents, {counts.tokens:,} tokens{bad}; {counts.speed()}{left}"
+            done, left = self.counts, ""
+            self._next_log = (done.documents // self._log_interval + 1) * self._log_interval
+            if self._total and done.stored_bytes:
+                share = min(done.stored_bytes / self._total, 1.0)
+                seconds = round(done.seconds * (1 - share) / share)
+                left = f"; {share:.1%}, {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+            bad = f", {done.num_bad:,} bad documents skipped" if done.num_bad else ""
+            line = f"{done.documents:,} documents, {done.tokens:,} tokens{bad}; {done.speed()}{left}"
+            print(line, file=sys.stderr, flush=True)
 
 
 _PARTS_PER_WORKER = 4  # in flight at a time; bounds memory
@@ -252,11 +242,11 @@ class Work(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes to read, as stored; 0 where nobody knows."""
+        """Bytes to read, as stored; 0 for a dataset, whose size is unknown."""
         return sum(part.stop - part.start for part in self.ranges)
 
     def run(self, report: Callable[[Counts], None]) -> Counts:
-        """Write the outputs, one per key, which appear only when complete; tells ``report`` of every batch."""
+        """Write the outputs, one per key, which appear only when complete; ``report`` receives counts by batch."""
         total, start = Counts(), time.monotonic()
         parts = divide_among_workers(self.ranges, self.task.form)
         with ExitStack() as stack:
@@ -310,11 +300,11 @@ def map_in_order(
 def _start_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
+    def end_with_parent() -> None:
+        # Even after kill -9 of the parent: siblings keep the pipe open from which this process reads.
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent has gone, even by kill -9: siblings keep the pipe open from which it reads."""
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()

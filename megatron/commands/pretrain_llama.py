@@ -108,7 +108,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:
     """Print the flags of Megatron-LM that change nothing (docs/coming_from_megatron.md), and those that follow from
-    others, if there are any."""
+    others."""
     line = parse_line(arguments)
     if line.no_effect:
         print(f"> no effect here: {', '.join(line.no_effect)}", flush=True)
@@ -135,8 +135,8 @@ def import_for_training() -> None:
         import megatron.training.pretrain  # noqa: F401
 
 
+# Runs a command: its arguments, the rank, the number of ranks, and the rank's heartbeat.
 Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]
-"""Runs a command: its arguments, the rank, the number of ranks, and the rank's heartbeat."""
 
 
 def main(arguments: Sequence[str], start: Start = train) -> int:
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str], start: Start = train) -> int:
 
 
 def record_failure(error: Exception, text: str, heartbeat: Heartbeat) -> None:
-    """Write failure.json, unless there is a launcher, which knows of all ranks, or this is no failure."""
+    """Write failure.json, unless a launcher does, which sees all ranks, or this is no failure."""
     exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
     if LAUNCHER in os.environ or exit_code == ExitCode.STOPPED:
         return

@@ -14,11 +14,11 @@ from megatron.training.initialize import rank_grid
 from megatron.urls import refuse_urls
 
 AXES = ("tp", "cp", "dp", "pp", *EXPERT_AXES)
+# Colors of the groups of an axis.
 COLORS = (
     "#9ecae9", "#ffbf79", "#88d27a", "#ff9d98", "#d6a5c9", "#f2cf5b", "#83bcb6", "#d8b5a5",
     "#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#b79a20", "#439894", "#9d755d",
 )  # fmt: skip
-"""Of the groups of an axis."""
 CELL, LEFT, TOP, GAP, LINE = 22, 46, 44, 8, 26
 
 
@@ -40,6 +40,7 @@ def grid_of(config: RankGroupsConfig) -> RankGrid:
     """The grid of the layout; raises :class:`ConfigError` if the sizes do not divide the ranks."""
     config.parallel.check()
     parallel = config.parallel
+    # Experts fold their own axes out of the ranks of a stage.
     experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size
     stage = parallel.data_parallel_size(config.num_gpus) * parallel.model_parallel_size
     stage //= parallel.pipeline_model_parallel_size

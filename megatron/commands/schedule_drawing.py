@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 PictureFormat = Literal["svg", "png"]
 Colour = tuple[float, float, float]
+# Left, bottom, right, top.
 Box = tuple[float, float, float, float]
-"""Left, bottom, right, top."""
 
 # From the first chunk's shade to the last one's. Told apart by all three kinds of dichromats, and from white (idle).
 _SHADES: dict[Kind, tuple[str, str]] = {
@@ -31,6 +31,7 @@ _SHADES: dict[Kind, tuple[str, str]] = {
 _MEANINGS: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weight gradient"}
 
 _WIDTH, _MARGIN_LEFT, _MARGIN_RIGHT = 11.0, 0.75, 0.15
+_AXES_WIDTH = _WIDTH - _MARGIN_LEFT - _MARGIN_RIGHT
 _ROW, _TITLE, _TIME_AXIS, _LEGEND = 0.3, 0.35, 0.5, 0.25
 _BOX_HEIGHT = 0.84  # of a row
 _EDGE = 0.5  # points, like all below
@@ -75,12 +76,10 @@ def draw(panels: Sequence[Panel], time_label: str, picture_format: PictureFormat
         # No date and no version, either of which would change the file when the picture has not changed.
         nameless = {"Date": None, "Creator": None} if picture_format == "svg" else {"Software": None}
         figure.savefig(output, format=picture_format, metadata=nameless, dpi=150)
-    return output.getvalue() if picture_format == "png" else _shorten(output.getvalue())
-
-
-def _shorten(svg: bytes) -> bytes:
-    """Coordinates to a hundredth of a point, and no rotations by nothing: two thirds of the bytes."""
-    svg = re.sub(rb' transform="rotate\(-?0 [^)]*\)"', b"", svg)
+    if picture_format == "png":
+        return output.getvalue()
+    # No rotations by nothing, and coordinates to a hundredth of a point: two thirds of the bytes.
+    svg = re.sub(rb' transform="rotate\(-?0 [^)]*\)"', b"", output.getvalue())
     return re.sub(rb"(\.\d\d)\d+", rb"\1", svg)
 
 
@@ -94,14 +93,10 @@ def _layout(panels: Sequence[Panel]) -> "tuple[Figure, list[Axes]]":
     all_axes, top = [], height
     for panel, below in zip(panels, heights):
         rows = _ROW * panel.timeline.num_stages
-        left, bottom, width = _MARGIN_LEFT, top - _TITLE - rows, _axes_width()
-        all_axes.append(figure.add_axes((left / _WIDTH, bottom / height, width / _WIDTH, rows / height)))
+        left, bottom = _MARGIN_LEFT, top - _TITLE - rows
+        all_axes.append(figure.add_axes((left / _WIDTH, bottom / height, _AXES_WIDTH / _WIDTH, rows / height)))
         top -= below
     return figure, all_axes
-
-
-def _axes_width() -> float:
-    return _WIDTH - _MARGIN_LEFT - _MARGIN_RIGHT
 
 
 def _draw_panel(axes: "Axes", panel: Panel) -> None:
@@ -116,25 +111,25 @@ def _draw_panel(axes: "Axes", panel: Panel) -> None:
     end = panel.timeline.makespan
     idle = [(0.0, stage - _BOX_HEIGHT / 2, end, stage + _BOX_HEIGHT / 2) for stage in range(stages)]
     axes.add_patch(_boxes(idle, "white", "#C8C8C8", _EDGE))
-    _draw_passes(axes, panel)
-
-
-def _draw_passes(axes: "Axes", panel: Panel) -> None:
     origin = min(span.start for span in panel.timeline.spans)
     by_colour: dict[Colour, list[Box]] = defaultdict(list)
     for span in panel.timeline.spans:
         colour = _colour(span.action.kind, span.action.chunk, panel.num_chunks)
         bottom, top = span.stage - _BOX_HEIGHT / 2, span.stage + _BOX_HEIGHT / 2
         by_colour[colour].append((span.start - origin, bottom, span.end - origin, top))
-        _write_number(axes, span, origin, "black" if _is_light(colour) else "white")
+        # The microbatch in the middle of its box, if it fits.
+        number = str(span.action.microbatch)
+        if _points(axes, span) >= (len(number) * _DIGIT_WIDTH + 0.2) * _NUMBER_SIZE:
+            middle, ink = (span.start + span.end) / 2 - origin, "black" if _is_light(colour) else "white"
+            axes.text(middle, span.stage, number, color=ink, size=_NUMBER_SIZE, ha="center", va="center_baseline")
     shortest = min(_points(axes, span) for span in panel.timeline.spans if span.end > span.start)
     for colour, boxes in by_colour.items():
         axes.add_patch(_boxes(boxes, colour, "white", min(_EDGE, 0.15 * shortest)))
 
 
 def _points(axes: "Axes", span: Span) -> float:
-    """How wide ``span`` is in the picture."""
-    return float((span.end - span.start) / axes.get_xlim()[1] * _axes_width() * _POINTS_PER_INCH)
+    """The width of ``span`` in the picture."""
+    return float((span.end - span.start) / axes.get_xlim()[1] * _AXES_WIDTH * _POINTS_PER_INCH)
 
 
 def _boxes(boxes: Sequence[Box], colour: str | Colour, edge: str, linewidth: float) -> "PathPatch":
@@ -151,19 +146,15 @@ def _boxes(boxes: Sequence[Box], colour: str | Colour, edge: str, linewidth: flo
     return PathPatch(Path(corners, codes), facecolor=colour, edgecolor=edge, linewidth=linewidth, clip_on=False)
 
 
-def _write_number(axes: "Axes", span: Span, origin: float, colour: str) -> None:
-    """The microbatch in the middle of its box, where it fits."""
-    number = str(span.action.microbatch)
-    if _points(axes, span) >= (len(number) * _DIGIT_WIDTH + 0.2) * _NUMBER_SIZE:
-        middle = (span.start + span.end) / 2 - origin
-        axes.text(middle, span.stage, number, color=colour, size=_NUMBER_SIZE, ha="center", va="center_baseline")
-
-
 def _draw_legend(figure: "Figure", panel: Panel) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
     kinds: tuple[Kind, ...] = ("F", "B", "W") if panel.splits_backward else ("F", "B")
+    meanings = dict(_MEANINGS)
+    if panel.splits_backward:
+        meanings["B"] = "input gradient"
+    suffix = "" if panel.num_chunks == 1 else f", chunks 0 to {panel.num_chunks - 1}"
     chunks = range(panel.num_chunks)
     handles: list[Any] = [
         tuple(Patch(facecolor=_colour(kind, chunk, panel.num_chunks)) for chunk in chunks) for kind in kinds
@@ -171,7 +162,7 @@ def _draw_legend(figure: "Figure", panel: Panel) -> None:
     idle = Patch(facecolor="white", edgecolor="#C8C8C8", linewidth=_EDGE)
     figure.legend(
         handles=[*handles, (idle,)],
-        labels=[*(_legend_label(kind, panel) for kind in kinds), "idle"],
+        labels=[*(f"{meanings[kind]}{suffix}" for kind in kinds), "idle"],
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="lower center",
         ncols=len(kinds) + 1,
@@ -181,16 +172,12 @@ def _draw_legend(figure: "Figure", panel: Panel) -> None:
     )
 
 
-def _legend_label(kind: Kind, panel: Panel) -> str:
-    meaning = "input gradient" if kind == "B" and panel.splits_backward else _MEANINGS[kind]
-    return meaning if panel.num_chunks == 1 else f"{meaning}, chunks 0 to {panel.num_chunks - 1}"
-
-
 def _colour(kind: Kind, chunk: int, num_chunks: int) -> Colour:
     from matplotlib.colors import to_rgb
 
     dark, light = (to_rgb(shade) for shade in _SHADES[kind])
     share = chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
+    # Between the shades of the first and the last chunk.
     red, green, blue = (one + share * (other - one) for one, other in zip(dark, light))
     return red, green, blue
 
@@ -207,6 +194,7 @@ def draw_as_text(timeline: Timeline, num_chunks: int, columns: int) -> list[str]
     origin = min(span.start for span in timeline.spans)
     shortest = min(span.end - span.start for span in timeline.spans if span.end > span.start)
     indent = len(f"stage {timeline.num_stages - 1}  ")
+    # With a blank after the longest name, or else without.
     for room in (max(map(len, names)) + 1, max(map(len, names))):
         scale = room / shortest
         if indent + timeline.makespan * scale > columns:

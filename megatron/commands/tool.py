@@ -42,16 +42,19 @@ def run_tool(
         return 130  # as the shell reports a process that SIGINT ended
 
 
-def exit_code_of(work: Callable[[], None], rank: int) -> int:
-    """The exit code of a tool that runs on ranks, alone or under torchrun; rank 0 prints the sentence of an error."""
+def run_on_ranks(
+    flags: Any, work: Callable[[Any, int], int | None], description: str | None, arguments: Sequence[str] | None = None
+) -> int:
+    """Call ``work`` like :func:`run_tool`, with the rank as second argument, alone or under torchrun."""
+    rank = int(os.environ.get("RANK", 0))
     try:
-        work()
+        config = tyro.cli(flags, description=description, args=arguments, console_outputs=rank == 0)
+        return work(config, rank) or 0
     except UserError as error:
         report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def exit_at_once(exit_code: int) -> NoReturn:

@@ -77,7 +77,9 @@ def cut_in_pieces(text: str) -> Iterator[str]:
     piece: list[str] = []
     size = 0
     for line in text.splitlines(keepends=True):
-        for part in _cut_line(line):
+        # A character has no more than four bytes.
+        step = _MAX_PIECE_BYTES if line.isascii() else _MAX_PIECE_BYTES // 4
+        for part in (line[start : start + step] for start in range(0, len(line), step)):
             length = len(part.encode())
             if piece and size + length > _MAX_PIECE_BYTES:
                 yield "".join(piece)
@@ -86,12 +88,6 @@ def cut_in_pieces(text: str) -> Iterator[str]:
             size += length
     if piece:
         yield "".join(piece)
-
-
-def _cut_line(line: str) -> Iterator[str]:
-    """A line in parts of at most 4,000 bytes: a character has no more than four."""
-    step = _MAX_PIECE_BYTES if line.isascii() else _MAX_PIECE_BYTES // 4
-    return (line[start : start + step] for start in range(0, len(line), step))
 
 
 def train(config: TrainTokenizerConfig) -> str:
@@ -131,15 +127,16 @@ def train_sentencepiece(config: TrainTokenizerConfig) -> bytes:
             minloglevel=1,
         )
     except RuntimeError as error:
+        # The last sentence of SentencePiece's message, without its source position.
+        reason = str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
         raise DataError(
-            f"SentencePiece cannot train {config.vocab_size} pieces on this text ({_reason(error)}): choose "
+            f"SentencePiece cannot train {config.vocab_size} pieces on this text ({reason}): choose "
             f"another --vocab-size, above {_BYTE_PIECES + 3} plus the characters in use, or give more text."
         ) from error
     return model.getvalue()
 
 
 def train_hugging_face(config: TrainTokenizerConfig) -> bytes:
-    """A tokenizer.json."""
     specials = ["<|begin_of_text|>", "<|end_of_text|>"]
     tokenizer = _train_byte_level(config, config.vocab_size - len(specials))
     tokenizer.add_special_tokens(specials)
@@ -176,11 +173,6 @@ def _train_byte_level(config: TrainTokenizerConfig, vocab_size: int) -> Any:
             f"another --vocab-size, above {_BYTE_PIECES}, or give more text."
         )
     return tokenizer
-
-
-def _reason(error: RuntimeError) -> str:
-    """The last sentence of SentencePiece's message, without its source position."""
-    return str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
 
 
 main = partial(

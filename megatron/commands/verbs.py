@@ -19,25 +19,12 @@ class Verb:
     module: str
     summary: str
     function: str = "main"
-    takes_arguments: bool = False
-    """Whether the function takes the words after the verb; others read ``sys.argv``."""
+    takes_arguments: bool = False  # whether the function takes the words after the verb; others read sys.argv
 
 
 VERBS = (
-    Verb(
-        "train",
-        "megatron.commands.pretrain_llama",
-        "train, dry run, search of layouts (pretrain_llama.py)",
-        "run",
-        True,
-    ),
-    Verb(
-        "launch",
-        "megatron.operation.launch",
-        "start several processes: torchrun that obeys our exit codes",
-        "run",
-        True,
-    ),
+    Verb("train", "megatron.commands.pretrain_llama", "train, dry run, layout search (pretrain_llama.py)", "run", True),
+    Verb("launch", "megatron.operation.launch", "start processes: torchrun that obeys our exit codes", "run", True),
     Verb("preprocess", "megatron.commands.preprocess_data", "text to tokens"),
     Verb("train-tokenizer", "megatron.commands.train_tokenizer", "train a SentencePiece or byte-level tokenizer"),
     Verb("merge-data", "megatron.commands.merge_datasets", "join tokenized corpora"),
@@ -84,24 +71,16 @@ def run(verb: Verb, words: list[str]) -> int:
 
 
 def help_text() -> str:
-    """A line for each verb."""
     width = max(len(verb.name) for verb in VERBS)
-    lines = [f"  {verb.name:{width}}  {verb.summary}" for verb in VERBS]
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} VERB [FLAGS]",
-            "",
-            "verbs:",
-            *lines,
-            "",
-            f"{PROGRAM} VERB --help lists the flags of a verb. Several processes:",
-            f"{PROGRAM} launch --nproc-per-node N -m megatron.commands.pretrain_llama FLAGS",
-        ]
-    )
+    lines = [f"usage: {PROGRAM} VERB [FLAGS]", "", "verbs:"]
+    lines += [f"  {verb.name:{width}}  {verb.summary}" for verb in VERBS]
+    lines += ["", f"{PROGRAM} VERB --help lists the flags of a verb. Several processes:"]
+    lines.append(f"{PROGRAM} launch --nproc-per-node N -m megatron.commands.pretrain_llama FLAGS")
+    return "\n".join(lines)
 
 
 def unknown(name: str) -> str:
-    """What to say to a word that is no verb."""
+    """The message about a word that is no verb."""
     close = get_close_matches(name, [verb.name for verb in VERBS], 1)
     hint = f"did you mean {close[0]}?" if close else f"{PROGRAM} --help lists the verbs."
     if name.startswith("-"):

@@ -1,4 +1,4 @@
-"""What the commands that write checkpoints of weights have in common."""
+"""Checkpoints of weights alone: what the commands that write them share."""
 
 import shlex
 from collections.abc import Callable, Mapping
@@ -32,18 +32,15 @@ class Progress:
         from tqdm import tqdm
 
         self._bar = tqdm(unit="B", unit_scale=True, desc="converting", disable=None)
+        # expect(total) sets the number of bytes, advance(count) adds some that are done.
+        self.expect: Callable[[int], object] = self._bar.reset
+        self.advance: Callable[[int], object] = self._bar.update
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
-
-    def expect(self, total: int) -> None:
-        self._bar.reset(total)
-
-    def advance(self, count: int) -> None:
-        self._bar.update(count)
 
 
 class StreamedModel(Protocol):
@@ -94,11 +91,7 @@ def weights_state(
 
 
 def derived_weights(
-    source: "SavedState",
-    tokenizer: TokenizerConfig,
-    architecture: TransformerConfig,
-    iteration: int,
-    save: str,
+    source: "SavedState", tokenizer: TokenizerConfig, architecture: TransformerConfig, iteration: int, save: str
 ) -> "tuple[SavedState, Callable[[Path], object]]":
     """The state of weights made from the checkpoint of ``source``, and a function that copies its tokenizer to them."""
     from megatron.checkpoint.directory import iteration_directory

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.corpus_digests import BLOCK_BYTES, CorpusDigests, check_file, check_size, damage_of, read_digests
-from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset
+from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset, corpus_datasets
 from megatron.data.indexed_dataset import FILES_OF_CORPUS, IndexedDataset, allow_open_files
 
 Integers = npt.NDArray[np.int64]
@@ -39,9 +39,7 @@ class BlockUses(NamedTuple):
 
 def corpora_of(dataset: Dataset) -> list[IndexedDataset]:
     """The corpora of a dataset, each once; none for synthetic data."""
-    if isinstance(dataset, BlendedDataset):
-        return list({child.corpus.prefix: child.corpus for child in dataset.datasets}.values())
-    return [dataset.corpus] if isinstance(dataset, CorpusDataset) else []
+    return list({child.corpus.prefix: child.corpus for child in corpus_datasets(dataset)}.values())
 
 
 def block_uses(dataset: Dataset, samples: Integers) -> BlockUses:
@@ -93,8 +91,8 @@ _SAMPLES_AT_A_TIME = 64
 _PATIENCE = 10.0  # seconds to wait for the thread to end
 _LARGEST_SHARE_OF_A_CORE = 0.2  # of a thread without blocks to compare
 
+# The digests of corpora by prefix; None for a corpus without digests.
 Digests = Mapping[str, CorpusDigests | None]
-"""The digests of corpora by prefix; None for a corpus without digests."""
 
 
 class Share(NamedTuple):

@@ -39,7 +39,6 @@ class FileDigests:
         return start, min(start + BLOCK_BYTES, self.size)
 
     def matches(self, block: int, content: bytes | bytearray | memoryview) -> bool:
-        """Whether ``content`` is the content of a block."""
         return xxhash.xxh3_64_intdigest(content) == int(self.blocks[block])
 
 
@@ -58,12 +57,10 @@ class CorpusDigests:
 
 
 def new_digests() -> BlockDigests:
-    """Computes the digests of a file of a corpus."""
     return BlockDigests(BLOCK_BYTES, "xxh3_64")
 
 
 def file_digests(digests: BlockDigests) -> FileDigests:
-    """The digests of all bytes so far."""
     return FileDigests(digests.size, np.frombuffer(b"".join(digests.finish()), ">u8").astype(np.uint64))
 
 
@@ -97,7 +94,6 @@ def decode_digests(text: str) -> CorpusDigests:
 
 
 def encode_file(file: FileDigests) -> dict[str, int | str]:
-    """The digests of a file as a JSON object."""
     # Big endian, so that the text of a block is the usual hexadecimal form of its digest.
     return {"bytes": file.size, "blocks": file.blocks.astype(">u8").tobytes().hex()}
 
@@ -200,7 +196,6 @@ def damage_of(path: str, digests: FileDigests, block: int, content: bytes | byte
 
 
 def remedy_of(path: str) -> str:
-    """The remedy for a damaged file."""
     prefix = os.path.splitext(path)[0]
     return (
         f"copy it again; or, if another program wrote it since, write the digests anew with tools/inspect_dataset.py "

@@ -117,7 +117,6 @@ class NewCorpus:
                 os.remove(temporary)
 
     def abort(self) -> None:
-        """Remove the unfinished files."""
         with suppress(OSError):  # a full disk has no space for the buffer
             self._bin_file.close()
         for path in self._temporary.values():

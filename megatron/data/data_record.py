@@ -153,8 +153,8 @@ def training_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> li
         if field in saved and field in now:
             pair = saved[field], now[field]
             # 99,1,0 and 99:1 are the same split.
-            before, after = map(parse_split, pair) if field == "split" and None not in pair else pair
-            if before != after:
+            compared = [parse_split(one) for one in pair] if field == "split" and None not in pair else pair
+            if compared[0] != compared[1]:
                 settings.append(_both(name, *pair))
     return settings + blend_differences(saved, now, "train")
 

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config.data import DataConfig
-from megatron.data.gpt_dataset import (
-    BlendedDataset,
-    CorpusDataset,
-    Dataset,
-    GPTDataset,
-    MockDataset,
-    SampleSettings,
-)
+from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import (
     FILES_OF_CORPUS,
     FILES_OF_ORDER,
@@ -170,23 +163,21 @@ def build_datasets(
     if data.seq_length is None:
         raise ConfigError("--seq-length is missing: set it to the tokens per sample.")
     sources = read_sources(data)
-    masked_token = eod if data.eod_mask_loss else None
-    document_end = eod if data.marks_documents else None
-    if data.mock_data:
-        mock = partial(MockDataset, seed, data.seq_length, vocab_size)
-
-        def build(index: int, count: int | None) -> Dataset:
-            assert count is not None  # --full-validation refuses mock data
-            return mock(count, split_index=index, masked_token=masked_token, document_end=document_end)
-
-    else:
-        used = [index for index, count in enumerate(sample_counts) if count != 0 and sources.has(index)]
+    used = [index for index, count in enumerate(sample_counts) if count != 0 and sources.has(index)]
+    if not data.mock_data:
         builder = _open_builder(data, sources, used, vocab_size, eod, seed, tokenizer_description, inspect)
-
-        def build(index: int, count: int | None) -> Dataset:
-            return builder(index).build(sources, count)
-
-    train, valid, test = (build(index, count) if count != 0 else None for index, count in enumerate(sample_counts))
+    datasets: list[Dataset | None] = []
+    for index, count in enumerate(sample_counts):
+        if count == 0:
+            datasets.append(None)
+        elif data.mock_data:
+            assert count is not None  # --full-validation refuses mock data
+            masked_token, end = eod if data.eod_mask_loss else None, eod if data.marks_documents else None
+            place: dict[str, Any] = {"split_index": index, "masked_token": masked_token, "document_end": end}
+            datasets.append(MockDataset(seed, data.seq_length, vocab_size, count, **place))
+        else:
+            datasets.append(builder(index).build(sources, count))
+    train, valid, test = datasets
     return train, valid, test
 
 

@@ -48,21 +48,17 @@ class SampleSettings:
 
     seq_length: int
     seed: int
+    # Weights of train, validation and test, as in --split; None: each corpus belongs to one split.
     split: str | None
-    """Weights of train, validation and test, as in ``--split``; None: each corpus belongs to one split."""
-    tokenizer: Description | None = None
-    """Description of the tokenizer; part of the cache key."""
-    cache_directory: str | None = None
-    """Directory of the cached sample orders; None: no cache."""
+    tokenizer: Description | None = None  # part of the cache key
+    cache_directory: str | None = None  # of the sample orders; None: no cache
+    # The loss is masked at this input token (--eod-mask-loss: end-of-document).
     masked_token: int | None = None
-    """The loss is masked at this input token (``--eod-mask-loss``: end-of-document)."""
-    extendable: bool = False
-    """Shuffle every epoch separately (``--sample-order extendable``)."""
+    extendable: bool = False  # shuffle every epoch separately (--sample-order extendable)
+    # Token that fills up samples of whole documents (--sample-order best-fit); None: documents are cut.
     padding: int | None = None
-    """Token that fills up samples of whole documents (``--sample-order best-fit``); None: documents are concatenated
-    and cut."""
+    # End-of-document token; if set, samples include document boundaries.
     document_end: int | None = None
-    """End-of-document token; if set, samples include document boundaries."""
 
 
 class DocumentRanges(NamedTuple):
@@ -80,8 +76,7 @@ class DocumentRanges(NamedTuple):
 class CorpusDataset(ABC):
     """Samples of one split of one corpus, in an order that is built once."""
 
-    description: Description
-    """All parameters of the order."""
+    description: Description  # all parameters of the order
 
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
@@ -90,8 +85,8 @@ class CorpusDataset(ABC):
         self.corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
         bounds = (0.0, 1.0) if settings.split is None else parse_split(settings.split)[split_index]
+        # The sequences [first, end) of the split.
         self.sequences = split_range(bounds, len(corpus))
-        """The sequences [first, end) of the split."""
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """A spawned worker maps the sample order from the cache instead of receiving it."""
@@ -281,11 +276,16 @@ class BlendedDataset:
         return self.datasets[int(self.dataset_index[index])][int(self.dataset_sample_index[index])]
 
 
+def corpus_datasets(dataset: Dataset | None) -> Sequence[CorpusDataset]:
+    """The datasets of a blend, or the dataset itself; none for synthetic data."""
+    if isinstance(dataset, BlendedDataset):
+        return dataset.datasets
+    return [dataset] if isinstance(dataset, CorpusDataset) else []
+
+
 def epochs_of(dataset: Dataset) -> dict[str, int]:
     """Epochs in the sample order of each corpus, by prefix; empty for synthetic data."""
-    if isinstance(dataset, BlendedDataset):
-        return {child.corpus.prefix: child.num_epochs for child in dataset.datasets}
-    return {dataset.corpus.prefix: dataset.num_epochs} if isinstance(dataset, CorpusDataset) else {}
+    return {child.corpus.prefix: child.num_epochs for child in corpus_datasets(dataset)}
 
 
 @dataclass(frozen=True)

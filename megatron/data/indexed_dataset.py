@@ -65,8 +65,8 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("<u2") if vocab_size < _FIRST_VOCAB_SIZE_TOO_LARGE_FOR_UINT16 else np.dtype("<i4")
 
 
+# A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow).
 TokenRange = tuple[int, int, int | None]
-"""A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow)."""
 
 
 class IndexedDataset:
@@ -317,16 +317,12 @@ def allow_open_files(num_corpora: int, files_of_each: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_corpora * files_of_each
     wanted = needed + _OTHERS
-    if _covers(soft, wanted):
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
-    limit = wanted if _covers(hard, wanted) else hard
+    limit = wanted if hard == resource.RLIM_INFINITY or hard >= wanted else hard
     if limit <= needed:
         raise ConfigError(
             f"{num_corpora} corpora need {wanted} open files in each process, but the hard limit is {hard}: raise it "
             "(ulimit -Hn), or merge corpora with tools/merge_datasets.py."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def _covers(limit: int, count: int) -> bool:
-    return limit == resource.RLIM_INFINITY or limit >= count

@@ -34,11 +34,7 @@ def microbatch_sample_indices(
 
 
 def single_pass_microbatches(
-    num_samples: int,
-    consumed_samples: int,
-    micro_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
+    num_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
     """Sample indices of each microbatch of a rank, in order; an incomplete last one is dropped."""
     chunk = micro_batch_size * data_parallel_size

@@ -81,7 +81,7 @@ def load_or_build(
     def build_and_store() -> Mapping[str, IndexArray]:
         arrays = build()
         _store(stem, description, arrays, newer_than)
-        return load() or arrays
+        return load() or arrays  # mapped from the files, so that ranks of a node share the memory
 
     try:
         return load_or_build_once(stem, load, build_and_store)
@@ -144,6 +144,7 @@ def _load(
                 array = _VerifiedArray(path, file, digests)
         except OSError as error:
             raise _UnusableEntry(f"{path} cannot be read ({error.strerror})") from error
+        # Other shapes are those of another corpus under the same path.
         wanted = shapes[name]
         if len(array.shape) != len(wanted) or any(
             size not in (None, found) for size, found in zip(wanted, array.shape)

@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.gpt_dataset import (
-    BlendedDataset,
     CorpusDataset,
     Dataset,
     DocumentRanges,
     Sample,
     SampleSettings,
+    corpus_datasets,
     describe_order,
 )
 from megatron.data.indexed_dataset import IndexedDataset
@@ -299,8 +299,7 @@ class PackedDataset(CorpusDataset):
 
 def describe_packing(dataset: Dataset | None) -> list[str]:
     """A line for each packed corpus; empty if ``dataset`` is not packed."""
-    children = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
-    return [child.describe() for child in children if isinstance(child, PackedDataset)]
+    return [child.describe() for child in corpus_datasets(dataset) if isinstance(child, PackedDataset)]
 
 
 def packed_sample(

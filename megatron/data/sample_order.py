@@ -144,9 +144,10 @@ def build_sample_order(
     plan = plan_epochs(tokens_per_epoch, seq_length, num_samples)
     # One generator for all shuffles, which continue its state.
     generator = np.random.RandomState(seed)
+    is_long = plan.num_samples >= np.iinfo(np.uint32).max - 1
+    shuffled = np.arange(plan.num_samples, dtype=np.int64 if is_long else np.uint32)
     if extendable:
         documents = np.empty(plan.num_epochs * per_epoch, dtype=np.int32)
-        shuffled = np.arange(plan.num_samples, dtype=_shuffle_dtype(plan.num_samples))
         done = 0
         for epoch in range(plan.num_epochs):
             documents[epoch * per_epoch :][:per_epoch] = build_document_index(sequences, 1, False, generator)
@@ -157,7 +158,8 @@ def build_sample_order(
     else:
         documents = build_document_index(sequences, plan.num_epochs, plan.last_epoch_apart, generator)
         first_part = plan.samples_before_last_epoch if plan.last_epoch_apart else plan.num_samples
-        shuffled = build_shuffle_index(first_part, plan.num_samples, generator)
+        generator.shuffle(shuffled[:first_part])
+        generator.shuffle(shuffled[first_part:])
     samples = build_sample_index(sequence_lengths, documents, seq_length, plan.num_samples)
     return SampleOrder(documents, samples, shuffled)
 
@@ -204,19 +206,6 @@ def build_sample_index(
         rows[done:complete, 1] = targets - (ends[positions] - lengths[positions])
         done = complete
     return rows
-
-
-def build_shuffle_index(first_part: int, total: int, generator: np.random.RandomState) -> npt.NDArray[Any]:
-    """0..first_part shuffled, then first_part..total shuffled: [total] uint32, or int64 when too many."""
-    shuffled = np.arange(total, dtype=_shuffle_dtype(total))
-    generator.shuffle(shuffled[:first_part])
-    if first_part < total:
-        generator.shuffle(shuffled[first_part:])
-    return shuffled
-
-
-def _shuffle_dtype(total: int) -> type[np.uint32] | type[np.int64]:
-    return np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
 
 
 def blend_targets(

@@ -48,7 +48,18 @@ def without_compression(path: str) -> str:
 def find_files(pattern: str) -> list[SourceFile]:
     """The files of a path, glob or directory (recursive), sorted by name."""
     if is_url(pattern):
-        return _find_remote_files(pattern)
+        system, place = file_system(pattern)
+        try:
+            if any(sign in place for sign in "*?["):
+                found = system.glob(place, detail=True)
+            elif system.isfile(place):
+                found = {place: system.info(place)}
+            else:
+                found = system.find(place, detail=True)
+        except OSError as error:
+            raise DataError(f"{pattern} cannot be listed ({error}): check the URL and the access to it.") from error
+        files = [(path, info) for path, info in sorted(found.items()) if info["type"] == "file"]
+        return [SourceFile(system.unstrip_protocol(path), int(info["size"] or 0)) for path, info in files]
     if os.path.isfile(pattern):
         return [SourceFile(pattern, os.path.getsize(pattern))]
     if os.path.isdir(pattern):
@@ -77,21 +88,6 @@ def decompressed(path: str, stored: BinaryIO) -> IO[bytes]:
             raise DataError(f"{path} needs the package pyarrow: pip install pyarrow.") from error
         return io.BufferedReader(pyarrow.CompressedInputStream(stored, "zstd"), 1 << 20)
     return stored
-
-
-def _find_remote_files(pattern: str) -> list[SourceFile]:
-    system, place = file_system(pattern)
-    try:
-        if any(sign in place for sign in "*?["):
-            found = system.glob(place, detail=True)
-        elif system.isfile(place):
-            found = {place: system.info(place)}
-        else:
-            found = system.find(place, detail=True)
-    except OSError as error:
-        raise DataError(f"{pattern} cannot be listed ({error}): check the URL and the access to it.") from error
-    files = [(path, info) for path, info in sorted(found.items()) if info["type"] == "file"]
-    return [SourceFile(system.unstrip_protocol(path), int(info["size"] or 0)) for path, info in files]
 
 
 def file_system(url: str) -> tuple[Any, str]:

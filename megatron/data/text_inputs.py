@@ -13,14 +13,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
-from megatron.data.storage import (
-    SourceFile,
-    decompressed,
-    find_files,
-    is_compressed,
-    open_stored,
-    without_compression,
-)
+from megatron.data.storage import SourceFile, decompressed, find_files, is_compressed, open_stored, without_compression
 from megatron.errors import DataError
 from megatron.urls import is_url
 

@@ -410,10 +410,7 @@ def _tokenizer_json(path: str) -> str:
 
 def describe_tokenizer(config: TokenizerConfig) -> dict[str, str | None]:
     """The tokenizer in the keys of cached sample orders, equal to Megatron-LM with the same flags."""
-    description: dict[str, str | None] = {
-        "class": _MEGATRON_TOKENIZER_CLASS,
-        "tokenizer_path": config.tokenizer_model,
-    }
+    description: dict[str, str | None] = {"class": _MEGATRON_TOKENIZER_CLASS, "tokenizer_path": config.tokenizer_model}
     # Spelling and order are Megatron-LM's: the md5 of the description's text is the key.
     fast = {"use_fast": "True", "trust_remote_code": "False", "include_special_tokens": "True"}
     match config.canonical_type:

@@ -54,7 +54,6 @@ class VerifiedEncoder:
         self._batches = 0
 
     def agree_on(self, texts: Sequence[str]) -> bool:
-        """Whether both encoders return the same ids for each text."""
         return all(map(np.array_equal, self._encode(texts), self._trusted(texts)))
 
     def encode_batch(self, texts: Sequence[str]) -> TokenizedTexts:

@@ -18,9 +18,16 @@ WITHOUT_VERB = {"flag_reference"}
 
 
 def functions(source: Path) -> set[str]:
-    return {
-        node.name for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)
+    """Functions of a module, and names such as ``main = partial(...)``."""
+    body = ast.parse(source.read_text(encoding="utf-8")).body
+    assigned = {
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
     }
+    return assigned | {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_command_has_a_verb() -> None:

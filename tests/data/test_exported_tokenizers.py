@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron.checkpoint.tokenizer_files import write_tokenizer
 from megatron.config.data import TokenizerConfig
@@ -132,25 +130,6 @@ def test_ids_of_a_tokenizer_json(hugging_face_directory: Path, tmp_path: Path, d
     assert theirs.chat_template == "{{ 1 }}"
     # What the file adds to a text stays as its author has it.
     assert theirs("a")["input_ids"] == [0, *ours.tokenize("a")]
-
-
-def test_ids_of_random_texts(sentencepiece_model: str, llama2_model: str, llama3_model: str, tmp_path: Path) -> None:
-    flags = (
-        TokenizerConfig("SentencePieceTokenizer", sentencepiece_model),
-        TokenizerConfig("SentencePieceTokenizer", llama2_model),
-        TokenizerConfig("TikTokenizer", llama3_model),
-    )
-    pairs = [exported(one, tmp_path / f"hf{number}") for number, one in enumerate(flags)]
-    words = st.sampled_from([" ", "  ", "\n", "\t", "\u2581", "the", "'s", "12", "e\u0301", *NAMES])
-    characters = st.characters(codec="utf-8")
-
-    @settings(max_examples=300, deadline=None)
-    @given(st.lists(words | characters, max_size=40).map("".join))
-    def check(text: str) -> None:
-        for ours, theirs in pairs:
-            assert theirs(text, split_special_tokens=True)["input_ids"] == ours.tokenize(text)
-
-    check()
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,21 @@
 
 import os
 import pickle
-import re
-import resource
 import signal
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig
 from megatron.core.context_parallel.attention import ContextSplit
-from megatron.data.corpus_check import Share, check_indexes
-from megatron.data.dataset_builder import parse_data_path
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
+from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import (
-    build_datasets,
-    cyclic_microbatches,
-    microbatch_sample_indices,
-    single_pass_microbatches,
-)
-from megatron.data.order_cache import description_hash
-from megatron.errors import ConfigError, DataError, UserError
-from tests.data.corpora import CORPUS_A, build, golden_documents, load, settings_of, stamps, tokens_of, write
-from tests.forked import fork_context
+from megatron.data.loader import Microbatch, cyclic_microbatches, microbatch_sample_indices, single_pass_microbatches
+from megatron.errors import DataError
+from tests.data.corpora import build, load, settings_of, tokens_of
 
 pytestmark = pytest.mark.usefixtures("corpora")
 
@@ -157,87 +143,6 @@ def test_memory_is_blamed_for_workers_that_died_alone() -> None:
         next(load(_Killed(), num_workers=1))
 
 
-def test_data_path_is_prefixes_or_pairs() -> None:
-    assert parse_data_path(("a",)) == (["a"], None)
-    assert parse_data_path(("a", "b")) == (["a", "b"], None)
-    assert parse_data_path(("0.7", "a", "3", "b")) == (["a", "b"], [0.7, 3.0])
-    assert parse_data_path(("0", "a", "3", "b")) == (["b"], [3.0])
-    for bad in (("-1", "a", "2", "b"), ("0", "a"), ("nan", "a")):
-        with pytest.raises(ConfigError, match="--data-path has weights"):
-            parse_data_path(bad)
-
-
-def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name() -> None:
-    for words in (("0.5", "a", "0.5"), ("a", "0.5", "b", "0.5"), ("0.5", "a", "b")):
-        with pytest.raises(ConfigError, match=r"--data-path .* has the weight 0.5 without a prefix after it: write a"):
-            parse_data_path(words)
-    Path("2024.idx").touch()
-    assert parse_data_path(("a", "b", "2024")) == (["a", "b", "2024"], None)
-
-
-def test_one_corpus_and_its_default_cache() -> None:
-    train, valid, test = build("a", counts=(7, 0, 0))
-    assert isinstance(train, GPTDataset) and valid is None and test is None
-    assert description_hash(train.description) == "7eed49f6baa69ba17261e1457380063c"
-    assert len(stamps("cache/GPTDataset_indices")) == 5
-    build("a", counts=(7, 0, 0), data_cache_path="elsewhere")
-    assert stamps("elsewhere").keys() == stamps("cache/GPTDataset_indices").keys()
-
-
-def test_weighted_blend_is_that_of_megatron() -> None:
-    train, _, _ = build("7", "a", "3", "b")
-    assert isinstance(train, BlendedDataset) and len(train) == 13
-    assert description_hash(train.description) == "bca73e6243ecffd51ca12c62186269c6"
-
-
-def test_blend_without_weights_is_proportional_to_the_samples() -> None:
-    train, _, _ = build("a", "b", counts=(8, 0, 0))  # one epoch has 6 and 2
-    assert len(train) == 8 and np.bincount(train.dataset_index[:]).tolist() == [6, 2]
-    train, _, _ = build("a", "b", counts=(80, 0, 0))  # ten epochs
-    assert len(train) == 80 and np.bincount(train.dataset_index[:]).tolist() == [60, 20]
-    assert len(set(map(tuple, tokens_of(train)))) > 40
-
-
-def test_blend_of_many_small_shares_gets_enough_samples() -> None:
-    """Rounding every share up makes the blend outgrow what the large corpus was built for."""
-    pairs = [word for _ in range(40) for word in ("0.001", "b")]
-    train, _, _ = build("0.9", "a", *pairs, counts=(20, 0, 0))
-    assert {len(tokens) for tokens in tokens_of(train)} == {8}
-
-
-@pytest.mark.parametrize("order", ["extendable", "best-fit"])
-@pytest.mark.parametrize("words", [("a",), ("0.7", "a", "0.3", "b"), ("a", "b")])
-def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, ...], order: str) -> None:
-    """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
-
-    def samples(count: int, order: str, shown: int) -> list[list[int]]:
-        return tokens_of(build(*words, counts=(count, 0, 0), sample_order=order)[0])[:shown]
-
-    for shorter, longer in ((5, 8), (8, 90), (30, 31)):
-        assert samples(longer, order, shorter) == samples(shorter, order, shorter)
-    assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
-
-
-def test_every_split_reads_its_own_documents() -> None:
-    train, valid, test = build("a", counts=(3, 1, 1), split="60,20,20")
-    documents = [set(dataset.order.document_index[:].tolist()) for dataset in (train, valid, test)]
-    assert documents == [{0, 1, 2, 3, 4, 5}, {6, 7}, {8, 9}]
-
-
-def test_end_of_document_mask_reaches_the_samples() -> None:
-    train, _, _ = build("a", eod_mask_loss=True)
-    masked = train[0]["loss_mask"] == 0
-    assert masked.any() and (train[0]["tokens"][masked] == 999).all()
-    mock, _, _ = build(mock_data=True, eod_mask_loss=True, counts=(500, 0, 0))
-    assert any((mock[i]["loss_mask"] == 0).any() for i in range(500))
-
-
-def test_tokens_beyond_the_vocabulary_are_refused() -> None:
-    data = DataConfig(data_path=("a",), seq_length=8)
-    with pytest.raises(DataError, match=r"a\.bin holds token id 999, but the vocabulary has ids 0\.\.511"):
-        build_datasets(data, vocab_size=512, eod=2, seed=1, sample_counts=(1, 0, 0), tokenizer_description=None)
-
-
 @pytest.mark.parametrize(("num_workers", "rank"), [(0, None), (1, None), (0, 0), (0, 1)])
 @pytest.mark.parametrize(("name", "place", "token"), [("tokens", 0, 1000), ("tokens", 6, 1000), ("labels", 15, -7)])
 def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(
@@ -254,33 +159,53 @@ def test_an_id_beyond_the_vocabulary_is_refused_wherever_it_hides(
         next(microbatches)
 
 
-def read_a_blend(directory: Path, hard: int, pipe: Connection) -> None:
-    """Send the length of a sample of 40 corpora, or the refusal, of a process that may open 64 files at first."""
-    os.chdir(directory)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-    prefixes = tuple(f"corpus{number}" for number in range(40))
-    try:
-        check_indexes(prefixes, None, Share())
-        pipe.send(str(len(build(*prefixes, counts=(80, 0, 0))[0][79]["tokens"])))
-    except UserError as error:
-        pipe.send(str(error))
+# --- the part of a context-parallel rank ---------------------------------------------------------------------
+
+LENGTH = 16
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("hard", "said"),
-    [
-        (4000, r"8"),
-        (1000, r"8"),
-        (100, r"40 corpora need 1144 open files .* the hard limit is 100: raise it \(ulimit -Hn\), or merge .*"),
-    ],
-)
-def test_a_blend_may_have_more_files_than_a_process_may_open_at_first(tmp_path: Path, hard: int, said: str) -> None:
-    """Many systems let a process open 1,024 files, which are those of 170 corpora."""
-    for number in range(40):
-        write(f"corpus{number}", golden_documents(CORPUS_A))
-    ours, theirs = fork_context().Pipe()
-    process = fork_context().Process(target=read_a_blend, args=(tmp_path, hard, theirs))
-    process.start()
-    process.join(300)
-    assert ours.poll() and re.fullmatch(said, words := ours.recv()), words
+def chunks_from_either_side(rank: int, size: int) -> list[int]:
+    """The positions of ``rank``, written out: of ``2 * size`` chunks one from the front and one from the back."""
+    chunk = LENGTH // (2 * size)
+    front = [rank * chunk + place for place in range(chunk)]
+    back = [LENGTH - (rank + 1) * chunk + place for place in range(chunk)]
+    return front + back
+
+
+def loader(dataset: Dataset, rank: int | None, size: int = 1, **changes: Any) -> Iterator[Microbatch]:
+    """Microbatches of three samples of data-parallel rank 1 of 2; of a context-parallel rank, or whole."""
+    positions = None if rank is None else ContextSplit(rank, size).positions(LENGTH).numpy()
+    place = {"consumed_samples": 6, "micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
+    return load(dataset, **{**place, **changes}, positions=positions)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", ["single", "cyclic"])
+def test_each_rank_reads_its_chunks_of_every_sample_and_where_all_documents_begin(size: int, kind: str) -> None:
+    (dataset, _, _) = build("a", counts=(40, 0, 0), seq_length=LENGTH, eod_mask_loss=True, reset_attention_mask=True)
+    whole = loader(dataset, None, dataloader_type=kind)
+    parts = [loader(dataset, rank, size, dataloader_type=kind) for rank in range(size)]
+    for _ in range(4):
+        wanted = next(whole)
+        seen = []
+        for rank, part in enumerate(parts):
+            positions = chunks_from_either_side(rank, size)
+            found = next(part)
+            assert set(found) == {"tokens", "labels", "loss_mask", "document_starts"}
+            for name in ("tokens", "labels", "loss_mask"):
+                assert found[name].dtype == wanted[name].dtype
+                assert found[name].shape == (3, LENGTH // size)
+                assert found[name].tolist() == [[row[place] for place in positions] for row in wanted[name].tolist()]
+            assert found["document_starts"].dtype == torch.bool
+            assert torch.equal(found["document_starts"], wanted["document_starts"])
+            seen += positions
+        assert sorted(seen) == list(range(LENGTH))
+        assert 0 < wanted["loss_mask"].sum() < wanted["loss_mask"].numel()
+
+
+def test_a_rank_reads_its_chunks_alone_where_documents_do_not_matter() -> None:
+    (dataset, _, _) = build("a", counts=(40, 0, 0), seq_length=LENGTH)
+    found, wanted = next(loader(dataset, 1, 2, num_workers=2)), next(loader(dataset, None))
+    assert set(found) == {"tokens", "labels", "loss_mask"}
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor[:, chunks_from_either_side(1, 2)])

@@ -7,7 +7,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -265,13 +264,6 @@ def test_cache_of_a_former_corpus_of_this_name_is_built_anew(corpora: Path, chan
     change()
     new = cached().order.sample_index[:]
     assert np.array_equal(new, cached(cache=None).order.sample_index[:]) and not np.array_equal(new, old)
-
-
-def test_concurrent_builders_agree_and_leave_nothing_behind(corpora: Path) -> None:
-    with ThreadPoolExecutor(8) as pool:
-        orders = list(pool.map(lambda _: cached(16).order.shuffle_index[:].tolist(), range(8)))
-    assert orders == 8 * [cached(16, None).order.shuffle_index[:].tolist()]
-    assert len(os.listdir("cache")) == 5
 
 
 def test_unwritable_cache_is_one_sentence(corpora: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import description_hash
 from megatron.data.sample_order import (
@@ -59,11 +59,6 @@ def test_order_of_one_corpus_and_its_cache_key_are_those_of_megatron(corpora: Pa
     assert rows.dtype == np.int32
     if num_samples in (4, 7):
         assert list(map(tuple, rows.tolist())) == SAMPLE_ROWS[: len(shuffled) + 1]
-
-
-def test_end_of_document_gets_no_loss_when_asked(corpora: Path) -> None:
-    dataset = GPTDataset(IndexedDataset("a"), 0, 4, settings_of(masked_token=999))
-    assert dataset[0]["loss_mask"].tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
 
 
 def test_splits_are_ranges_of_sequences(corpora: Path) -> None:
@@ -227,26 +222,3 @@ def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
         remedy = "lower its weight in --data-path"
         with pytest.raises(DataError, match=f"The blend takes {taken} samples of a, which has 12: {remedy}"):
             BlendedDataset(children, [0.7, 0.3], size, 0)
-
-
-def test_mock_sample_depends_on_seed_split_and_index_alone() -> None:
-    dataset, again = MockDataset(1234, 32, 100, 10), MockDataset(1234, 32, 100, 1_000_000)
-    for index in (9, 0, 5):
-        sample = dataset[index]
-        assert sample["tokens"].tolist() == again[index]["tokens"].tolist()
-        assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
-        assert all(0 <= token < 100 for token in [*sample["tokens"], sample["labels"][-1]])
-    others = [MockDataset(1235, 32, 100, 10), MockDataset(1234, 32, 100, 10, split_index=1)]
-    assert all(other[0]["tokens"].tolist() != dataset[0]["tokens"].tolist() for other in others)
-    assert dataset[0]["tokens"].tolist() != dataset[1]["tokens"].tolist()
-    with pytest.raises(IndexError):
-        dataset[10]
-
-
-def test_mock_samples_can_be_learned() -> None:
-    """Most tokens follow from the two before them."""
-    dataset = MockDataset(0, 256, 512, 4)
-    for index in range(4):
-        tokens = dataset[index]["tokens"]
-        differences = np.diff(tokens) % 512
-        assert np.bincount(differences).max() > 0.7 * len(differences)

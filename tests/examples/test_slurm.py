@@ -185,24 +185,26 @@ def queue(directory: Path, srun: str = SRUN, at_most: int = 60) -> tuple[int, in
     return at_most, code
 
 
-def test_a_job_that_dies_at_the_same_step_every_time_ends_after_three_attempts(tmp_path: Path) -> None:
-    """The fourth start finds three that have failed. With the script of before there were 60 of 60."""
-    assert starts(tmp_path, "40, 1") == (4, 93)
+@pytest.mark.parametrize(
+    ("life", "expected"),
+    [
+        # The fourth start finds three that have failed at the same step.
+        ("40, 1", (4, 93)),
+        # After every checkpoint, or by preemption, even where no start comes as far as a checkpoint: it goes on.
+        ("start * 10, 1 if start < 8 else 0", (9, 0)),
+        ("None, 75 if start < 8 else 0", (9, 0)),
+    ],
+)
+def test_a_job_ends_after_three_attempts_that_die_at_the_same_step(
+    tmp_path: Path, life: str, expected: tuple[int, int]
+) -> None:
+    assert starts(tmp_path, life) == expected
 
 
 def test_a_node_that_fails_without_an_exit_code_is_queued_again_and_counted(tmp_path: Path) -> None:
     assert starts(tmp_path, "40, 1", KILLED, at_most=2) == (2, 143)
     assert failures_without_progress(read_attempts(tmp_path / "run"), 40) == 2
     assert starts(tmp_path, "40, 1") == (2, 93)
-
-
-def test_a_job_that_dies_after_every_checkpoint_goes_on(tmp_path: Path) -> None:
-    assert starts(tmp_path, "start * 10, 1 if start < 8 else 0") == (9, 0)
-
-
-def test_a_job_that_is_preempted_every_time_goes_on(tmp_path: Path) -> None:
-    """Even where no start comes as far as a checkpoint."""
-    assert starts(tmp_path, "0, 75 if start < 8 else 0") == (9, 0)
 
 
 def test_a_mistyped_flag_is_one_start(tmp_path: Path) -> None:

@@ -135,19 +135,19 @@ BORDERS = (
         "a sample ends a token early",
         "ranges[-1] = (documents[-1], 0, last_offset + 1)",
         "ranges[-1] = (documents[-1], 0, last_offset)",
-        ("data/test_documents.py", "data/test_megatron_core.py"),
+        ("data/test_gpt_dataset.py", "data/test_megatron_core.py"),
     ),
     Fault(
         "documents begin at their last token",
         "starts[1:] = tokens[:-1] == document_end",
         "starts[1:] = tokens[1:] == document_end",
-        ("data/test_documents.py",),
+        ("data/test_gpt_dataset.py",),
     ),
     Fault(
         "the loss is masked before the end of a document",
         "be predicted.\n        loss_mask[tokens == masked_token] = 0.0",
         "be predicted.\n        loss_mask[text[1:] == masked_token] = 0.0",
-        ("data/test_sources.py", "data/test_sample_order.py"),
+        ("data/test_dataset_builder.py", "data/test_sample_order.py"),
     ),
     Fault(
         "an empty document takes the place of the next one",
@@ -306,7 +306,7 @@ LOST_ERRORS = (
         "a blend that takes more samples than a corpus has",
         "            if needed > available:",
         "            if needed > available + 1:",
-        ("data/test_sources.py", "data/test_sample_order.py"),
+        ("data/test_dataset_builder.py", "data/test_sample_order.py"),
     ),
     Fault(
         "a norm that is not finite is applied",

@@ -23,11 +23,13 @@ QUESTIONS = [
     {"question": "The sum of two and two is", "choices": [" four", " five"], "answer": 0},
     {"question": "for item in", "choices": [" items:", " range(10):"], "answer": 1},
 ] * 2
-CHOICE = """
-task: local_choice
+DATA = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {data}}}}}
 test_split: test
+"""
+CHOICE = """
+task: local_choice
 output_type: multiple_choice
 doc_to_text: "{{{{question}}}}"
 doc_to_choice: choices
@@ -38,9 +40,6 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 """
 TEXTS = """
 task: local_texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{{{question}}}} {{{{choices | join(' ')}}}} {{{{question * 12}}}}"
@@ -48,9 +47,6 @@ metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
 """
 GENERATED = """
 task: local_generated
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
 output_type: generate_until
 doc_to_text: "{{{{question}}}}"
 doc_to_target: "{{{{choices[0]}}}}"
@@ -106,7 +102,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     data = directory / "questions.jsonl"
     data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
     for name, text in zip(NAMES, (CHOICE, TEXTS, GENERATED), strict=True):
-        (directory / f"{name}.yaml").write_text(text.format(data=data))
+        (directory / f"{name}.yaml").write_text((text + DATA).format(data=data))
     (directory / "numbers_of_texts.py").write_text(NUMBER)
     return directory
 

@@ -75,24 +75,9 @@ TAKES_A_URL = {
     "train_tokenizer": {"input"},
 }
 NAMES_NO_PLACE = {
-    "dataset_config",
-    "dataset_split",
-    "device",
-    "flags",
-    "json_key",
-    "moe_layer_freq",
-    "json_keys",
-    "max_shard_size",
-    "model",
-    "name",
-    "names",
-    "only",
-    "peers",
-    "prompt",
-    "rows",
-    "shapes",
-    "tasks",
-}
+    "dataset_config", "dataset_split", "device", "flags", "json_key", "moe_layer_freq", "json_keys", "max_shard_size",
+    "model", "name", "names", "only", "peers", "prompt", "rows", "shapes", "tasks",
+}  # fmt: skip
 
 
 def takes_text(kind: Any) -> bool:

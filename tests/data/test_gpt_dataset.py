@@ -1,22 +1,19 @@
-"""Where documents begin in samples, and which part of a sample each context-parallel rank reads."""
+"""Samples of one corpus and synthetic ones: tokens, labels, and where documents begin."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.core.context_parallel.attention import ContextSplit
-from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
+from megatron.data.dataset_builder import build_datasets
+from megatron.data.gpt_dataset import GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import Microbatch, build_datasets
 from megatron.data.order_cache import description_hash
-from tests.data.corpora import load, write
+from tests.data.corpora import write
 
 END, SYNTHETIC_END = 999, 7
 LENGTH = 16
@@ -124,26 +121,15 @@ def test_synthetic_documents_begin_behind_the_last_id() -> None:
 # --- the flags that ask for it -------------------------------------------------------------------------------
 
 
-def corpus_of(kind: str, prefix: str) -> str | None:
-    return prefix if kind == "corpus" else None
-
-
-@pytest.mark.parametrize("kind", ["corpus", "mock"])
-@pytest.mark.parametrize("flags", [{}, {"eod_mask_loss": True}], ids=["no flag", "loss mask alone"])
-def test_samples_say_nothing_of_documents_unless_asked(prefix: str, kind: str, flags: dict[str, bool]) -> None:
-    for dataset in build(corpus_of(kind, prefix), counts=(4, 2, 2), **flags):
-        assert set(dataset[0]) == {"tokens", "labels", "loss_mask"}
-
-
 @pytest.mark.parametrize("kind", ["corpus", "mock"])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_nothing_else(
     prefix: str, kind: str, flag: str
 ) -> None:
-    counts = (4, 2, 2)
-    marked = build(corpus_of(kind, prefix), counts, **{flag: True})
-    plain = build(corpus_of(kind, prefix), counts)
-    end = END if kind == "corpus" else SYNTHETIC_END
+    counts, source, end = (4, 2, 2), prefix, END
+    if kind == "mock":
+        source, end = None, SYNTHETIC_END
+    marked, plain = build(source, counts, **{flag: True}), build(source, counts)
     for with_starts, without, count in zip(marked, plain, counts, strict=True):
         documents = 0
         for index in range(count):
@@ -151,7 +137,7 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
             starts = sample.pop("document_starts").tolist()
             assert starts == starts_of(sample["tokens"].tolist(), end)
             documents += sum(starts)
-            assert sample.keys() == without[index].keys()
+            assert sample.keys() == without[index].keys() == {"tokens", "labels", "loss_mask"}
             assert all(np.array_equal(sample[name], array) for name, array in without[index].items())
         assert documents > count
     assert marked[0][0]["tokens"].tolist() != marked[1][0]["tokens"].tolist()
@@ -171,62 +157,24 @@ def test_blends_hand_on_where_documents_begin(tmp_path: Path) -> None:
         assert starts == starts_of(tokens)
 
 
-# --- the part of a context-parallel rank ---------------------------------------------------------------------
+def test_mock_sample_depends_on_seed_split_and_index_alone() -> None:
+    dataset, again = MockDataset(1234, 32, 100, 10), MockDataset(1234, 32, 100, 1_000_000)
+    for index in (9, 0, 5):
+        sample = dataset[index]
+        assert sample["tokens"].tolist() == again[index]["tokens"].tolist()
+        assert sample["tokens"][1:].tolist() == sample["labels"][:-1].tolist()
+        assert all(0 <= token < 100 for token in [*sample["tokens"], sample["labels"][-1]])
+    others = [MockDataset(1235, 32, 100, 10), MockDataset(1234, 32, 100, 10, split_index=1)]
+    assert all(other[0]["tokens"].tolist() != dataset[0]["tokens"].tolist() for other in others)
+    assert dataset[0]["tokens"].tolist() != dataset[1]["tokens"].tolist()
+    with pytest.raises(IndexError):
+        dataset[10]
 
 
-def chunks_from_either_side(rank: int, size: int) -> list[int]:
-    """The positions of ``rank``, written out: of ``2 * size`` chunks one from the front and one from the back."""
-    chunk = LENGTH // (2 * size)
-    front = [rank * chunk + place for place in range(chunk)]
-    back = [LENGTH - (rank + 1) * chunk + place for place in range(chunk)]
-    return front + back
-
-
-def loader(dataset: Dataset, rank: int | None, size: int = 1, **changes: Any) -> Iterator[Microbatch]:
-    """Microbatches of three samples of data-parallel rank 1 of 2; of a context-parallel rank, or whole."""
-    positions = None if rank is None else ContextSplit(rank, size).positions(LENGTH).numpy()
-    place = {"consumed_samples": 6, "micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
-    return load(dataset, **{**place, **changes}, positions=positions)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
-def test_each_rank_reads_its_chunks_of_every_sample_and_where_all_documents_begin(
-    prefix: str, size: int, kind: str
-) -> None:
-    (dataset, _, _) = build(prefix, eod_mask_loss=True, reset_attention_mask=True)
-    whole = loader(dataset, None, dataloader_type=kind)
-    parts = [loader(dataset, rank, size, dataloader_type=kind) for rank in range(size)]
-    for _ in range(4):
-        wanted = next(whole)
-        seen = []
-        for rank, part in enumerate(parts):
-            positions = chunks_from_either_side(rank, size)
-            found = next(part)
-            assert set(found) == {"tokens", "labels", "loss_mask", "document_starts"}
-            for name in ("tokens", "labels", "loss_mask"):
-                assert found[name].dtype == wanted[name].dtype
-                assert found[name].shape == (3, LENGTH // size)
-                assert found[name].tolist() == [[row[place] for place in positions] for row in wanted[name].tolist()]
-            assert found["document_starts"].dtype == torch.bool
-            assert torch.equal(found["document_starts"], wanted["document_starts"])
-            seen += positions
-        assert sorted(seen) == list(range(LENGTH))
-        assert 0 < wanted["loss_mask"].sum() < wanted["loss_mask"].numel()
-
-
-def test_a_rank_reads_its_chunks_alone_where_documents_do_not_matter(prefix: str) -> None:
-    (dataset, _, _) = build(prefix)
-    found, wanted = next(loader(dataset, 1, 2)), next(loader(dataset, None))
-    assert set(found) == {"tokens", "labels", "loss_mask"}
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor[:, chunks_from_either_side(1, 2)])
-
-
-def test_loader_processes_hand_over_the_same_parts(prefix: str) -> None:
-    (dataset, _, _) = build(prefix, reset_position_ids=True)
-    here, there = loader(dataset, 1, 2), loader(dataset, 1, 2, num_workers=2)
-    for _ in range(3):
-        one, other = next(here), next(there)
-        assert one.keys() == other.keys()
-        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+def test_mock_samples_can_be_learned() -> None:
+    """Most tokens follow from the two before them."""
+    dataset = MockDataset(0, 256, 512, 4)
+    for index in range(4):
+        tokens = dataset[index]["tokens"]
+        differences = np.diff(tokens) % 512
+        assert np.bincount(differences).max() > 0.7 * len(differences)

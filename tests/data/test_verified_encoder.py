@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.benchmark_data import _check_equal, preprocess_in_batches, preprocess_whole_file
-from megatron.config.data import TokenizerConfig
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
@@ -105,11 +103,6 @@ def split_at(pattern: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
-def test_fast_ids_are_those_of_hugging_face(hugging_face_directory: Path) -> None:
-    tokenizer = HuggingFaceTokenizer(str(hugging_face_directory))
-    assert_fast_ids_are_those_of_the_library(tokenizer, list(unlikely_texts(3000)))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -143,21 +136,18 @@ CHARACTERS = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE00
 """What lies beyond has no kind that matters."""
 
 
-@pytest.mark.parametrize("split", [LLAMA3_SPLIT, QWEN2_SPLIT])
-def test_fast_ids_are_those_of_splits_of_hugging_face(hugging_face_directory: Path, split: str) -> None:
-    path = hugging_face_directory / "tokenizer.json"
-    cuts = {"type": "Sequence", "pretokenizers": [split_at(split), BYTE_LEVEL | {"use_regex": False}]}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"pre_tokenizer": cuts}))
-    texts = ["".join(f"{one},e {one}1234\n" for one in CHARACTERS[start::500]) for start in range(500)]
-    assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), [*texts, *unlikely_texts(1500)])
-
-
-def test_fast_ids_are_those_of_merges_in_another_order_than_their_ids(hugging_face_directory: Path) -> None:
+@pytest.mark.parametrize("case", ["GPT-2's split", LLAMA3_SPLIT, QWEN2_SPLIT, "merges in another order than ids"])
+def test_fast_ids_are_those_of_hugging_face(hugging_face_directory: Path, case: str) -> None:
     path = hugging_face_directory / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["model"]["merges"].reverse()
+    if case in (LLAMA3_SPLIT, QWEN2_SPLIT):
+        cuts = [split_at(case), BYTE_LEVEL | {"use_regex": False}]
+        content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": cuts}
+    elif case.startswith("merges"):
+        content["model"]["merges"].reverse()
     path.write_text(json.dumps(content))
-    assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), list(unlikely_texts(1500)))
+    texts = ["".join(f"{one},e {one}1234\n" for one in CHARACTERS[start::500]) for start in range(500)]
+    assert_fast_ids_are_those_of_the_library(HuggingFaceTokenizer(str(path)), [*texts, *unlikely_texts(1500)])
 
 
 def test_runs_of_blanks_are_cut_as_for_tiktoken(byte_ranks: str) -> None:
@@ -239,24 +229,3 @@ def test_without_gigatoken_the_libraries_do_all(
         assert tokenizer._encoder is None
         expected = [token for ids in tokenizer.tokenize_batch(texts) for token in ids]
         assert tokenizer.tokenize_to_arrays(texts).tokens.tolist() == expected
-
-
-def test_the_contender_of_the_benchmark_writes_the_same(
-    byte_ranks: str,
-    sentencepiece_model: str,
-    hugging_face_directory: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """GigaToken on the whole file, as in Megatron-LM's preprocess_data_fast.py."""
-    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    text = tmp_path / "text.jsonl"
-    text.write_text('{"text": "def a():"}\n{"text": "\\u00e9 <s> 12"}\n')
-    for tokenizer in (
-        TokenizerConfig("HuggingFaceTokenizer", str(hugging_face_directory / "tokenizer.json")),
-        TokenizerConfig("SentencePieceTokenizer", sentencepiece_model),
-        TokenizerConfig("TikTokenizer", byte_ranks),
-    ):
-        preprocess_whole_file(text, str(tmp_path / "other"), tokenizer, 1)
-        preprocess_in_batches(text, str(tmp_path / "ours"), tokenizer, 1)
-        _check_equal(tmp_path)

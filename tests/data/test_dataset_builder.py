@@ -1,25 +1,26 @@
-"""Corpora for each split, files that name them, and data that is remote."""
+"""From the flags and the files that they name to datasets: corpora of each split, blends, orders, refusals."""
 
 import json
 import os
-import pickle
+import re
+import resource
 import struct
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
-from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.config.data import DataConfig
-from megatron.data.corpus_writer import merge_datasets
-from megatron.data.dataset_builder import Blend, Sources, read_sources
+from megatron.data.corpus_check import Share, check_indexes
+from megatron.data.dataset_builder import Blend, Sources, build_datasets, parse_data_path, read_sources
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
-from megatron.data.storage import RemoteFile
+from megatron.data.order_cache import description_hash
 from megatron.errors import ConfigError, DataError, UserError
-from tests.data.corpora import CORPUS_A, build, golden_documents, load, stamps, tokens_of, write
+from tests.data.corpora import CORPUS_A, build, golden_documents, stamps, tokens_of, write
+from tests.forked import fork_context
 
 pytestmark = pytest.mark.usefixtures("corpora")
 BOTH = ("0.7", "a", "0.3", "b")
@@ -151,120 +152,108 @@ def test_some_documents_may_lack_their_end() -> None:
     check_document_ends(IndexedDataset("empty"), 999)
 
 
-# --- remote data ---------------------------------------------------------------------------------------------
+def test_data_path_is_prefixes_or_pairs() -> None:
+    assert parse_data_path(("a",)) == (["a"], None)
+    assert parse_data_path(("a", "b")) == (["a", "b"], None)
+    assert parse_data_path(("0.7", "a", "3", "b")) == (["a", "b"], [0.7, 3.0])
+    assert parse_data_path(("0", "a", "3", "b")) == (["b"], [3.0])
+    for bad in (("-1", "a", "2", "b"), ("0", "a"), ("nan", "a")):
+        with pytest.raises(ConfigError, match="--data-path has weights"):
+            parse_data_path(bad)
 
 
-@pytest.fixture
-def remote() -> Any:
-    """Both corpora in a file system of fsspec."""
-    system = fsspec.filesystem("memory")
-    for name in os.listdir("."):
-        if name.endswith((".bin", ".idx", ".digests.json")):
-            system.pipe_file(f"/data/{name}", Path(name).read_bytes())
-    yield system
-    system.rm("/data", recursive=True)
+def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name() -> None:
+    for words in (("0.5", "a", "0.5"), ("a", "0.5", "b", "0.5"), ("0.5", "a", "b")):
+        with pytest.raises(ConfigError, match=r"--data-path .* has the weight 0.5 without a prefix after it: write a"):
+            parse_data_path(words)
+    Path("2024.idx").touch()
+    assert parse_data_path(("a", "b", "2024")) == (["a", "b", "2024"], None)
 
 
-REMOTE = ("0.7", "memory://data/a", "0.3", "memory://data/b")
+def test_one_corpus_and_its_default_cache() -> None:
+    train, valid, test = build("a", counts=(7, 0, 0))
+    assert isinstance(train, GPTDataset) and valid is None and test is None
+    assert description_hash(train.description) == "7eed49f6baa69ba17261e1457380063c"
+    assert len(stamps("cache/GPTDataset_indices")) == 5
+    build("a", counts=(7, 0, 0), data_cache_path="elsewhere")
+    assert stamps("elsewhere").keys() == stamps("cache/GPTDataset_indices").keys()
 
 
-def test_remote_corpora_give_the_samples_of_local_ones(remote: Any) -> None:
-    assert tokens_of(build(*REMOTE, data_cache_path="there")[0]) == tokens_of(build(*BOTH)[0])
-    copy = pickle.loads(pickle.dumps(IndexedDataset("memory://data/a", index_cache="cache")))
-    assert [copy.get(i).tolist() for i in range(10)] == golden_documents(CORPUS_A)
+def test_blend_without_weights_is_proportional_to_the_samples() -> None:
+    train, _, _ = build("a", "b", counts=(8, 0, 0))  # one epoch has 6 and 2
+    assert len(train) == 8 and np.bincount(train.dataset_index[:]).tolist() == [6, 2]
+    train, _, _ = build("a", "b", counts=(80, 0, 0))  # ten epochs
+    assert len(train) == 80 and np.bincount(train.dataset_index[:]).tolist() == [60, 20]
+    assert len(set(map(tuple, tokens_of(train)))) > 40
 
 
-def test_remote_corpora_are_merged_and_inspected_as_local_ones(remote: Any) -> None:
-    merge_datasets(["memory://data/a", "memory://data/b"], "there")
-    merge_datasets(["a", "b"], "here")
-    for kind in (".bin", ".idx"):
-        assert Path(f"there{kind}").read_bytes() == Path(f"here{kind}").read_bytes()
-    lines = list(inspect(InspectConfig("memory://data/a", documents=(0,), check=True)))
-    assert lines == list(inspect(InspectConfig("a", documents=(0,), check=True)))
+def test_blend_of_many_small_shares_gets_enough_samples() -> None:
+    """Rounding every share up makes the blend outgrow what the large corpus was built for."""
+    pairs = [word for _ in range(40) for word in ("0.001", "b")]
+    train, _, _ = build("0.9", "a", *pairs, counts=(20, 0, 0))
+    assert {len(tokens) for tokens in tokens_of(train)} == {8}
 
 
-def test_loader_processes_open_their_own_file_systems(remote: Any) -> None:
-    dataset, _, _ = build(*REMOTE, data_cache_path="cache")
-    loader = load(dataset, micro_batch_size=2, num_workers=2)
-    for start in (0, 2, 4):
-        assert next(loader)["tokens"].tolist() == [dataset[start + i]["tokens"].tolist() for i in range(2)]
+@pytest.mark.parametrize("order", ["extendable", "best-fit"])
+@pytest.mark.parametrize("words", [("a",), ("0.7", "a", "0.3", "b"), ("a", "b")])
+def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, ...], order: str) -> None:
+    """Whatever the corpora; in Megatron-LM's order a run past its epoch is shuffled anew."""
+
+    def samples(count: int, order: str, shown: int) -> list[list[int]]:
+        return tokens_of(build(*words, counts=(count, 0, 0), sample_order=order)[0])[:shown]
+
+    for shorter, longer in ((5, 8), (8, 90), (30, 31)):
+        assert samples(longer, order, shorter) == samples(shorter, order, shorter)
+    assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
 
 
-def test_a_file_system_is_not_shared_over_a_fork(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections of s3fs and its like hang in a forked process."""
-    file = RemoteFile("memory://data/a.bin")
-    opened: list[str] = []
-
-    def open_again(url: str) -> tuple[Any, str]:
-        opened.append(url)
-        return remote, "/data/a.bin"
-
-    monkeypatch.setattr("megatron.data.storage.file_system", open_again)
-    file.read_ranges([(0, 4)])
-    assert opened == []
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    file.read_ranges([(0, 4)])
-    assert opened == ["memory://data/a.bin"]
+def test_every_split_reads_its_own_documents() -> None:
+    train, valid, test = build("a", counts=(3, 1, 1), split="60,20,20")
+    documents = [set(dataset.order.document_index[:].tolist()) for dataset in (train, valid, test)]
+    assert documents == [{0, 1, 2, 3, 4, 5}, {6, 7}, {8, 9}]
 
 
-def test_index_is_copied_once_and_again_when_it_changes(remote: Any) -> None:
-    def read() -> list[list[int]]:
-        return tokens_of(build(*REMOTE, data_cache_path="cache", object_storage_cache_path="indices")[0])
-
-    first = read()
-    assert sorted(name.partition("-")[2] for name in os.listdir("indices")) == ["a.idx", "b.idx"]
-    before = stamps("indices"), stamps("cache")
-    assert read() == first
-    assert (stamps("indices"), stamps("cache")) == before, "copied or built again"
-    write("a", golden_documents(CORPUS_A[::-1]))
-    for kind in (".bin", ".idx"):
-        remote.pipe_file(f"/data/a{kind}", Path(f"a{kind}").read_bytes())
-    assert read() == tokens_of(build(*BOTH, data_cache_path="local")[0]) != first
+def test_end_of_document_mask_reaches_the_samples() -> None:
+    train, _, _ = build("a", eod_mask_loss=True)
+    masked = train[0]["loss_mask"] == 0
+    assert masked.any() and (train[0]["tokens"][masked] == 999).all() and "document_starts" not in train[0]
+    mock, _, _ = build(mock_data=True, eod_mask_loss=True, counts=(500, 0, 0))
+    assert any((mock[i]["loss_mask"] == 0).any() for i in range(500))
 
 
+def test_tokens_beyond_the_vocabulary_are_refused() -> None:
+    data = DataConfig(data_path=("a",), seq_length=8)
+    with pytest.raises(DataError, match=r"a\.bin holds token id 999, but the vocabulary has ids 0\.\.511"):
+        build_datasets(data, vocab_size=512, eod=2, seed=1, sample_counts=(1, 0, 0), tokenizer_description=None)
+
+
+def read_a_blend(directory: Path, hard: int, pipe: Connection) -> None:
+    """Send the length of a sample of 40 corpora, or the refusal, of a process that may open 64 files at first."""
+    os.chdir(directory)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    prefixes = tuple(f"corpus{number}" for number in range(40))
+    try:
+        check_indexes(prefixes, None, Share())
+        pipe.send(str(len(build(*prefixes, counts=(80, 0, 0))[0][79]["tokens"])))
+    except UserError as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("prefix", "flags", "sentence"),
+    ("hard", "said"),
     [
-        ("memory://data/c", {}, "memory://data/c.idx does not exist: set --data-path to prefixes without"),
-        ("nosuch://data/a", {}, "nosuch://data/a.idx cannot be opened .*nosuch"),
-        ("memory://data/a", {"data_cache_path": None}, "corpus memory://data/a is remote: .*--data-cache-path"),
-        ("memory://data/a", {"object_storage_cache_path": "a.bin/x"}, "Cannot write a copy .*a.bin/x .*--object-stor"),
-        ("memory://data/short", {}, r"memory://data/short.bin has 3 bytes, but memory://data/short.idx requires 40"),
-        ("memory://data/wrong", {}, r"memory://data/wrong.idx is not an index of tokens.*write the data again"),
+        (4000, r"8"),
+        (1000, r"8"),
+        (100, r"40 corpora need 1144 open files .* the hard limit is 100: raise it \(ulimit -Hn\), or merge .*"),
     ],
 )
-def test_remote_trouble_is_one_sentence(remote: Any, prefix: str, flags: dict[str, Any], sentence: str) -> None:
-    remote.pipe_file("/data/short.bin", b"abc")
-    remote.pipe_file("/data/short.idx", Path("b.idx").read_bytes())
-    remote.pipe_file("/data/wrong.bin", b"abc")
-    remote.pipe_file("/data/wrong.idx", b"PARQUET" * 20)
-    with pytest.raises((ConfigError, DataError), match=sentence) as caught:
-        build(prefix, **{"data_cache_path": "cache", **flags})
-    assert "\n" not in str(caught.value)
-
-
-def test_a_broken_connection_is_named_with_its_file(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset, _, _ = build(*REMOTE, data_cache_path="cache")
-
-    def fail(*arguments: object, **keywords: object) -> None:
-        raise TimeoutError("no answer\nafter 60 s")
-
-    monkeypatch.setattr(type(remote), "cat_ranges", fail)
-    with pytest.raises(DataError, match=r"memory://data/[ab]\.bin cannot be read \(no answer after 60 s\): check"):
-        dataset[0]
-
-
-def test_documents_of_a_sample_are_asked_for_at_the_same_time(remote: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    corpus = IndexedDataset("memory://data/a", index_cache="cache")
-    asked: list[int] = []
-    read = RemoteFile.read_ranges
-
-    def count(file: RemoteFile, ranges: Any) -> list[bytes]:
-        asked.append(len(ranges))
-        return read(file, ranges)
-
-    monkeypatch.setattr(RemoteFile, "read_ranges", count)
-    parts = corpus.ranges([(0, 2, None), (1, 0, None), (4, 0, 0), (2, 1, 2)])
-    assert asked == [4]
-    documents = golden_documents(CORPUS_A)
-    assert np.concatenate(parts).tolist() == documents[0][2:] + documents[1] + documents[2][1:3]
+def test_a_blend_may_have_more_files_than_a_process_may_open_at_first(tmp_path: Path, hard: int, said: str) -> None:
+    """Many systems let a process open 1,024 files, which are those of 170 corpora."""
+    for number in range(40):
+        write(f"corpus{number}", golden_documents(CORPUS_A))
+    ours, theirs = fork_context().Pipe()
+    process = fork_context().Process(target=read_a_blend, args=(tmp_path, hard, theirs))
+    process.start()
+    process.join(300)
+    assert ours.poll() and re.fullmatch(said, words := ours.recv()), words

@@ -1,8 +1,13 @@
-"""Inputs, bad documents, partitions and merging of tools/preprocess_data.py: always the bytes of one plain run."""
+"""tools/preprocess_data.py: the bytes of one plain run whatever the inputs, workers and partitions; or one sentence."""
 
 import gzip
 import json
 import os
+import random
+import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -13,14 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.commands.merge_datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
-from megatron.commands.preprocess_work import Counts, EncodedKey, EncodeTask, Work, encode_batch, shared_tokenizer
+from megatron.commands.preprocess_work import Counts, EncodedKey, EncodeTask, Work, encode_batch
 from megatron.config.data import TokenizerConfig
-from megatron.data.corpus_digests import corpus_fingerprint
-from megatron.data.corpus_writer import merge_datasets
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.corpus_writer import IndexedDatasetWriter, merge_datasets
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.storage import find_files, open_stored
 from megatron.data.text_inputs import (
     Batch,
@@ -34,10 +37,9 @@ from megatron.data.text_inputs import (
     read_batches,
     whole_ranges,
 )
-from megatron.data.tokenizers import NullTokenizer
+from megatron.data.tokenizers import NullTokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import md5, write
-from tests.data.file_damage import flip
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
 
 pytestmark = pytest.mark.processes
@@ -132,34 +134,6 @@ def test_datasets(tmp_path: Path) -> None:
         run(tmp_path, "out", name, partitions=2)
     with pytest.raises(DataError, match=r"cannot be opened \(.*check --input, --dataset-config"):
         run(tmp_path, "out", f"dataset:{tmp_path / 'nowhere'}")
-
-
-# --- remote files --------------------------------------------------------------------------------------------
-
-
-def test_files_behind_a_url(inputs: Path) -> None:
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    for name in ("in.jsonl.gz", "in.parquet", "in.jsonl.zst", "in.jsonl"):
-        memory.pipe(f"/corpus/{name}", (inputs / name).read_bytes())
-    try:
-        assert run(inputs, "out", "memory://corpus/").documents == 4 * len(TEXTS)
-        assert documents_of(inputs, "out") == 4 * TEXTS
-        assert run(inputs, "one", "memory://corpus/*.parquet").documents == len(TEXTS)
-        (piece,) = cut_in_partitions(list_sources(["memory://corpus/in.jsonl"]), 3, "file")[1]
-        assert piece.start > 0 and 50 < len(texts_of([piece])) < 80
-    finally:
-        memory.rm("/corpus", recursive=True)
-
-
-def test_a_url_without_its_package_or_file() -> None:
-    with pytest.raises(DataError, match=r"gs://bucket/a.jsonl needs a package .*: pip install gcsfs\."):
-        find_files("gs://bucket/a.jsonl")
-    with pytest.raises(DataError, match=r"never://a cannot be opened"):
-        open_stored("never://a")
-    with pytest.raises(DataError, match=r"memory://nothing does not exist .* or is empty"):
-        list_sources(["memory://nothing"])
 
 
 # --- bad documents -------------------------------------------------------------------------------------------
@@ -457,42 +431,115 @@ def test_merging_keeps_sequences_and_documents(tmp_path: Path) -> None:
         merge_datasets(prefixes, prefixes[0])
 
 
-def test_what_is_in_a_dataset(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 2, 3], [4], [5, 6, 998]])
-    config = InspectConfig(
-        prefix, plot=tmp_path / "plot.png", documents=(0, 2), max_tokens=2, check=True, tokenizer=NULL
-    )
-    text = "\n".join(inspect(config))
-    for part in ("documents  3", "tokens     7 (uint16, 14 bytes)", "document 2: 3 tokens, the first 2", "5 6", "yes:"):
-        assert part in text
-    assert (tmp_path / "plot.png").stat().st_size > 0
-    assert "           2 .. 3                       2 ####" in "\n".join(inspect(InspectConfig(prefix)))
-    small = TokenizerConfig("NullTokenizer", vocab_size=900)
-    with pytest.raises(DataError, match=r"document 2 holds token id 998, which is not in the vocabulary of 901 ids"):
-        list(inspect(InspectConfig(prefix, check=True, tokenizer=small)))
-    with pytest.raises(ConfigError, match=r"--documents 3 is none of 0\.\.2"):
-        list(inspect(InspectConfig(prefix, documents=(3,))))
-    with open(f"{prefix}.idx", "r+b") as file:
-        file.seek(34 + 3 * 4 + 8)
-        file.write(b"\x00" * 8)
-    with pytest.raises(DataError, match="sequence 1 does not begin where the one before ends: write the data again"):
-        list(inspect(InspectConfig(prefix, check=True)))
+# --- remote files --------------------------------------------------------------------------------------------
 
 
-def test_the_digests_of_a_dataset_are_shown_compared_and_made(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[1, 2, 3], [4], [5, 6, 998]])
-    checked = InspectConfig(prefix, check=True)
-    assert f"digests    fingerprint {corpus_fingerprint(prefix)}" in "\n".join(inspect(checked))
-    assert "digests    match every byte of both files" in list(inspect(checked))
-    for kind, sentence in ((".idx", r"a\.idx"), (".bin", r"a\.bin is damaged")):
-        flip(prefix + kind, 8 * 12)
-        with pytest.raises(DataError, match=sentence):
-            list(inspect(checked))
-        if kind == ".idx":
-            flip(prefix + kind, 8 * 12)
-    list(inspect(InspectConfig(prefix, write_digests=True)))
-    assert "digests    match every byte of both files" in list(inspect(checked))
-    os.remove(f"{prefix}.digests.json")
-    assert "digests    none" in "\n".join(inspect(checked))
-    with pytest.raises(ConfigError, match="make the digests where the files are local"):
-        list(inspect(InspectConfig(f"file://{prefix}", write_digests=True)))
+def test_files_behind_a_url(inputs: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for name in ("in.jsonl.gz", "in.parquet", "in.jsonl.zst", "in.jsonl"):
+        memory.pipe(f"/corpus/{name}", (inputs / name).read_bytes())
+    try:
+        assert run(inputs, "out", "memory://corpus/").documents == 4 * len(TEXTS)
+        assert documents_of(inputs, "out") == 4 * TEXTS
+        assert run(inputs, "one", "memory://corpus/*.parquet").documents == len(TEXTS)
+        (piece,) = cut_in_partitions(list_sources(["memory://corpus/in.jsonl"]), 3, "file")[1]
+        assert piece.start > 0 and 50 < len(texts_of([piece])) < 80
+    finally:
+        memory.rm("/corpus", recursive=True)
+
+
+def test_a_url_without_its_package_or_file() -> None:
+    with pytest.raises(DataError, match=r"gs://bucket/a.jsonl needs a package .*: pip install gcsfs\."):
+        find_files("gs://bucket/a.jsonl")
+    with pytest.raises(DataError, match=r"never://a cannot be opened"):
+        open_stored("never://a")
+    with pytest.raises(DataError, match=r"memory://nothing does not exist .* or is empty"):
+        list_sources(["memory://nothing"])
+
+
+# --- the tool as people run it -------------------------------------------------------------------------------
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
+NULL_FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
+
+
+def run_tool(directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
+    """Run the tool in ``directory``, which is not the repository."""
+    command = [sys.executable, str(TOOL), *flags]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
+
+
+def write_lines(path: Path, documents: list[Any]) -> None:
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
+def as_text(ids: list[int]) -> str:
+    return " ".join(map(str, ids))
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[dict[str, str]]:
+    """Documents of two keys in a plain and a gzipped file."""
+    generator = random.Random(0)
+    documents = []
+    for _ in range(5000):
+        size = generator.choice([0, 1, 20, 200])
+        documents.append({key: as_text(generator.choices(range(999), k=size)) for key in ("text", "title")})
+    write_lines(tmp_path / "one.jsonl", documents[:2000])
+    with gzip.open(tmp_path / "two.jsonl.gz", "wt") as file:
+        file.write("\n\n".join(json.dumps(document) for document in documents[2000:]))  # blank lines; no last newline
+    return documents
+
+
+def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: list[dict[str, str]]) -> None:
+    inputs = ["--input", "one.jsonl", "two.jsonl.gz", "--json-keys", "text", "title", "--append_eod"]
+    for workers in ("1", "2"):
+        prefix = ["--output-prefix", f"w{workers}", "--workers", workers]
+        done = run_tool(tmp_path, *inputs, *prefix, *NULL_FLAGS)
+        assert done.returncode == 0, done.stderr
+        assert "5,000 documents," in done.stdout
+        assert "5,000 documents," in done.stderr, "progress is reported"
+    for key in ("text", "title"):
+        for kind in (".bin", ".idx", ".digests.json"):
+            one, two = (md5(str(tmp_path / f"w{workers}_{key}_document{kind}")) for workers in (1, 2))
+            assert one == two
+        dataset = IndexedDataset(str(tmp_path / f"w2_{key}_document"))
+        expected = [[*map(int, document[key].split()), 999] for document in corpus if document[key]]
+        assert [dataset.get(i).tolist() for i in range(len(dataset))] == expected
+    assert len(os.listdir(tmp_path)) == 2 + 12
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n\n{"text": "1"\n')
+    done = run_tool(tmp_path, "--input", "in.jsonl", "--output-prefix", "out", "--workers", workers, *NULL_FLAGS)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("ERROR: ") and "in.jsonl, line 3 is not valid JSON" in done.stderr
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 2000)
+    flags = ["--input", "in.jsonl", "--output-prefix", "out", "--log-interval", "9999", *NULL_FLAGS]
+    limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, str(TOOL), *flags]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("ERROR: out_text_document.bin and .idx cannot be written")
+    assert done.stderr.count("\n") == 1
+    assert os.listdir(tmp_path) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_ended_run_leaves_no_output_and_no_worker(tmp_path: Path, sign: signal.Signals) -> None:
+    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 300_000)
+    flags = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "2", *NULL_FLAGS]
+    process = subprocess.Popen([sys.executable, str(TOOL), *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None and "documents" in process.stderr.readline()
+    process.send_signal(sign)
+    process.wait(timeout=120)
+    ready, _, _ = select.select([process.stderr], [], [], 60)
+    assert ready and not process.stderr.read().count("Traceback")  # it ends once no worker holds the pipe any more
+    left = [name for name in os.listdir(tmp_path) if sign == signal.SIGTERM or not name.endswith(".incomplete")]
+    assert left == ["in.jsonl"]
