@@ -60,30 +60,26 @@ from megatron.torch_compat import load_state_dict, save_state_dict
 
 
 class SaveBackend(Protocol):
-    """How a checkpoint is written: :class:`SyncSaveBackend` or in the background."""
+    """Writes a checkpoint: at once (:class:`SyncSaveBackend`) or in the background."""
 
     def begin(self) -> Path:
         """On the coordinator, before any write: create a directory."""
-        ...
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
         """On a rank with tensors: write them."""
-        ...
 
     def commit(self, directory: Path, manifest: Manifest) -> None:
         """On the coordinator, after all ranks have written: make the checkpoint visible."""
-        ...
 
     def abandon(self) -> None:
-        """On every rank, after a failure: remove what was written."""
-        ...
+        """On every rank, after a failure: remove the written files."""
 
 
 class SyncSaveBackend:
     """Every call returns after its files are on stable storage.
 
     With a ``lock_token``, only the run whose lock on ``root`` has it may commit. The coordinator calls ``on_commit`` as
-    soon as the checkpoint is complete, before the other ranks know.
+    soon as the checkpoint is complete, before the collectives that end the save on the other ranks.
     """
 
     def __init__(

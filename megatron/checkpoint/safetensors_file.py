@@ -145,6 +145,10 @@ def _entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     return aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
+# A file: 8 bytes with the length of the header, little-endian │ header, JSON padded with spaces │ the tensors' bytes.
+# Offsets in the header count from the first byte of the tensors.
+
+
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> bytes:
     records: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
@@ -177,8 +181,10 @@ class VerifiedFile:
         self._staged_number, self._staged = -1, memoryview(b"")
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill ``target`` with the bytes from ``start`` on. Raises :class:`CheckpointError` for a damaged block;
-        ``target`` is undefined then."""
+        """Fill ``target`` with the bytes from ``start`` on; raises :class:`CheckpointError` for a damaged block."""
+        #   blocks of the file    │ 0 ──────── │ 1 ──────── │ 2 ──────── │
+        #   target                      ├──────┼────────────┼─────┤
+        #                           staged, copied  in place  staged, copied
         position = 0
         while position < len(target):
             number, offset = divmod(start + position, self._block_bytes)
@@ -189,19 +195,16 @@ class VerifiedFile:
                 self._read_block(number, rest[:size])
                 position += size
             else:
-                part = self._stage(number, size)[offset : offset + len(rest)]
+                # The next request often wants the rest of the same block.
+                if number != self._staged_number:
+                    self._staged_number = -1
+                    if len(self._staged) != size:
+                        self._staged = memoryview(bytearray(size))
+                    self._read_block(number, self._staged)
+                    self._staged_number = number
+                part = self._staged[offset : offset + len(rest)]
                 rest[: len(part)] = part
                 position += len(part)
-
-    def _stage(self, number: int, size: int) -> memoryview:
-        """Read a block of which only a part is requested, and keep it for the next request."""
-        if number != self._staged_number:
-            self._staged_number = -1
-            if len(self._staged) != size:
-                self._staged = memoryview(bytearray(size))
-            self._read_block(number, self._staged)
-            self._staged_number = number
-        return self._staged
 
     def _read_block(self, number: int, block: memoryview) -> None:
         with explained("read", self._path):
@@ -219,8 +222,10 @@ class VerifiedFile:
 
 
 class VerifiedSafetensors:
-    """The entries of a safetensors file; a context manager. Raises :class:`CheckpointError` for a missing or damaged
-    file."""
+    """The entries of a safetensors file; a context manager.
+
+    Raises :class:`CheckpointError` for a missing or damaged file.
+    """
 
     def __init__(self, directory: AnyPath, file: WrittenFile) -> None:
         self._path = directory / file.name
@@ -271,8 +276,10 @@ class VerifiedSafetensors:
             raise self._damaged(f"it holds {unnamed[0]}, which the manifest does not name")
 
     def copy_into(self, target: Tensor, key: str, place: Place, entry: Entry) -> None:
-        """Fill ``target`` with the part ``place`` of the entry ``key``, which must be an ``entry``. ``target`` has the
-        shape of ``place`` and may have another floating-point dtype."""
+        """Fill ``target`` with the part ``place`` of the entry ``key``, which must be an ``entry``.
+
+        ``target`` has the shape of ``place`` and may have another floating-point dtype.
+        """
         if self._entries.get(key, (None,))[0] != entry:
             raise self._damaged(f"its entry {key} is not what the manifest says")
         start = self._entries[key][1]

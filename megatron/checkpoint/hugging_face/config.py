@@ -83,7 +83,6 @@ def describe_directory(
 
 
 def no_directory(source: Path) -> str:
-    """The sentence about a model that is not a directory."""
     if is_hub_name(str(source)):
         return f"{source} does not exist: {from_hub(str(source))} and give DIR instead."
     return f"{source} is not a directory: give the one that holds the model's config.json."

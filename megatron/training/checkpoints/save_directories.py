@@ -4,7 +4,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from megatron.training.context import RunContext
 from megatron.training.signals import StopRequested
 from megatron.urls import is_url
 
+_logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
@@ -30,14 +32,6 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
     """
     config, control = context.config.checkpoint, context.control
     locks: list[RunLock] = []
-
-    def poll(attempt: LockAttempt) -> str | None:
-        lock = attempt.poll()
-        if lock is None:
-            return attempt.reason_to_wait
-        locks.append(lock)
-        return None
-
     try:
         places = [("--save", config.save), *(("--redundant-save", place) for place in config.redundant_save)]
         for flag, place in places:
@@ -45,16 +39,24 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
                 run_on_rank0(control, partial(check_url_writable, flag, place))
             elif place is not None:
                 run_on_rank0(control, partial(check_save_directory, flag, Path(place)))
-                wait_on_all_ranks(partial(poll, LockAttempt(Path(place))), context)
+                _lock(Path(place), locks, context)
         yield locks
     finally:
         for lock in locks:
             lock.release()
 
 
-def wait_on_all_ranks(poll: Callable[[], str | None], context: RunContext) -> None:
-    """Call ``poll`` on rank 0 until it returns no reason to wait; a collective."""
-    is_logged = False
+def _lock(root: Path, locks: list[RunLock], context: RunContext) -> None:
+    """Lock ``root`` on rank 0, and wait while the owner of its lock may be alive; a collective."""
+    attempt, is_logged = LockAttempt(root), False
+
+    def poll() -> str | None:
+        lock = attempt.poll()
+        if lock is None:
+            return attempt.reason_to_wait
+        locks.append(lock)
+        return None
+
     while (reason := run_on_rank0(context.control, poll)) is not None:
         if not is_logged:
             context.log_rank0(reason)
@@ -115,9 +117,6 @@ class Pruning:
 
 
 # --- copies -------------------------------------------------------------------------------------------------
-
-
-_logger = logging.getLogger(__name__)
 
 
 def check_url_writable(flag: str, url: str) -> None:
@@ -207,11 +206,9 @@ class Mirror:
             self._warn(f"nothing is deleted under {self._place}: {error}")
 
     def abandon(self) -> None:
-        """Abandon the copy under way."""
         if self._copy is not None:
             self._copy.abandon()
         self._copy = None
 
     def close(self) -> None:
-        """End the background process."""
         self._process.close()

@@ -58,12 +58,11 @@ class RunState:
     """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
 
     def leaves_out(self, batch_size: int) -> bool:
-        """Whether a rollback left out the next batch."""
+        """Whether the next batch is skipped because of a rollback."""
         return any(one.leaves_out(self.progress.consumed_samples, batch_size) for one in self.rollbacks)
 
     def begin_stage(self) -> None:
-        """Call when a data stage begins: earlier losses, and positions of samples that were left out, do not apply to
-        its data."""
+        """Forget earlier losses and skipped samples: they do not apply to the data of a new stage."""
         self.guard.forget()
         self.rollbacks = tuple(one.before(self.progress.consumed_samples) for one in self.rollbacks)
 
@@ -72,7 +71,6 @@ class RunState:
         return self.guard.metrics() | ({"rollbacks": len(self.rollbacks)} if self.rollbacks else {})
 
     def hyperparameters(self) -> Hyperparameters:
-        """The hyperparameters of the next iteration."""
         samples, config = self.progress.consumed_samples, self.context.config.learning_rate
         hyperparameters = Hyperparameters(self.lr_schedule(samples))
         if config.decoupled_lr is not None:
@@ -169,8 +167,10 @@ class RunState:
             self.module.data_parallel.finish_param_all_gather()
 
     def load_hugging_face(self, source: Path, text_only: bool, control: ControlGroup) -> str:
-        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards. Returns which
-        tensors of a multimodal model were left out, with ``text_only``."""
+        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards.
+
+        Returns a description of the tensors beside the text model that ``text_only`` drops.
+        """
 
         def fill() -> str:
             model = HuggingFaceModel(source, text_only, "--load-hf-text-only")
@@ -247,8 +247,7 @@ class RunState:
 
 
 def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` under the names of ``kind``, apart from those that were frozen, of which the checkpoint has the
-    weights alone."""
+    """``weights`` under the names of ``kind``; frozen ones, which exist as weights alone, under their own names."""
     others = renamed(weights, MODEL, kind)
     return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}
 
