@@ -47,12 +47,6 @@ def strided(start: int, count: int, step: int) -> slice:
     return slice(start, start + (count - 1) * step + 1, step) if count else slice(0, 0, step)
 
 
-def ranges(firsts: Numbers, counts: Numbers) -> Numbers:
-    """The numbers ``first, first + 1, ...`` of every range, ``counts`` of each, one range after another."""
-    starts = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(firsts - starts, counts)
-
-
 def boxes_are_disjoint(starts: Numbers, stops: Numbers, groups: Numbers | None = None) -> bool:
     """Whether no two boxes ``[starts, stops)`` (``[boxes, dims]`` each) share an element.
 
@@ -116,14 +110,10 @@ class DividedBox:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    owner: int
-    """The rank of the first part."""
-    first_rows: int
-    """Rows of the first part."""
-    rows: int
-    """Rows of every other part; the last one may have fewer."""
-    stride: int
-    """Distance between the ranks of two consecutive parts, at least 1."""
+    owner: int  # the rank of the first part
+    first_rows: int  # rows of the first part
+    rows: int  # rows of every other part; the last one may have fewer
+    stride: int  # distance between the ranks of two consecutive parts, at least 1
 
 
 def divided_boxes(info: ParameterInfo, division: RowDivision) -> list[DividedBox]:

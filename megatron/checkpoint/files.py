@@ -155,21 +155,19 @@ class DigestedFile:
         self._file.write(content)
         hashed.result()
         if self._file.tell() >= self._next_sync:
-            self._wait_for_sync()
+            # The system reports an error once: the last sync would not report an error of an earlier sync.
+            if self._syncing is not None:
+                self._syncing.result()
             # The disk works while more bytes are copied.
             self._syncing = self._workers.submit(os.fsync, self._file.fileno())
             self._next_sync = self._file.tell() + SYNC_BYTES
-
-    def _wait_for_sync(self) -> None:
-        # The system reports an error once: the last sync would not report an error of an earlier sync.
-        if self._syncing is not None:
-            self._syncing.result()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         """Sync and close the file; after an exception only close it."""
         with self._file, self._workers:
             if exception_type is None:
-                self._wait_for_sync()
+                if self._syncing is not None:
+                    self._syncing.result()
                 sync_file(self._file)
                 self.written = WrittenFile.of(self._path.name, self._digests)
 

@@ -212,18 +212,16 @@ class LockAttempt:
         if owner is None:
             return False
         fate = owner.fate()
-        if fate == "alive":
-            raise self._refusal(owner, "which is running")
         if fate == "gone":
             return False
-        if self._first is None:
-            self._first, self._since = found, self._clock()
-        if found != self._first:
-            raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
-        return self._clock() - self._since <= LEASE + RENEWAL
-
-    def _refusal(self, owner: Owner, reason: str) -> DirectoryInUseError:
-        return DirectoryInUseError(
+        reason = "which is running"
+        if fate == "unknown":
+            if self._first is None:
+                self._first, self._since = found, self._clock()
+            if found == self._first:
+                return self._clock() - self._since <= LEASE + RENEWAL
+            reason = "which renewed its lock while this run was waiting for it"
+        raise DirectoryInUseError(
             f"{self._root} is in use by process {owner.pid} on {owner.host}, {reason}: stop that run, or use another "
             "--save."
         )

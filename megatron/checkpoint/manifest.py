@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint, ranges
+from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.remote_path import AnyPath
@@ -63,13 +63,6 @@ class SavedTensor:
     keys: tuple[str, ...] | None = None
     """Keys of the chunks' entries in their files, where they are not :func:`chunk_key`. Then no box is divided."""
 
-    @classmethod
-    def undivided(
-        cls, dtype: torch.dtype, shape: tuple[int, ...], offsets: Numbers, shapes: Numbers, files: Numbers
-    ) -> "SavedTensor":
-        """Every box is a chunk."""
-        return cls(dtype, shape, offsets, shapes, files, Divisions.none(len(files)))
-
     @property
     def rows(self) -> Numbers:
         """``[boxes]``: sizes of dim 0; 1 for a scalar."""
@@ -94,7 +87,9 @@ class SavedTensor:
         divisions, tops, rows = self.divisions.take(found), self.offsets[found, 0], self.shapes[found, 0]
         first = divisions.part_of(np.maximum(begin[0] - tops, 0))
         last = divisions.part_of(np.minimum(end[0] - tops, rows) - 1)
-        return ranges(first + (np.cumsum(counts) - counts)[found], last - first + 1)
+        # Of every box the numbers from its first to its last chunk, one box after another.
+        first_chunk, near = first + (np.cumsum(counts) - counts)[found], last - first + 1
+        return np.arange(int(near.sum())) + np.repeat(first_chunk - (np.cumsum(near) - near), near)
 
     def expanded(self, numbers: Numbers | None = None) -> "SavedTensor":
         """The chunks with these ``numbers``, or all, as boxes of their own."""

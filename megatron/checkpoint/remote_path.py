@@ -156,19 +156,15 @@ class RemotePath:
             remedy = "check the credentials in the environment, and what they permit"
             raise CheckpointError(self._failure(action, error, remedy)) from error
         except Exception as error:
-            kind = UnreachableError if _is_of_the_store(error) else CheckpointError
+            # botocore, aiohttp and others have classes of their own, with these words in their names.
+            names = " ".join(kind.__name__ for kind in type(error).__mro__)
+            may_succeed_later = isinstance(error, OSError) or "Connect" in names or "Timeout" in names
+            kind = UnreachableError if may_succeed_later else CheckpointError
             raise kind(self._failure(action, error, "check the endpoint, the network and the credentials")) from error
 
     def _failure(self, action: str, error: Exception, remedy: str) -> str:
         reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
         return f"Cannot {action} {self.url} ({reason}): {remedy}."
-
-
-def _is_of_the_store(error: Exception) -> bool:
-    """Whether the store failed or did not answer, so that the same request may succeed later."""
-    # botocore, aiohttp and others have classes of their own, with these words in their names.
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return isinstance(error, OSError) or "Connect" in names or "Timeout" in names
 
 
 class SeekableFile(io.RawIOBase):

@@ -6,6 +6,7 @@ Every byte that is read was compared with its digest.
 import json
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar
@@ -106,7 +107,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     Tensors may be views and on any device; they are copied to the host one at a time, so that saving needs no second
     copy of the state. Errors are ``OSError``.
     """
-    entries = _entries_of(tensors)
+    entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     with SafetensorsStream(path, entries) as stream:
         for name in entries:
             stream.write(tensors[name])
@@ -118,7 +119,7 @@ class SafetensorsImage:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._entries = _entries_of(tensors)
+        self._entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self._header = _header(self._entries, None)
         self.size = len(self._header) + sum(entry.nbytes for entry in self._entries.values())
 
@@ -139,10 +140,6 @@ class SafetensorsImage:
             pairs.append((place.view(entry.dtype).view(entry.shape), self._tensors[name].detach()))
             position += entry.nbytes
         return pairs
-
-
-def _entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    return aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
 
 
 # A file: 8 bytes with the length of the header, little-endian │ header, JSON padded with spaces │ the tensors' bytes.
@@ -221,7 +218,7 @@ class VerifiedFile:
                 raise damaged_block(self._path, self._file, number, digest)
 
 
-class VerifiedSafetensors:
+class VerifiedSafetensors(AbstractContextManager["VerifiedSafetensors"]):
     """The entries of a safetensors file; a context manager.
 
     Raises :class:`CheckpointError` for a missing or damaged file.
@@ -317,9 +314,6 @@ class VerifiedSafetensors:
         content = bytearray(stop - start)
         self._file.read_into(memoryview(content), start)
         return content
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -1,6 +1,6 @@
 """Checkpoints of a single process, written and read chunk by chunk, with one chunk in memory."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from megatron.checkpoint.boxes import Place, overlap
+from megatron.checkpoint.boxes import Divisions, Place, overlap
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -97,7 +97,12 @@ def save_streaming(
         with explained("write", saving):
             files: list[WrittenFile] = []
             file_of: dict[str, int] = {}
-            for number, chunks in enumerate(packed(_chunks(tensors), lambda chunk: chunk.entry.nbytes, file_bytes)):
+            all_chunks = (
+                _Chunk(name, extent, Entry(tensor.properties.dtype, tuple(extent.sizes)))
+                for name, tensor in tensors.items()
+                for extent in tensor.chunks
+            )
+            for number, chunks in enumerate(packed(all_chunks, lambda chunk: chunk.entry.nbytes, file_bytes)):
                 files.append(_write_file(saving / f"weights_{number:05d}.safetensors", chunks, read))
                 file_of |= {chunk.key: number for chunk in chunks}
             furnish(saving)
@@ -109,12 +114,6 @@ def save_streaming(
     return iteration_directory(root, iteration)
 
 
-def _chunks(tensors: Mapping[str, TensorStorageMetadata]) -> Iterator[_Chunk]:
-    for name, tensor in tensors.items():
-        for extent in tensor.chunks:
-            yield _Chunk(name, extent, Entry(tensor.properties.dtype, tuple(extent.sizes)))
-
-
 def _saved_tensor(name: str, tensor: TensorStorageMetadata, file_of: Mapping[str, int]) -> SavedTensor:
     """The tensor with its chunks in the files that ``file_of`` has by their keys."""
     offsets, shapes = (
@@ -122,7 +121,8 @@ def _saved_tensor(name: str, tensor: TensorStorageMetadata, file_of: Mapping[str
         for rows in ([chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks])
     )
     files = np.array([file_of[chunk_key(name, chunk.offsets)] for chunk in tensor.chunks], np.int64)
-    return SavedTensor.undivided(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files)
+    undivided = Divisions.none(len(files))
+    return SavedTensor(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files, undivided)
 
 
 def _write_file(

@@ -92,8 +92,7 @@ Finish = Literal["end_of_document", "max_new_tokens", "max_position_embeddings"]
 class NewToken(NamedTuple):
     """A token that was drawn for a prompt."""
 
-    row: int
-    """The number of the prompt in its batch."""
+    row: int  # the number of the prompt in its batch
     token: int
     finish: Finish | None
     """Why the text ends here; None if it goes on. A token that ends the document is no part of the text."""
@@ -104,10 +103,8 @@ class Speed:
     """Tokens and seconds of generation, without the time of who reads the tokens."""
 
     prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    """Until the first new token of each text is drawn."""
-    new_tokens: int = 0
-    """All but the first of each text."""
+    prompt_seconds: float = 0.0  # until the first new token of each text is drawn
+    new_tokens: int = 0  # all but the first of each text
     new_seconds: float = 0.0
 
     def __str__(self) -> str:
@@ -190,10 +187,8 @@ class Completion:
     """A text that continues a prompt."""
 
     prompt: str
-    text: str
-    """The new text alone."""
-    tokens: int
-    """New tokens, without the one that ends the document."""
+    text: str  # the new text alone
+    tokens: int  # new tokens, without the one that ends the document
     finish: Finish
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask
+from megatron.checkpoint.boxes import Divisions
 from megatron.checkpoint.checkpointing import file_of_rank, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
@@ -262,7 +263,8 @@ class Ranks:
     def commit(self) -> None:
         zero, four = np.array([[0]]), np.array([[4]])
         described = {
-            f"of_{rank}": SavedTensor.undivided(torch.int64, (4,), zero, four, np.array([rank])) for rank in range(2)
+            f"of_{rank}": SavedTensor(torch.int64, (4,), zero, four, np.array([rank]), Divisions.none(1))
+            for rank in range(2)
         }
         files = [WrittenFile(file_of_rank(rank), 0, ()) for rank in range(2)]
         self.savings[0].commit(self.directory, Manifest(described, files, {}))

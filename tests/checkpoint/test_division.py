@@ -124,8 +124,8 @@ def test_the_bytes_of_a_file_are_those_of_its_chunks(case: Case) -> None:
 FILES = [WrittenFile(f"rank_{rank:05d}.safetensors", 100, (f"{rank:032x}",)) for rank in range(6)]
 DIVIDED = [DividedBox((0, 0), (7, 3), 1, 3, 2, 2), DividedBox((7, 0), (3, 3), 0, 3, 4, 1)]
 """Rows 0 to 3, 3 to 5 and 5 to 7 in files 1, 3 and 5, and 7 to 10 in file 0."""
-WHOLE = SavedTensor.undivided(
-    torch.float32, (2,), np.zeros((1, 1), np.int64), np.full((1, 1), 2), np.zeros(1, np.int64)
+WHOLE = SavedTensor(
+    torch.float32, (2,), np.zeros((1, 1), np.int64), np.full((1, 1), 2), np.zeros(1, np.int64), Divisions.none(1)
 )
 
 

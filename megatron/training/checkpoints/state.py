@@ -121,12 +121,8 @@ class RunState:
     def load(self, saved: SavedRun, weights_only: bool) -> None:
         """Load ``saved``, or its weights alone; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
-        check_architecture(
-            asdict(self.architecture),
-            asdict(saved.state.architecture),
-            f"The checkpoint under {saved.root}",
-            weights_only=weights_only,
-        )
+        ours, theirs = asdict(self.architecture), asdict(saved.state.architecture)
+        check_architecture(ours, theirs, f"The checkpoint under {saved.root}", weights_only=weights_only)
         if not weights_only:
             self.lr_schedule = resolve_lr_schedule(
                 self.lr_schedule, saved.state.lr_schedule, self.context.config.learning_rate
@@ -157,6 +153,7 @@ class RunState:
         else:
             self.module.optimizer.reload_master_weights()
         if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
+            # The weights of the model are the best that the checkpoint has.
             masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters, topology.control)
         if not has_average:
