@@ -144,10 +144,8 @@ def commit(saving: Path, root: Path, iteration: int, manifest: str, lock_token: 
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove leftovers of a crash in ``root``, and restore a checkpoint whose replacement was interrupted.
-
-    Call it only from the run that saves to ``root``: it would also remove the running save of another.
-    """
+    """Remove leftovers of a crash in ``root``, and restore a checkpoint whose replacement was interrupted."""
+    # Only the run that saves to the directory calls this: it would also remove the running save of another.
     for path, iteration in list(_matching(root, _REPLACED)):
         final = iteration_directory(root, iteration)
         if exists(path / MANIFEST) and not exists(final):

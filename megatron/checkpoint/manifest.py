@@ -287,10 +287,7 @@ def padded(column: Numbers, dims: int, value: int) -> Numbers:
 
 
 def read_checkpoint(root: AnyPath, iteration: int) -> Manifest:
-    """The manifest of the checkpoint of ``iteration`` in ``root``, which must not be that of another iteration.
-
-    Raises :class:`CheckpointError`.
-    """
+    """The manifest of the checkpoint of ``iteration`` in ``root``. Raises :class:`CheckpointError`."""
     directory = locate_checkpoint(root, iteration)
     manifest = read_manifest(directory)
     saved = manifest.state.get("iteration", iteration)

@@ -92,10 +92,7 @@ class Pruning:
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
     def prune(self, newest: int, in_use: Collection[int] = (), safe_before: int | None = None) -> None:
-        """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective.
-
-        The newest one up to iteration ``safe_before`` stays as well.
-        """
+        """Delete old checkpoints after ``newest`` was saved, except those ``in_use`` and the newest ``safe_before``."""
         if not self._deletes:
             return
         there = run_on_rank0(self._control, lambda: list_checkpoints(self._root))
@@ -120,17 +117,14 @@ class Pruning:
 
 
 def check_url_writable(flag: str, url: str) -> None:
-    """Raise :class:`ConfigError` unless small files can be written, read and deleted at ``url``.
-
-    A store that does not answer is only a warning: it may answer at the first save.
-    """
+    """Raise :class:`ConfigError` unless small files can be written, read and deleted at ``url``."""
     name = f".write-check-{secrets.token_hex(4)}"
     root = RemotePath(url.rstrip("/"))
     try:
         (root / name).write_bytes(b"")
         (root / name).read_bytes()
         root.remove([name])
-    except UnreachableError as error:
+    except UnreachableError as error:  # it may answer at the first save
         _logger.warning("%s %s may not be writable: %s", flag, url, error)
     except (CheckpointError, DataError, OSError) as error:
         raise ConfigError(f"{flag} cannot be used: {error}") from error
