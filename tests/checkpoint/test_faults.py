@@ -18,6 +18,7 @@ from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
 from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
+from tests.checkpoint.directories import acquire
 from tests.checkpoint.fault_run import ALONE, KINDS, Saved, Saving, Seat, World, all_saved, leftovers, load_newest, save
 from tests.checkpoint.file_faults import (
     ALL,
@@ -30,7 +31,6 @@ from tests.checkpoint.file_faults import (
     small_disk,
     small_files,
 )
-from tests.checkpoint.locking import acquire
 
 pytestmark = pytest.mark.slow(reason="kills and errors at every step of a save")
 

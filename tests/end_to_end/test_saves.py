@@ -22,8 +22,8 @@ from megatron.operation import accounting, failure, run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
+from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import raise_error
-from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

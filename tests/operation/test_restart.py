@@ -20,7 +20,7 @@ from megatron.operation import attempts as failed_attempts
 from megatron.operation.accounting import ATTEMPTS, CURRENT, Attempt, account, read_attempts, read_current, settle
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
 from megatron.operation.run_settings import RunSettings
-from tests.checkpoint.locking import acquire
+from tests.checkpoint.directories import acquire
 from tests.end_to_end.run_process import (
     call_training,
     descendants,
