@@ -381,11 +381,10 @@ def vocabulary_note(model: "MegatronImport", is_known: bool) -> str:
 
 def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; what to tell the user."""
-    from megatron.checkpoint.derived_models import UpcycledModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
-    from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.streaming import UpcycledModel, save_streaming
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
     from megatron.training.checkpoints.saved_run import state_of_weights
 
