@@ -48,8 +48,6 @@ _logger = logging.getLogger(__name__)
 
 
 class CudaHostMemory:
-    """Registration of host memory with CUDA."""
-
     def register(self, address: int, size: int, device: torch.device) -> str | None:
         """Register a mapping; the error, if CUDA refuses."""
         runtime = torch.cuda.cudart()
@@ -226,7 +224,6 @@ class BackgroundProcess:
         return self._memory.reserve(size)
 
     def fill_memory(self, image: SafetensorsImage) -> None:
-        """Copy ``image`` to the reserved memory; complete on return."""
         memory = self._memory.reserve(image.size)
         self._memory.staging.copy(memory, image.lay_out(memory), image.device)
 

@@ -47,12 +47,6 @@ def strided(start: int, count: int, step: int) -> slice:
     return slice(start, start + (count - 1) * step + 1, step) if count else slice(0, 0, step)
 
 
-def ranges(firsts: Numbers, counts: Numbers) -> Numbers:
-    """The numbers ``first, first + 1, ...`` of every range, ``counts`` of each, one range after another."""
-    starts = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum())) + np.repeat(firsts - starts, counts)
-
-
 def boxes_are_disjoint(starts: Numbers, stops: Numbers, groups: Numbers | None = None) -> bool:
     """Whether no two boxes ``[starts, stops)`` (``[boxes, dims]`` each) share an element.
 
@@ -116,14 +110,10 @@ class DividedBox:
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    owner: int
-    """The rank of the first part."""
-    first_rows: int
-    """Rows of the first part."""
-    rows: int
-    """Rows of every other part; the last one may have fewer."""
-    stride: int
-    """Distance between the ranks of two consecutive parts, at least 1."""
+    owner: int  # the rank of the first part
+    first_rows: int  # rows of the first part
+    rows: int  # rows of every other part; the last one may have fewer
+    stride: int  # distance between the ranks of two consecutive parts, at least 1
 
 
 def divided_boxes(info: ParameterInfo, division: RowDivision) -> list[DividedBox]:
@@ -139,7 +129,13 @@ def divided_boxes(info: ParameterInfo, division: RowDivision) -> list[DividedBox
 
 @dataclass(frozen=True)
 class Divisions:
-    """How boxes are divided, as columns ``[boxes]``. A box with the stride 0 is one part."""
+    """The divisions of boxes, as columns ``[boxes]``. A box with the stride 0 is one part."""
+
+    # A box of ten rows with first_rows 2, rows 4 and stride 3, whose first part is of rank 5 (or in file 5):
+    #
+    #   rows   0 1 │ 2 3 4 5 │ 6 7 8 9
+    #   part   0   │ 1       │ 2
+    #   rank   5   │ 8       │ 11
 
     first_rows: Numbers
     rows: Numbers
@@ -162,13 +158,11 @@ class Divisions:
 
     @property
     def columns(self) -> tuple[Numbers, Numbers, Numbers]:
-        """First rows, rows and strides."""
         return self.first_rows, self.rows, self.strides
 
     @property
     def is_divided(self) -> Mask:
-        """``[boxes]``"""
-        return self.strides > 0
+        return self.strides > 0  # [boxes]
 
     def take(self, boxes: Numbers) -> "Divisions":
         """The divisions of the ``boxes`` with these numbers."""
@@ -232,7 +226,6 @@ class BoxedTensor(Tensor):
         holders: Sequence[int] = (),
         divided: Sequence[DividedBox] = (),
     ) -> "BoxedTensor":
-        """Use the ``from_...`` constructors instead."""
         device = next((box.device for box in boxes.values()), torch.device("cpu"))
         tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
         tensor._boxes = boxes
@@ -249,8 +242,7 @@ class BoxedTensor(Tensor):
         holders: Sequence[int] = (),
         divided: Sequence[DividedBox] = (),
     ) -> "BoxedTensor":
-        """From ``(global offset, local view)`` pairs; a load fills the views in place. Empty boxes are dropped. Boxes
-        must not overlap."""
+        """A tensor of ``(global offset, local view)`` pairs, which must not overlap. Empty boxes are dropped."""
         kept: dict[tuple[int, ...], Tensor] = {}
         for offset, box in boxes:
             assert len(offset) == box.dim() == len(global_shape), (offset, box.shape, global_shape)
@@ -265,7 +257,7 @@ class BoxedTensor(Tensor):
 
     @classmethod
     def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":
-        """From a tensor that is the whole global tensor, replicated on every rank that passes it."""
+        """A tensor that is the whole global tensor, replicated on every rank that passes it."""
         return cls.from_boxes(tensor.shape, tensor.dtype, [((0,) * tensor.dim(), tensor)], holders)
 
     @classmethod
@@ -277,8 +269,10 @@ class BoxedTensor(Tensor):
         holders: Sequence[int] = (),
         division: RowDivision | None = None,
     ) -> "BoxedTensor":
-        """From a 1-D tensor with elements ``[start, start + numel)`` of the flattened local parameter: this rank's rows
-        under a ``division``."""
+        """A tensor of the elements ``[start, start + numel)`` of the flattened local parameter, in ``flat_tensor``.
+
+        Under a ``division`` they are this rank's rows.
+        """
         assert flat_tensor.dim() == 1, (info.name, flat_tensor.shape)
         boxes = [
             (box.global_offset, flat_tensor[begin - start : end - start].view(box.shape))
@@ -293,7 +287,6 @@ class BoxedTensor(Tensor):
         return list(self._boxes.items())
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """One write item per box."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(

@@ -60,30 +60,26 @@ from megatron.torch_compat import load_state_dict, save_state_dict
 
 
 class SaveBackend(Protocol):
-    """How a checkpoint is written: :class:`SyncSaveBackend` or in the background."""
+    """Writes a checkpoint: at once (:class:`SyncSaveBackend`) or in the background."""
 
-    def begin(self) -> Path:
-        """On the coordinator, before any write: create a directory."""
-        ...
+    # On the coordinator, before any write: create a directory.
+    def begin(self) -> Path: ...
 
-    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
-        """On a rank with tensors: write them."""
-        ...
+    # On a rank with tensors: write them.
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile: ...
 
-    def commit(self, directory: Path, manifest: Manifest) -> None:
-        """On the coordinator, after all ranks have written: make the checkpoint visible."""
-        ...
+    # On the coordinator, after all ranks have written: make the checkpoint visible.
+    def commit(self, directory: Path, manifest: Manifest) -> None: ...
 
-    def abandon(self) -> None:
-        """On every rank, after a failure: remove what was written."""
-        ...
+    # On every rank, after a failure: remove the written files.
+    def abandon(self) -> None: ...
 
 
 class SyncSaveBackend:
     """Every call returns after its files are on stable storage.
 
     With a ``lock_token``, only the run whose lock on ``root`` has it may commit. The coordinator calls ``on_commit`` as
-    soon as the checkpoint is complete, before the other ranks know.
+    soon as the checkpoint is complete, before the collectives that end the save on the other ranks.
     """
 
     def __init__(
@@ -111,12 +107,8 @@ class SyncSaveBackend:
             remove_checkpoint(self._directory)
 
 
-class SafetensorsWriter(StorageWriter):
-    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
-
-    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
-        self._state, self._saving, self._planner = state, saving, planner
-        self._directory = Path()
+class _Storage:
+    """The steps of DCP's storages that do nothing here."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -124,13 +116,21 @@ class SafetensorsWriter(StorageWriter):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
+class SafetensorsWriter(_Storage, StorageWriter):
+    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
+
+    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
+        self._state, self._saving, self._planner = state, saving, planner
+        self._directory = Path()
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise for a state that is not JSON before anything is written."""
         if is_coordinator:
             json.dumps(self._state)
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: create the directory and assign a file to every rank."""
@@ -180,7 +180,7 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-class SafetensorsReader(StorageReader):
+class SafetensorsReader(_Storage, StorageReader):
     """Reads the checkpoint of ``iteration`` in ``root``.
 
     Each rank opens only the files and reads only the blocks that it needs, and compares each block with its digest. The
@@ -194,12 +194,6 @@ class SafetensorsReader(StorageReader):
         self._chunks: dict[MetadataIndex, Chunk] = {}
         """The chunks that this rank reads."""
         self._error: CheckpointError | None = None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -231,9 +225,6 @@ class SafetensorsReader(StorageReader):
         """Raise the :class:`CheckpointError` of :meth:`read_metadata`."""
         if self._error is not None:
             raise self._error
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans

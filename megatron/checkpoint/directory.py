@@ -20,6 +20,8 @@ from megatron.checkpoint.lock import check_token
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
+_logger = logging.getLogger(__name__)
+
 PathT = TypeVar("PathT", bound=AnyPath)
 
 MANIFEST = "manifest.json"
@@ -133,24 +135,17 @@ def commit(saving: Path, root: Path, iteration: int, manifest: str, lock_token: 
                 os.rename(replaced, final)
             raise
         sync_directory(root)
-    write_tracker(root, iteration)
-    remove_checkpoint(replaced)
-
-
-def write_tracker(root: Path, iteration: int) -> None:
-    """Replace the tracker atomically."""
     draft = hidden_path(root / TRACKER, "saving")
     with explained("write", root / TRACKER):
         write_text_durably(draft, str(iteration))
         os.replace(draft, root / TRACKER)
         sync_directory(root)
+    remove_checkpoint(replaced)
 
 
 def clear_leftovers(root: Path) -> None:
-    """Remove leftovers of a crash in ``root``, and restore a checkpoint whose replacement was interrupted.
-
-    Call it only from the run that saves to ``root``: it would also remove the running save of another.
-    """
+    """Remove leftovers of a crash in ``root``, and restore a checkpoint whose replacement was interrupted."""
+    # Only the run that saves to the directory calls this: it would also remove the running save of another.
     for path, iteration in list(_matching(root, _REPLACED)):
         final = iteration_directory(root, iteration)
         if exists(path / MANIFEST) and not exists(final):
@@ -234,9 +229,6 @@ def check_free(target: Path) -> None:
 # --- retention ----------------------------------------------------------------------------------------------
 
 
-_logger = logging.getLogger(__name__)
-
-
 @dataclass
 class Retention:
     """Keeps the newest ``last`` good checkpoints (default: one) and those at multiples of ``interval``.
@@ -257,23 +249,20 @@ class Retention:
         """The ``iterations`` (ascending) that may be deleted."""
         missing = self.last or 1
         newest_first = iterations[::-1]
-        if all(self._is_milestone(iteration) for iteration in newest_first[missing:]):
+        milestones = {one for one in iterations if self.interval is not None and one % self.interval == 0}
+        if milestones.issuperset(newest_first[missing:]):
             return []  # without verification, which reads everything
         for place, iteration in enumerate(newest_first):
-            missing -= self._is_good(iteration)
+            if iteration not in self._good:
+                try:
+                    self.verify(iteration)
+                except CheckpointError as error:
+                    _logger.warning(
+                        "The checkpoint of iteration %d is kept, but counts for nothing: %s", iteration, error
+                    )
+                    continue
+                self._good.add(iteration)
+            missing -= 1
             if missing == 0:
-                return [older for older in newest_first[place + 1 :] if not self._is_milestone(older)]
+                return [older for older in newest_first[place + 1 :] if older not in milestones]
         return []
-
-    def _is_milestone(self, iteration: int) -> bool:
-        return self.interval is not None and iteration % self.interval == 0
-
-    def _is_good(self, iteration: int) -> bool:
-        if iteration not in self._good:
-            try:
-                self.verify(iteration)
-            except CheckpointError as error:
-                _logger.warning("The checkpoint of iteration %d is kept, but counts for nothing: %s", iteration, error)
-                return False
-            self._good.add(iteration)
-        return True

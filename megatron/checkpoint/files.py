@@ -48,7 +48,6 @@ def explained(action: str, path: AnyPath) -> Iterator[None]:
 
 
 def sync_directory(directory: Path) -> None:
-    """Sync the directory entries of ``directory``."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -90,11 +89,10 @@ class WrittenFile:
 
     @property
     def digest(self) -> str:
-        """One digest to display: of the single block, otherwise XXH3-128 of all digests."""
+        """One digest to display: the digest of the single block, otherwise XXH3-128 of all digests."""
         return self.digests[0] if len(self.digests) == 1 else xxhash.xxh3_128_hexdigest("".join(self.digests).encode())
 
     def to_json(self) -> dict[str, Any]:
-        """The record in ``manifest.json``."""
         if self.block_bytes is None:
             return {"bytes": self.size, "xxh3_128": self.digests[0]}
         return {"bytes": self.size, "block_bytes": self.block_bytes, "xxh3_128": list(self.digests)}
@@ -140,6 +138,12 @@ class DigestedFile:
         self._syncing: Future[None] | None = None
         self._next_sync = SYNC_BYTES
 
+    # While a block is written, one thread hashes it and another syncs earlier blocks:
+    #
+    #   caller    write block n ──── │ write block n + 1 ─ │
+    #   hash      digest block n ─── │ digest block n + 1  │     each write waits for its digest
+    #   sync      fsync of the last SYNC_BYTES ──────────────    each fsync is awaited before the next
+
     def __enter__(self) -> Self:
         self._file = self._path.open("xb")
         self._workers = ThreadPoolExecutor(2)  # one hashes, one syncs
@@ -151,21 +155,19 @@ class DigestedFile:
         self._file.write(content)
         hashed.result()
         if self._file.tell() >= self._next_sync:
-            self._wait_for_sync()
+            # The system reports an error once: the last sync would not report an error of an earlier sync.
+            if self._syncing is not None:
+                self._syncing.result()
             # The disk works while more bytes are copied.
             self._syncing = self._workers.submit(os.fsync, self._file.fileno())
             self._next_sync = self._file.tell() + SYNC_BYTES
-
-    def _wait_for_sync(self) -> None:
-        # The system reports an error once: the last sync would not report an error of an earlier sync.
-        if self._syncing is not None:
-            self._syncing.result()
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
         """Sync and close the file; after an exception only close it."""
         with self._file, self._workers:
             if exception_type is None:
-                self._wait_for_sync()
+                if self._syncing is not None:
+                    self._syncing.result()
                 sync_file(self._file)
                 self.written = WrittenFile.of(self._path.name, self._digests)
 
@@ -191,7 +193,6 @@ def verify_file(directory: AnyPath, file: WrittenFile, progress: Progress = lamb
 
 
 def damaged_block(path: AnyPath, file: WrittenFile, block: int, digest: str) -> CheckpointError:
-    """The error for a block of ``path`` with a wrong ``digest``."""
     start = block * (file.block_bytes or 0)
     end = min(file.size, start + (file.block_bytes or file.size))
     return CheckpointError(

@@ -36,7 +36,7 @@ RENEWAL = 5.0
 POLL = 0.5
 """Seconds between two polls of a waiting run."""
 RELEASE_SECONDS = 10.0
-"""For so long a release waits for a renewal under way."""
+"""Seconds for which a release waits for a renewal under way."""
 _DRAFT = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}")
 
 
@@ -104,7 +104,7 @@ def _link(path: str) -> str:
 
 
 def _printed_by(*command: str) -> str:
-    """What a program prints; empty if it fails."""
+    """The output of a program; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
         environment = {**os.environ, "LC_ALL": "C"}
         return subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment).stdout.strip()
@@ -187,8 +187,10 @@ class LockAttempt:
         self._since = 0.0
 
     def poll(self) -> "RunLock | None":
-        """Return the lock, or None while the state of its owner is unknown. Raises :class:`DirectoryInUseError` with
-        the owner if the owner is alive."""
+        """Return the lock, or None while it is unknown whether its owner is alive.
+
+        Raises :class:`DirectoryInUseError` with the owner if it is alive.
+        """
         with explained("lock", self._root):
             self._root.mkdir(parents=True, exist_ok=True)
             for _ in range(3):
@@ -210,18 +212,16 @@ class LockAttempt:
         if owner is None:
             return False
         fate = owner.fate()
-        if fate == "alive":
-            raise self._refusal(owner, "which is running")
         if fate == "gone":
             return False
-        if self._first is None:
-            self._first, self._since = found, self._clock()
-        if found != self._first:
-            raise self._refusal(owner, "which renewed its lock while this run was waiting for it")
-        return self._clock() - self._since <= LEASE + RENEWAL
-
-    def _refusal(self, owner: Owner, reason: str) -> DirectoryInUseError:
-        return DirectoryInUseError(
+        reason = "which is running"
+        if fate == "unknown":
+            if self._first is None:
+                self._first, self._since = found, self._clock()
+            if found == self._first:
+                return self._clock() - self._since <= LEASE + RENEWAL
+            reason = "which renewed its lock while this run was waiting for it"
+        raise DirectoryInUseError(
             f"{self._root} is in use by process {owner.pid} on {owner.host}, {reason}: stop that run, or use another "
             "--save."
         )
@@ -286,8 +286,7 @@ def _remove(path: Path, stale: _Sighting) -> bool:
 
 
 def check_token(root: Path, token: str) -> None:
-    """Raise :class:`CheckpointError` unless the lock on ``root`` has this ``token``. Call it right before every
-    rename."""
+    """Raise :class:`CheckpointError` unless the lock on ``root`` has ``token``. Call it right before every rename."""
     with explained("read", root / LOCK):
         owner = _owner_at(root / LOCK)
     if owner is None:
@@ -367,21 +366,19 @@ class RunLock:
         self._renewed_at = now
 
     def check(self) -> None:
-        """Raise :class:`LockLostError` if another run has taken over the lock; call it before every save. An unreadable
-        lock is not lost: :func:`check_token` refuses it."""
-        owner: Owner | None = None
+        """Raise :class:`LockLostError` if another run has taken over the lock; call it before every save."""
+        owner: Owner | None = None  # an unreadable lock is not lost: check_token refuses it
         with suppress(OSError):
             owner = _owner_at(self._path)
         if self._is_lost or (owner is not None and owner.token != self.token):
             raise _lost(self.root, owner)
 
     def release(self, patience: float = RELEASE_SECONDS) -> None:
-        """Remove the lock, unless another run owns it. If a renewal under way does not end within ``patience`` seconds,
-        because the file system stalls, the lock is left to its lease."""
+        """Remove the lock, unless another run owns it, or the file system stalls for ``patience`` seconds."""
         self._is_released.set()
         self._renewing.join(patience)
         if self._renewing.is_alive():
-            return
+            return  # the lock ends with its lease
         with suppress(OSError):
             owner = _owner_at(self._path)
             if owner is not None and owner.token == self.token:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint, ranges
+from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.remote_path import AnyPath
@@ -19,26 +19,21 @@ from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
 from megatron.data.digests import is_sealed, seal
 from megatron.errors import CheckpointError
 
-MODEL = "model/"
-"""Weights in the precision of the model."""
-MASTER = "optimizer/master/"
-"""fp32 master weights, if the optimizer keeps any."""
-EMA = "optimizer/ema/"
-"""Moving average of the weights, if the optimizer keeps one."""
-FP8 = "fp8/"
-"""Scales and amax histories of FP8 linear layers, by layer name."""
+# Prefixes of the names of parameters and layers.
+MODEL = "model/"  # weights in the precision of the model
+MASTER = "optimizer/master/"  # fp32 master weights, if the optimizer keeps any
+EMA = "optimizer/ema/"  # moving average of the weights, if the optimizer keeps one
+FP8 = "fp8/"  # scales and amax histories of FP8 linear layers, by layer name
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 
 _FIRST_WITH_COLUMNS = 8
 """Earlier format versions have an object per chunk, with the key of its entry."""
 _DIVISION_COLUMNS = ("first_rows", "rows", "stride")
-"""Of boxes that several files divide; left out where no box of the tensor is divided. Since format version 9."""
+"""Columns of boxes that several files divide; absent where no box of the tensor is divided. Since format version 9."""
 
 
 class Chunk(NamedTuple):
-    """A part of a global tensor in a file."""
-
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     file: WrittenFile
@@ -47,30 +42,26 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A global tensor and its chunks, as columns of numbers: there are millions of chunks in a large checkpoint.
+    """A global tensor and its chunks, as columns of numbers: there are millions of chunks in a large checkpoint."""
 
-    A box is a chunk, or rows that are divided into chunks of consecutive files. Chunks are numbered box by box.
-    """
+    # A box is a chunk, or rows that are divided into chunks of several files. Chunks are numbered box by box. Two boxes
+    # of a tensor [10, 4], the second divided with first_rows 2, rows 2 and stride 1:
+    #
+    #   offsets   shapes   files  │  chunk   rows      file
+    #   0, 0      4, 4     0      │  0       0 to 3    0
+    #   4, 0      6, 4     1      │  1       4 and 5   1
+    #                             │  2       6 and 7   2
+    #                             │  3       8 and 9   3
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offsets: Numbers
-    """``[boxes, dims]``"""
-    shapes: Numbers
-    """``[boxes, dims]``"""
-    files: Numbers
-    """``[boxes]``: places in the manifest's list of files, of the first chunk of a box."""
+    offsets: Numbers  # [boxes, dims]
+    shapes: Numbers  # [boxes, dims]
+    files: Numbers  # [boxes], the first chunk's place in the manifest's list of files
     divisions: Divisions
-    """Of the boxes into chunks."""
+    """The divisions of the boxes into chunks."""
     keys: tuple[str, ...] | None = None
-    """Of the chunks' entries in their files, where they are not :func:`chunk_key`. Then no box is divided."""
-
-    @classmethod
-    def undivided(
-        cls, dtype: torch.dtype, shape: tuple[int, ...], offsets: Numbers, shapes: Numbers, files: Numbers
-    ) -> "SavedTensor":
-        """Every box is a chunk."""
-        return cls(dtype, shape, offsets, shapes, files, Divisions.none(len(files)))
+    """Keys of the chunks' entries in their files, where they are not :func:`chunk_key`. Then no box is divided."""
 
     @property
     def rows(self) -> Numbers:
@@ -79,8 +70,7 @@ class SavedTensor:
 
     @property
     def chunk_counts(self) -> Numbers:
-        """``[boxes]``"""
-        return self.divisions.counts(self.rows)
+        return self.divisions.counts(self.rows)  # [boxes]
 
     def add_bytes(self, load: Numbers) -> None:
         """Add the bytes of the chunks to ``load`` ``[files]``."""
@@ -97,7 +87,9 @@ class SavedTensor:
         divisions, tops, rows = self.divisions.take(found), self.offsets[found, 0], self.shapes[found, 0]
         first = divisions.part_of(np.maximum(begin[0] - tops, 0))
         last = divisions.part_of(np.minimum(end[0] - tops, rows) - 1)
-        return ranges(first + (np.cumsum(counts) - counts)[found], last - first + 1)
+        # Of every box the numbers from its first to its last chunk, one box after another.
+        first_chunk, near = first + (np.cumsum(counts) - counts)[found], last - first + 1
+        return np.arange(int(near.sum())) + np.repeat(first_chunk - (np.cumsum(near) - near), near)
 
     def expanded(self, numbers: Numbers | None = None) -> "SavedTensor":
         """The chunks with these ``numbers``, or all, as boxes of their own."""
@@ -133,14 +125,12 @@ def chunk_key(name: str, offset: Sequence[int]) -> str:
 @dataclass(frozen=True)
 class Manifest:
     tensors: Mapping[str, SavedTensor]
-    """By name."""
     file_list: Sequence[WrittenFile]
     state: Mapping[str, Any]
     """Everything that is not a tensor, as JSON."""
     format_version: int = FORMAT_VERSION
 
     def files(self) -> dict[str, WrittenFile]:
-        """The files with the tensors, by name."""
         return {file.name: file for file in self.file_list}
 
     def chunks(self, name: str, numbers: Sequence[int] | Numbers | None = None) -> Iterator[Chunk]:
@@ -152,7 +142,6 @@ class Manifest:
             yield Chunk(tuple(offset), tuple(shape), self.file_list[file], key)
 
     def entry(self, name: str, chunk: Chunk) -> Entry:
-        """Dtype and shape of a chunk of the tensor ``name``."""
         return Entry(self.tensors[name].dtype, chunk.shape)
 
 
@@ -162,26 +151,22 @@ def encode_manifest(manifest: Manifest) -> str:
 
 def encode_content(manifest: Manifest) -> str:
     """The text of a manifest without its digest."""
+    tensors = {}
+    for name, tensor in manifest.tensors.items():
+        assert tensor.keys is None, "keys of their own are of earlier format versions"
+        chunks = {"offset": tensor.offsets, "shape": tensor.shapes, "file": tensor.files}
+        if tensor.divisions.is_divided.any():
+            chunks |= dict(zip(_DIVISION_COLUMNS, tensor.divisions.columns))
+        columns = {kind: column.ravel().tolist() for kind, column in chunks.items()}
+        tensors[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "chunks": columns}
     content = {
         "format_version": manifest.format_version,
         "state": manifest.state,
         "files": {file.name: file.to_json() for file in manifest.file_list},
-        "tensors": {name: _encode_tensor(tensor) for name, tensor in manifest.tensors.items()},
+        "tensors": tensors,
     }
     # Without spaces: of millions of numbers, they would be a sixth of the file.
     return json.dumps(content, separators=(",", ":"))
-
-
-def _encode_tensor(tensor: SavedTensor) -> dict[str, Any]:
-    assert tensor.keys is None, "keys of their own are of earlier format versions"
-    chunks = {"offset": tensor.offsets, "shape": tensor.shapes, "file": tensor.files}
-    if tensor.divisions.is_divided.any():
-        chunks |= dict(zip(_DIVISION_COLUMNS, tensor.divisions.columns))
-    return {
-        "dtype": DTYPE_NAMES[tensor.dtype],
-        "shape": list(tensor.shape),
-        "chunks": {kind: column.ravel().tolist() for kind, column in chunks.items()},
-    }
 
 
 def decode_manifest(text: str) -> Manifest:
@@ -302,11 +287,7 @@ def padded(column: Numbers, dims: int, value: int) -> Numbers:
 
 
 def read_checkpoint(root: AnyPath, iteration: int) -> Manifest:
-    """The manifest of the checkpoint of ``iteration`` in ``root``.
-
-    Raises :class:`CheckpointError` like :func:`read_manifest`, and for a directory that was renamed to another
-    iteration.
-    """
+    """The manifest of the checkpoint of ``iteration`` in ``root``. Raises :class:`CheckpointError`."""
     directory = locate_checkpoint(root, iteration)
     manifest = read_manifest(directory)
     saved = manifest.state.get("iteration", iteration)

@@ -81,7 +81,6 @@ class RemotePath:
         return (self / name for name in sorted(names))
 
     def files(self) -> dict[str, int]:
-        """Size of every file below, by relative name."""
         with self._explained("list") as (system, path):
             try:
                 found = system.find(path, detail=True)
@@ -91,12 +90,10 @@ class RemotePath:
         return {name: int(info["size"] or 0) for name, info in sorted(names.items()) if name}
 
     def read_bytes(self) -> bytes:
-        """Content of a small file."""
         with self._explained("read") as (system, path):
             return bytes(system.cat_file(path))
 
     def read_text(self) -> str:
-        """Content of a small text file."""
         return self.read_bytes().decode()
 
     def open(self, mode: str = "rb", buffering: int = 0) -> io.FileIO:
@@ -159,7 +156,10 @@ class RemotePath:
             remedy = "check the credentials in the environment, and what they permit"
             raise CheckpointError(self._failure(action, error, remedy)) from error
         except Exception as error:
-            kind = UnreachableError if _is_of_the_store(error) else CheckpointError
+            # botocore, aiohttp and others have classes of their own, with these words in their names.
+            names = " ".join(kind.__name__ for kind in type(error).__mro__)
+            may_succeed_later = isinstance(error, OSError) or "Connect" in names or "Timeout" in names
+            kind = UnreachableError if may_succeed_later else CheckpointError
             raise kind(self._failure(action, error, "check the endpoint, the network and the credentials")) from error
 
     def _failure(self, action: str, error: Exception, remedy: str) -> str:
@@ -167,20 +167,11 @@ class RemotePath:
         return f"Cannot {action} {self.url} ({reason}): {remedy}."
 
 
-def _is_of_the_store(error: Exception) -> bool:
-    """Whether the store failed or did not answer, so that the same request may succeed later."""
-    # botocore, aiohttp and others have classes of their own, with these words in their names.
-    names = " ".join(kind.__name__ for kind in type(error).__mro__)
-    return isinstance(error, OSError) or "Connect" in names or "Timeout" in names
+class SeekableFile(io.RawIOBase):
+    """A file of ``size`` bytes for reading; a subclass has ``readinto``."""
 
-
-class _RangeReader(io.RawIOBase):
-    """Reads exactly the requested ranges, and reads ahead for sequential requests."""
-
-    def __init__(self, path: RemotePath, size: int) -> None:
-        self._path, self._size = path, size
-        self._position = 0
-        self._start, self._ahead = 0, b""
+    def __init__(self, size: int) -> None:
+        self._size, self._position = size, 0
 
     def readable(self) -> bool:
         return True
@@ -190,11 +181,22 @@ class _RangeReader(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError("a position before its beginning")
         self._position = base + offset
         return self._position
 
     def tell(self) -> int:
         return self._position
+
+
+class _RangeReader(SeekableFile):
+    """Reads exactly the requested ranges, and reads ahead for sequential requests."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        super().__init__(size)
+        self._path = path
+        self._start, self._ahead = 0, b""
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
@@ -215,5 +217,4 @@ AnyPath = Path | RemotePath
 
 
 def path_of(place: str) -> AnyPath:
-    """The path for a flag value: a directory or a URL."""
     return RemotePath(place.rstrip("/")) if is_url(place) else Path(place)

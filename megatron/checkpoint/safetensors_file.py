@@ -6,6 +6,7 @@ Every byte that is read was compared with its digest.
 import json
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self, TypeVar
@@ -106,7 +107,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     Tensors may be views and on any device; they are copied to the host one at a time, so that saving needs no second
     copy of the state. Errors are ``OSError``.
     """
-    entries = _entries_of(tensors)
+    entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     with SafetensorsStream(path, entries) as stream:
         for name in entries:
             stream.write(tensors[name])
@@ -118,7 +119,7 @@ class SafetensorsImage:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._entries = _entries_of(tensors)
+        self._entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self._header = _header(self._entries, None)
         self.size = len(self._header) + sum(entry.nbytes for entry in self._entries.values())
 
@@ -141,8 +142,8 @@ class SafetensorsImage:
         return pairs
 
 
-def _entries_of(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
-    return aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
+# A file: 8 bytes with the length of the header, little-endian │ header, JSON padded with spaces │ the tensors' bytes.
+# Offsets in the header count from the first byte of the tensors.
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None) -> bytes:
@@ -177,8 +178,10 @@ class VerifiedFile:
         self._staged_number, self._staged = -1, memoryview(b"")
 
     def read_into(self, target: memoryview, start: int) -> None:
-        """Fill ``target`` with the bytes from ``start`` on. Raises :class:`CheckpointError` for a damaged block;
-        ``target`` is undefined then."""
+        """Fill ``target`` with the bytes from ``start`` on; raises :class:`CheckpointError` for a damaged block."""
+        #   blocks of the file    │ 0 ──────── │ 1 ──────── │ 2 ──────── │
+        #   target                      ├──────┼────────────┼─────┤
+        #                           staged, copied  in place  staged, copied
         position = 0
         while position < len(target):
             number, offset = divmod(start + position, self._block_bytes)
@@ -189,19 +192,16 @@ class VerifiedFile:
                 self._read_block(number, rest[:size])
                 position += size
             else:
-                part = self._stage(number, size)[offset : offset + len(rest)]
+                # The next request often wants the rest of the same block.
+                if number != self._staged_number:
+                    self._staged_number = -1
+                    if len(self._staged) != size:
+                        self._staged = memoryview(bytearray(size))
+                    self._read_block(number, self._staged)
+                    self._staged_number = number
+                part = self._staged[offset : offset + len(rest)]
                 rest[: len(part)] = part
                 position += len(part)
-
-    def _stage(self, number: int, size: int) -> memoryview:
-        """Read a block of which only a part is requested, and keep it for the next request."""
-        if number != self._staged_number:
-            self._staged_number = -1
-            if len(self._staged) != size:
-                self._staged = memoryview(bytearray(size))
-            self._read_block(number, self._staged)
-            self._staged_number = number
-        return self._staged
 
     def _read_block(self, number: int, block: memoryview) -> None:
         with explained("read", self._path):
@@ -218,9 +218,11 @@ class VerifiedFile:
                 raise damaged_block(self._path, self._file, number, digest)
 
 
-class VerifiedSafetensors:
-    """The entries of a safetensors file; a context manager. Raises :class:`CheckpointError` for a missing or damaged
-    file."""
+class VerifiedSafetensors(AbstractContextManager["VerifiedSafetensors"]):
+    """The entries of a safetensors file; a context manager.
+
+    Raises :class:`CheckpointError` for a missing or damaged file.
+    """
 
     def __init__(self, directory: AnyPath, file: WrittenFile) -> None:
         self._path = directory / file.name
@@ -271,8 +273,10 @@ class VerifiedSafetensors:
             raise self._damaged(f"it holds {unnamed[0]}, which the manifest does not name")
 
     def copy_into(self, target: Tensor, key: str, place: Place, entry: Entry) -> None:
-        """Fill ``target`` with the part ``place`` of the entry ``key``, which must be an ``entry``. ``target`` has the
-        shape of ``place`` and may have another floating-point dtype."""
+        """Fill ``target`` with the part ``place`` of the entry ``key``, which must be an ``entry``.
+
+        ``target`` has the shape of ``place`` and may have another floating-point dtype.
+        """
         if self._entries.get(key, (None,))[0] != entry:
             raise self._damaged(f"its entry {key} is not what the manifest says")
         start = self._entries[key][1]
@@ -310,9 +314,6 @@ class VerifiedSafetensors:
         content = bytearray(stop - start)
         self._file.read_into(memoryview(content), start)
         return content
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -1,9 +1,8 @@
 """Planning of a save: which rank writes which part of which tensor.
 
 ``torch.distributed.checkpoint`` (DCP) gathers what all ranks hold on one of them, the coordinator, and sends each its
-share. Here they send columns of numbers instead of DCP's objects, and the ranks that hold the same boxes divide them
-among themselves before: of a model of 405B parameters, 16,384 ranks list 1.6 million boxes (docs/performance.md). A box
-that FSDP divides is listed by one rank for all.
+share. Here they send columns of numbers instead of DCP's objects: of a model of 405B parameters, 16,384 ranks list 1.6
+million boxes (docs/performance.md).
 """
 
 import heapq
@@ -19,9 +18,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-from megatron.checkpoint.boxes import DividedBox, Divisions, Mask, Numbers, boxed, boxes_are_disjoint
+from megatron.checkpoint.boxes import DividedBox, Divisions, Numbers, boxed, boxes_are_disjoint
 from megatron.checkpoint.manifest import SavedTensor, padded
 from megatron.checkpoint.safetensors_file import DTYPES
+
+# Who lists a box of a tensor for the coordinator, and who decides which rank writes it:
+#
+#   a box of one rank                          that rank               nobody needs to
+#   replicas whose holders are known           each its share          each holder computes the same division
+#   replicas whose holders are not known       every rank              the coordinator (spread_replicas)
+#   rows that FSDP divides among ranks         the owner, as one box   every rank writes its own rows
 
 SLICE_BYTES = 16 << 20
 """Replicated boxes are cut into slices of about this size, which are spread over the ranks."""
@@ -42,12 +48,9 @@ class TensorTable:
     """Global tensors, one per row. Numbers instead of objects: the coordinator receives a table from every rank."""
 
     names: Sequence[str]
-    dtypes: Numbers
-    """``[tensors]``: places in the list of dtypes."""
-    num_dims: Numbers
-    """``[tensors]``"""
-    shapes: Numbers
-    """``[tensors, dims]``; a tensor of fewer dims has size 1 in the others."""
+    dtypes: Numbers  # [tensors], places in the list of dtypes
+    num_dims: Numbers  # [tensors]
+    shapes: Numbers  # [tensors, dims]; a tensor of fewer dims has size 1 in the others
 
     @classmethod
     def of(cls, tensors: Sequence[GlobalTensor]) -> "TensorTable":
@@ -76,37 +79,23 @@ class TensorTable:
         assert not len(different), f"ranks disagree about the dtype or the shape of {names[of_row[different[0]]]}"
         return cls(names, facts[first, 0], facts[first, 1], facts[first, 2:]), places
 
-    def __iter__(self) -> Iterator[GlobalTensor]:
-        for name, dtype, dims, shape in zip(
-            self.names, self.dtypes.tolist(), self.num_dims.tolist(), self.shapes.tolist()
-        ):
-            yield GlobalTensor(name, _DTYPES[dtype], tuple(shape[:dims]))
-
-    def numels(self) -> Numbers:
-        """``[tensors]``"""
-        return self.shapes.prod(axis=1)
-
 
 @dataclass(frozen=True)
 class BoxTable:
     """Boxes of global tensors, one per row."""
 
     tensors: TensorTable
-    """Also those without a box."""
-    tensor: Numbers
-    """``[boxes]``: places in ``tensors``."""
-    offsets: Numbers
-    """``[boxes, dims]``; a tensor of fewer dims has offset 0 and size 1 in the others."""
-    sizes: Numbers
-    """``[boxes, dims]``"""
+    """The tensors of the boxes, and tensors without a box."""
+    tensor: Numbers  # [boxes], places in ``tensors``
+    offsets: Numbers  # [boxes, dims]; a tensor of fewer dims has offset 0 and size 1 in the others
+    sizes: Numbers  # [boxes, dims]
     divisions: Divisions
 
     @classmethod
     def of(
         cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem], divided: Sequence[tuple[str, DividedBox]] = ()
     ) -> "BoxTable":
-        """The table of one rank's ``boxes``, in their order, and after them of ``divided`` boxes with the names of
-        their tensors."""
+        """The table of one rank's ``boxes``, then of its ``divided`` boxes with the names of their tensors."""
         table = TensorTable.of(tensors)
         places = {name: place for place, name in enumerate(table.names)}
         dims = table.shapes.shape[1]
@@ -132,8 +121,7 @@ class BoxTable:
         )
 
     def nbytes(self) -> Numbers:
-        """``[boxes]``"""
-        return self.sizes.prod(axis=1) * _ITEM_SIZES[self.tensors.dtypes[self.tensor]]
+        return self.sizes.prod(axis=1) * _ITEM_SIZES[self.tensors.dtypes[self.tensor]]  # [boxes]
 
 
 def _column(extents: Sequence[Sequence[int]], dims: int, value: int) -> Numbers:
@@ -162,8 +150,7 @@ class SavePlanner(DefaultSavePlanner):
         super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        """On every rank: list the boxes of which this rank is the owner or the only holder, and its share of the boxes
-        with several known holders."""
+        """On every rank: list its boxes, of those with several known holders its share."""
         items = super().create_local_plan().items
         divided = divided_tensors(self.state_dict)
         self._divided = [item for item in items if item.index.fqn in divided]
@@ -182,7 +169,14 @@ class SavePlanner(DefaultSavePlanner):
         parts = spread_replicas(table, ranks, len(tables))
         self.saved = _saved_tensors(table, ranks, parts)
         _check_complete(table, parts)
-        by_rank = _by_rank(parts, ranks, table.divisions.is_divided, len(tables))
+        # Each rank gets [parts, 3]: the number of the box in its own list, first row and rows. It computes its part of
+        # a divided box itself.
+        chosen = np.flatnonzero(~table.divisions.is_divided[parts.box])
+        owners = ranks[parts.box[chosen]]
+        first_box = np.searchsorted(ranks, np.arange(len(tables)))
+        own = np.column_stack((parts.box[chosen] - first_box[owners], parts.start[chosen], parts.count[chosen]))
+        order = np.argsort(owners, kind="stable")
+        by_rank = np.split(own[order], np.searchsorted(owners[order], np.arange(1, len(tables))))
         # DCP sends the metadata to all ranks, of which none needs it.
         return [SavePlan([], planner_data=one) for one in by_rank], Metadata({})
 
@@ -215,9 +209,11 @@ def divided_tensors(tensors: Mapping[str, Any]) -> dict[str, Sequence[DividedBox
 
 
 def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> list[GlobalTensor]:
-    """The tensors in the table of ``rank``: those with a ``listed`` box, and those for which the rank is the first
-    holder, the owner of the first divided box, or has neither known. So every tensor is in some table: the coordinator
-    raises an error if no rank lists a box of it."""
+    """Tensors that ``rank`` reports to the coordinator: those with a ``listed`` box, and those it must report anyway.
+
+    Every tensor is reported by at least one rank, so that a missing box is an error: by its first holder, by the owner
+    of its first divided box, or by all ranks if neither is known.
+    """
     first = {name: holders[0] for name, holders in known_holders(tensors).items()}
     first |= {name: boxes[0].owner for name, boxes in divided_tensors(tensors).items()}
     return [
@@ -247,7 +243,10 @@ def own_share(items: Iterable[WriteItem], holders: Mapping[str, Sequence[int]], 
 
 def equal_shares(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteItem]]:
     """The parts of ``boxes`` that each of ``num_ranks`` ranks writes, about equally many bytes; whatever the order."""
-    parts = [_cut(item, start, count) for item in boxes for start, count in _slices(item)]
+    parts = []
+    for item in boxes:
+        sizes = tensor_data(item).chunk.sizes
+        parts += [_cut(item, start, count) for start, count in slices(sizes[0] if sizes else 1, _nbytes(item))]
     parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
     shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     # (bytes, place) of every rank
@@ -257,12 +256,6 @@ def equal_shares(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteI
         heapq.heapreplace(loads, (load + _nbytes(part), place))
         shares[place].append(part)
     return shares
-
-
-def _slices(item: WriteItem) -> Iterator[tuple[int, int]]:
-    """First row and number of rows of each slice of a box."""
-    sizes = tensor_data(item).chunk.sizes
-    yield from slices(sizes[0] if sizes else 1, _nbytes(item))
 
 
 def slices(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
@@ -303,12 +296,9 @@ def _nbytes(item: WriteItem) -> int:
 class Parts:
     """Parts of the boxes of a table, each a range of rows along dim 0 of one of them."""
 
-    box: Numbers
-    """``[parts]``: rows of the table."""
-    start: Numbers
-    """``[parts]``: first row of the part in the box."""
-    count: Numbers
-    """``[parts]``"""
+    box: Numbers  # [parts], rows of the table
+    start: Numbers  # [parts], first row of the part in the box
+    count: Numbers  # [parts], rows
 
     def in_table(self, table: BoxTable) -> tuple[Numbers, Numbers]:
         """Offsets and sizes ``[parts, dims]`` of the parts."""
@@ -326,7 +316,8 @@ def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     """
     nbytes = table.nbytes()
     # An empty box is written only of an empty tensor.
-    boxes = np.flatnonzero((nbytes > 0) | (table.tensors.numels()[table.tensor] == 0))
+    numels = table.tensors.shapes.prod(axis=1)
+    boxes = np.flatnonzero((nbytes > 0) | (numels[table.tensor] == 0))
     keys = (boxes, *table.offsets[boxes].T[::-1], table.tensor[boxes])
     boxes = boxes[np.lexsort(keys)]
     places = np.column_stack((table.tensor[boxes], table.offsets[boxes]))
@@ -335,7 +326,10 @@ def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     counts = np.diff(np.append(starts, len(boxes)))
     assert not table.divisions.is_divided[boxes[np.repeat(counts > 1, counts)]].any(), "a divided box is replicated"
     single = boxes[starts[counts == 1]]
-    load = _bytes_by_rank(table, ranks, single, nbytes, num_ranks).tolist()
+    single_rows, bytes_by_rank = table.sizes[single, 0], np.zeros(num_ranks, np.int64)
+    row_bytes = nbytes[single] // np.maximum(single_rows, 1)
+    table.divisions.take(single).add_bytes(bytes_by_rank, ranks[single], single_rows, row_bytes)
+    load = bytes_by_rank.tolist()
     replicated: list[tuple[int, int, int, list[int]]] = []
     for first, number in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist()):
         holders = boxes[first : first + number]
@@ -356,28 +350,8 @@ def spread_replicas(table: BoxTable, ranks: Numbers, num_ranks: int) -> Parts:
     return Parts(
         np.concatenate((single, columns[0])),
         np.concatenate((np.zeros(len(single), np.int64), columns[1])),
-        np.concatenate((table.sizes[single, 0], columns[2])),
+        np.concatenate((single_rows, columns[2])),
     )
-
-
-def _bytes_by_rank(table: BoxTable, ranks: Numbers, boxes: Numbers, nbytes: Numbers, num_ranks: int) -> Numbers:
-    """Bytes of these ``boxes`` ``[ranks]``."""
-    load = np.zeros(num_ranks, np.int64)
-    rows = table.sizes[boxes, 0]
-    table.divisions.take(boxes).add_bytes(load, ranks[boxes], rows, nbytes[boxes] // np.maximum(rows, 1))
-    return load
-
-
-def _by_rank(parts: Parts, ranks: Numbers, is_divided: Mask, num_ranks: int) -> Iterator[Numbers]:
-    """What each rank writes: ``[parts, 3]`` with the number of the box in its own list, first row and rows. Of divided
-    boxes, each rank knows its part."""
-    chosen = np.flatnonzero(~is_divided[parts.box])
-    owners = ranks[parts.box[chosen]]
-    order = np.argsort(owners, kind="stable")
-    first_box = np.searchsorted(ranks, np.arange(num_ranks))
-    rows = parts.box[chosen] - first_box[owners], parts.start[chosen], parts.count[chosen]
-    own = np.column_stack(rows)[order]
-    yield from np.split(own, np.searchsorted(owners[order], np.arange(1, num_ranks)))
 
 
 def _saved_tensors(table: BoxTable, ranks: Numbers, parts: Parts) -> dict[str, SavedTensor]:
@@ -386,12 +360,13 @@ def _saved_tensors(table: BoxTable, ranks: Numbers, parts: Parts) -> dict[str, S
     order = np.argsort(of_tensor, kind="stable")
     offsets, sizes = parts.in_table(table)
     borders = np.searchsorted(of_tensor[order], np.arange(len(table.tensors.names) + 1))
-    saved = {}
-    for tensor, first, last in zip(table.tensors, borders[:-1], borders[1:]):
-        rows, dims = order[first:last], len(tensor.shape)
-        saved[tensor.name] = SavedTensor(
-            tensor.dtype,
-            tensor.shape,
+    saved, tensors = {}, table.tensors
+    columns = tensors.dtypes.tolist(), tensors.num_dims.tolist(), tensors.shapes.tolist(), borders[:-1], borders[1:]
+    for name, dtype, dims, shape, first, last in zip(tensors.names, *columns):
+        rows = order[first:last]
+        saved[name] = SavedTensor(
+            _DTYPES[dtype],
+            tuple(shape[:dims]),
             offsets[rows, :dims],
             sizes[rows, :dims],
             ranks[parts.box[rows]],
@@ -406,7 +381,7 @@ def _check_complete(table: BoxTable, parts: Parts) -> None:
     of_tensor = table.tensor[parts.box]
     found = np.zeros(len(table.tensors.names), np.int64)
     np.add.at(found, of_tensor, sizes.prod(axis=1))
-    numels = table.tensors.numels()
+    numels = table.tensors.shapes.prod(axis=1)
     if len(wrong := np.flatnonzero(found != numels)):
         place = wrong[0]
         raise ValueError(

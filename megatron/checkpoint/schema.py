@@ -48,7 +48,7 @@ class DataStage:
 
 @dataclass(frozen=True)
 class Rollback:
-    """A return to an earlier checkpoint, and the samples that the run has left out since then.
+    """A return to an earlier checkpoint, and the samples that the run has skipped since then.
 
     Samples are counted from the beginning of the run, so that they mean the same for every batch size and layout.
     """
@@ -60,9 +60,9 @@ class Rollback:
     loaded_iteration: int
     """The iteration of the checkpoint that it returned to."""
     first_iteration: int
-    """The first iteration that is left out, up to ``iteration``; with other batch sizes, others are."""
+    """The first skipped iteration, up to ``iteration``; with other batch sizes, other iterations are skipped."""
     first_sample: int
-    """Samples consumed before the range that is left out."""
+    """Samples consumed before the skipped range."""
     end_sample: int
     """Samples consumed after it."""
 
@@ -78,8 +78,6 @@ class Rollback:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of a run in a checkpoint, without tensors."""
-
     iteration: int
     consumed_samples: int
     optimizer_steps: int

@@ -155,9 +155,9 @@ _CLASS_IS_IGNORED = {"qwen2": (_FAST_CLASS, _SENTENCEPIECE_CLASS), "mixtral": (_
 
 
 def write_tokenizer(directory: Path, flags: TokenizerConfig, tokenizer: Tokenizer, model_type: str) -> list[str]:
-    """Write the files of ``tokenizer``, which ``flags`` name, for a model whose ``config.json`` has ``model_type``.
+    """Write the files of ``tokenizer``, which ``flags`` name; returns notes for the user.
 
-    Returns what the user must know.
+    ``config.json`` of the model has ``model_type``.
     """
     # The original goes along for programs that read it, and what is beside a tokenizer.json.
     files = {} if isinstance(tokenizer, GPT2BPETokenizer) else files_by_name(flags)

@@ -59,7 +59,6 @@ class Attempt:
         return iteration_directory(self.root, self.iteration)
 
     def name_of(self, file: str) -> str:
-        """The uploaded name of the original's ``file``."""
         stem, dot, suffix = file.rpartition(".")
         return f"{stem}.{self.token}{dot}{suffix}"
 

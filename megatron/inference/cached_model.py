@@ -1,5 +1,4 @@
-"""A model that keeps keys and values: the logits after prompts, then after one more token of each, and so on; or the
-log probabilities of texts."""
+"""A model that keeps keys and values: logits after prompts and further tokens, or log probabilities of texts."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ class _Output(nn.Module):
         super().__init__()
         self.output_layer = output_layer
         self.read: Callable[[OutputLayer, Tensor], Tensor] | None = None
-        """What the pass returns, from hidden states ``[s, b, h]``."""
+        """Computes the result of the pass from hidden states ``[s, b, h]``."""
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         assert self.read is not None
@@ -57,7 +56,6 @@ class CachedModel:
 
     @property
     def max_length(self) -> int:
-        """The most tokens of a text."""
         return self.model.config.max_position_embeddings
 
     def forget(self) -> None:
@@ -83,11 +81,10 @@ class CachedModel:
         return self._next_logits([[token] for token in ids])
 
     def score(self, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
-        """Of the last ``counts[row]`` ids of each text, at least 1 and not the whole text: their log probabilities
-        after the ids before them, and 1.0 where no other id is more likely, ``[2, positions, rows]`` in fp64 on all
-        ranks.
+        """Score the last ``counts[row]`` ids of each text, at least 1 and not the whole text.
 
-        Rows with fewer ids have values without meaning behind theirs.
+        Returns ``[2, positions, rows]`` in fp64 on all ranks: the log probability of each id after the ids before it,
+        and 1.0 where no other id is more likely. Rows with fewer ids have values without meaning behind theirs.
         """
         width, rows = max(counts), len(texts)
         places = torch.zeros(width, rows, dtype=torch.long)
@@ -172,7 +169,7 @@ class CachedModel:
 
 
 def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
-    """How many ids of ``prompt`` are cached; its last id is computed in any case, for the logits after it."""
+    """The number of cached ids of ``prompt``; its last id is computed in any case, for the logits after it."""
     for place, (one, other) in enumerate(zip(cached, prompt[:-1])):
         if one != other:
             return place
@@ -181,15 +178,13 @@ def _common_prefix(cached: Sequence[int], prompt: Sequence[int]) -> int:
 
 # --- log probabilities --------------------------------------------------------------------------------------
 
-
 Ids = Sequence[int]
 
 
 class Score(NamedTuple):
-    """Of a continuation after its context."""
+    """The score of a continuation after its context."""
 
-    log_probability: float
-    """In nats."""
+    log_probability: float  # in nats
     is_greedy: bool
     """Whether greedy sampling would have generated it."""
 
@@ -205,7 +200,9 @@ def score_continuations(
     Of a pair with more ids than the model has positions, the beginning is left out. ``progress`` receives the number of
     pairs of each batch.
     """
-    cut = [_cut(context, continuation, model.max_length) for context, continuation in pairs]
+    # As many ids as the model can read and one more, which is only predicted; and how many are of the continuation.
+    texts_of_pairs = [[*context, *continuation][-(model.max_length + 1) :] for context, continuation in pairs]
+    cut = [(text, min(len(pair[1]), len(text) - 1)) for text, pair in zip(texts_of_pairs, pairs)]
     scores = [Score(0.0, True)] * len(pairs)  # of an empty continuation
     places = [place for place, (_, count) in enumerate(cut) if count]
     progress(len(pairs) - len(places))
@@ -219,10 +216,3 @@ def score_continuations(
             scores[place] = Score(float(found[:count, row].sum()), bool(likely[:count, row].all()))
         progress(len(batch))
     return scores
-
-
-def _cut(context: Ids, continuation: Ids, max_length: int) -> tuple[list[int], int]:
-    """The last ids of a pair, as many as the model can read and one more, which is only predicted; how many of them
-    belong to the continuation."""
-    text = [*context, *continuation][-(max_length + 1) :]
-    return text, min(len(continuation), len(text) - 1)

@@ -24,7 +24,6 @@ class Sampler:
     """Draws the next tokens of several texts. A text's tokens depend on its own seed and logits alone."""
 
     def __init__(self, config: GenerationConfig, numbers: Sequence[int]) -> None:
-        """For the texts with ``numbers``."""
         self._config = config
         self._random = {number: torch.Generator().manual_seed(config.seed + number) for number in numbers}
 
@@ -42,8 +41,7 @@ class Sampler:
         return chosen
 
     def _candidates(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities and ids of the tokens to draw from, the most likely first, ``[texts, candidates]`` each; 0 for
-        tokens that are left out."""
+        """Probabilities and ids of the tokens to draw from, ``[texts, candidates]``; 0 for tokens that are left out."""
         config, vocabulary = self._config, logits.shape[1]
         probabilities = torch.softmax(logits / config.temperature, dim=-1)
         if config.top_p == 1 and not config.top_k:
@@ -58,21 +56,20 @@ class Sampler:
 
 
 _UNFINISHED = "\ufffd"
-"""What an unfinished character is decoded to."""
+"""The text of an unfinished character."""
 
 
 class TextStream:
-    """The text of growing ids, in parts that add up to the text of all ids.
+    """The text of growing ids, in parts that add up to the text of all ids."""
 
-    Every part is the difference of two short texts, those of the last ids without the new ones and with them, because
-    the text of an id may depend on the id before it (a space at the beginning).
-    """
+    # The text of an id may depend on the id before it (a space at the beginning). So a part is the difference of two
+    # short texts: of the ids of the last part, and of the same ids with the new ones.
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0
-        """How many of the ids have been returned as text."""
+        """Number of ids that have been returned as text."""
 
     def add(self, ids: Sequence[int], is_last: bool = False) -> str:
         """The text that ``ids`` add. The text of an unfinished character comes with a later id, or with the last."""
@@ -95,8 +92,7 @@ Finish = Literal["end_of_document", "max_new_tokens", "max_position_embeddings"]
 class NewToken(NamedTuple):
     """A token that was drawn for a prompt."""
 
-    row: int
-    """The number of the prompt in its batch."""
+    row: int  # the number of the prompt in its batch
     token: int
     finish: Finish | None
     """Why the text ends here; None if it goes on. A token that ends the document is no part of the text."""
@@ -107,19 +103,9 @@ class Speed:
     """Tokens and seconds of generation, without the time of who reads the tokens."""
 
     prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    """Until the first new token of each text is drawn."""
-    new_tokens: int = 0
-    """All but the first of each text."""
+    prompt_seconds: float = 0.0  # until the first new token of each text is drawn
+    new_tokens: int = 0  # all but the first of each text
     new_seconds: float = 0.0
-
-    def add_prompts(self, tokens: int, seconds: float) -> None:
-        self.prompt_tokens += tokens
-        self.prompt_seconds += seconds
-
-    def add_new(self, tokens: int, seconds: float) -> None:
-        self.new_tokens += tokens
-        self.new_seconds += seconds
 
     def __str__(self) -> str:
         parts = [("prompts", self.prompt_tokens, self.prompt_seconds), ("new", self.new_tokens, self.new_seconds)]
@@ -141,7 +127,12 @@ def generate_ids(
     """
     max_length = config.max_position_embeddings or model.max_length
     limits = [min(config.max_new_tokens, max_length - len(prompt)) for prompt in prompts]
-    check_lengths(prompts, max_length, first_number)
+    for number, prompt in enumerate(prompts, start=first_number):
+        if len(prompt) >= max_length:
+            raise DataError(
+                f"Prompt {number} has {len(prompt)} tokens, and a text has at most {max_length}: shorten the prompt, "
+                "or raise --max-position-embeddings."
+            )
     speed, clock = speed or Speed(), time.perf_counter
     rows = list(range(len(prompts)))
     sampler = Sampler(config, [first_number + row for row in rows])
@@ -151,9 +142,11 @@ def generate_ids(
         drawn = None if logits is None else sampler.draw(logits, [first_number + row for row in rows])
         ids = model.agree(drawn, len(rows))
         if count == 1:
-            speed.add_prompts(sum(map(len, prompts)), clock() - started)
+            speed.prompt_tokens += sum(map(len, prompts))
+            speed.prompt_seconds += clock() - started
         else:
-            speed.add_new(len(rows), clock() - started)
+            speed.new_tokens += len(rows)
+            speed.new_seconds += clock() - started
         turn = [
             NewToken(row, token, "end_of_document" if token in stop_ids else _limit(count, limits[row], config))
             for row, token in zip(rows, ids)
@@ -176,16 +169,6 @@ def _limit(count: int, limit: int, config: GenerationConfig) -> Finish | None:
     return "max_new_tokens" if limit == config.max_new_tokens else "max_position_embeddings"
 
 
-def check_lengths(prompts: Sequence[Sequence[int]], max_length: int, first_number: int) -> None:
-    """Raise :class:`DataError` for a prompt that leaves no position for a new token."""
-    for number, prompt in enumerate(prompts, start=first_number):
-        if len(prompt) >= max_length:
-            raise DataError(
-                f"Prompt {number} has {len(prompt)} tokens, and a text has at most {max_length}: shorten the prompt, "
-                "or raise --max-position-embeddings."
-            )
-
-
 class ContinuedText:
     """The new text of a prompt, in parts."""
 
@@ -195,7 +178,6 @@ class ContinuedText:
         """The text of the prompt's ids."""
 
     def add(self, new: NewToken) -> str:
-        """The text that a token adds."""
         ids = () if new.finish == "end_of_document" else (new.token,)
         return self._stream.add(ids, is_last=new.finish is not None)
 
@@ -205,16 +187,13 @@ class Completion:
     """A text that continues a prompt."""
 
     prompt: str
-    text: str
-    """The new text alone."""
-    tokens: int
-    """New tokens, without the one that ends the document."""
+    text: str  # the new text alone
+    tokens: int  # new tokens, without the one that ends the document
     finish: Finish
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, add_bos: bool = False) -> list[int]:
-    """The ids of a prompt, with ``add_bos`` after the beginning-of-text token. An empty prompt is the token that begins
-    a text."""
+    """The ids of a prompt; with ``add_bos``, or if it is empty, the token that begins a text comes first."""
     begin = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
     ids = tokenizer.tokenize(prompt)
     return [begin, *ids] if add_bos or not ids else ids
@@ -246,14 +225,11 @@ def complete(
 
 # --- files of prompts ---------------------------------------------------------------------------------------
 
-
 KEY = "prompt"
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of a file."""
-
     text: str
     fields: Mapping[str, Any]
     """Its JSON object, whose other fields are copied to the result."""
@@ -265,8 +241,10 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a file: one a line, or in a file named ``*.jsonl`` the field "prompt" of one object a line. Empty
-    lines are left out. Raises :class:`DataError`."""
+    """The prompts of a file: one a line, or in a file named ``*.jsonl`` the field "prompt" of one object a line.
+
+    Empty lines are skipped. Raises :class:`DataError`.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
@@ -278,14 +256,14 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise DataError(f"--prompts {path} holds no prompt: write one a line.")
     if path.suffix != ".jsonl":
         return [Prompt(line, {}) for _, line in numbered]
-    return [_parse(line, f"Line {number} of {path}") for number, line in numbered]
-
-
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON ({error}): correct it, or name the file *.txt.") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get(KEY), str):
-        raise DataError(f'{where} is not an object with a text under "{KEY}": add it.')
-    return Prompt(fields[KEY], fields)
+    prompts = []
+    for number, line in numbered:
+        where = f"Line {number} of {path}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON ({error}): correct it, or name the file *.txt.") from error
+        if not isinstance(fields, dict) or not isinstance(fields.get(KEY), str):
+            raise DataError(f'{where} is not an object with a text under "{KEY}": add it.')
+        prompts.append(Prompt(fields[KEY], fields))
+    return prompts

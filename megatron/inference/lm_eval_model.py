@@ -86,7 +86,17 @@ class LmEvalModel(TemplateLM):
         with tqdm(total=len(requests), desc="texts", disable=disable_tqdm or self._is_quiet) as bar:
             for numbers in alike.values():
                 config, until = sampling_of(requests[numbers[0]].args[1])
-                prompts = {number: self._prompt(requests[number].args[0], config) for number in numbers}
+                room = self.max_length - config.max_new_tokens
+                if room < 1:
+                    raise ConfigError(
+                        f"A task asks for {config.max_new_tokens} new tokens, and the model has {self.max_length} "
+                        "positions: leave the task out."
+                    )
+                # Without the first ids of a context if there is no room for the new text.
+                prompts = {
+                    number: (self.tok_encode(requests[number].args[0]) or [self.prefix_token_id])[-room:]
+                    for number in numbers
+                }
                 numbers.sort(key=lambda number: len(prompts[number]))
                 for first in range(0, len(numbers), self.batch_size):
                     batch = numbers[first : first + self.batch_size]
@@ -94,16 +104,6 @@ class LmEvalModel(TemplateLM):
                         texts[number] = text
                     bar.update(len(batch))
         return texts
-
-    def _prompt(self, context: str, config: GenerationConfig) -> list[int]:
-        """The ids of a context, without the first ones if there is no room for the new text."""
-        room = self.max_length - config.max_new_tokens
-        if room < 1:
-            raise ConfigError(
-                f"A task asks for {config.max_new_tokens} new tokens, and the model has {self.max_length} positions: "
-                "leave the task out."
-            )
-        return (self.tok_encode(context) or [self.prefix_token_id])[-room:]
 
     def _texts(self, prompts: Sequence[list[int]], config: GenerationConfig, until: Sequence[str]) -> list[str]:
         """The texts of a batch, each up to the first of the strings ``until``."""

@@ -202,7 +202,11 @@ def _check_layout(architecture: TransformerConfig, topology: Topology) -> None:
             f"--expert-model-parallel-size {expert_ranks} does not divide the {experts} experts of the model: use a "
             "divisor, or remove it."
         )
-    widths = mlp_widths(architecture)
+    # The widths of the MLP of dense layers, of an expert, and of the shared expert, of those that the model has.
+    is_moe = architecture.moe_layers()
+    expert_widths = [architecture.moe_ffn_hidden_size, architecture.moe_shared_expert_intermediate_size]
+    widths = [] if all(is_moe) else [architecture.ffn_hidden_size]
+    widths += [width for width in expert_widths if any(is_moe) and width is not None]
     if any(size % ranks for size in (architecture.num_query_groups, *widths)):
         raise ConfigError(
             f"{ranks} processes cannot divide {architecture.num_query_groups} key-value heads and an MLP of width "
@@ -213,14 +217,6 @@ def _check_layout(architecture: TransformerConfig, topology: Topology) -> None:
             f"--pipeline-model-parallel-size {stages} is more than the model has layers: use {architecture.num_layers} "
             "or fewer."
         )
-
-
-def mlp_widths(architecture: TransformerConfig) -> list[int]:
-    """The widths of the MLP of dense layers, of an expert, and of the shared expert, of those that the model has."""
-    is_moe = architecture.moe_layers()
-    expert_widths = [architecture.moe_ffn_hidden_size, architecture.moe_shared_expert_intermediate_size]
-    widths = [] if all(is_moe) else [architecture.ffn_hidden_size]
-    return [*widths, *(width for width in expert_widths if any(is_moe) and width is not None)]
 
 
 # --- layers -------------------------------------------------------------------------------------------------

@@ -189,10 +189,7 @@ def freeze(name: str, folder: Path) -> None:
         flags = flags_of_case(case, directory, directory / "corpus", save_interval=str(SAVED_AT), **first_flags)
         fork_training(flags, case.processes).succeeded()
         records = computed_iterations(directory / "metrics.jsonl")
-        expected = {
-            "machine": this_machine(),
-            "records": [record for record in records if record["iteration"] > first],
-        }
+        expected = {"machine": this_machine(), "records": [record for record in records if record["iteration"] > first]}
         assert len(expected["records"]) == LENGTH - SAVED_AT
         kept = checkpoint_of(directory / "save", first)
         shutil.copytree(kept, folder / kept.name)

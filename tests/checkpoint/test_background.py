@@ -1,6 +1,8 @@
 """Saves behind the training's back: the same bytes as others, and writers that die, stall or fail."""
 
 import errno
+import logging
+import mmap
 import os
 import re
 import resource
@@ -8,22 +10,27 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask, CudaHostMemory, Staging
+from megatron.checkpoint.boxes import Divisions
 from megatron.checkpoint.checkpointing import file_of_rank, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints, verify_share
-from megatron.checkpoint.lock import LOCK, acquire
+from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
+from megatron.checkpoint.safetensors_file import SafetensorsImage
+from megatron.core.offload import CudaCopyStream, TensorPair
+from tests.checkpoint.directories import acquire
 from tests.end_to_end.run_process import wait_until
 from tests.forked import fork_context
 
@@ -117,21 +124,6 @@ def stopped_process(timeout: float) -> tuple[BackgroundProcess, int]:
     wait_until(lambda: state_of(pid) == "T", 10)
     process.unfinished = []
     return process, pid
-
-
-def test_a_stopped_writer_dies_with_its_rank(tmp_path: Path) -> None:
-    ours, theirs = os.pipe()
-    rank = os.fork()
-    if rank == 0:
-        process = BackgroundProcess(TIMEOUT)
-        finish(save(tmp_path, 1, process, tensors()))
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)
-        os.write(theirs, str(process.pid).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(rank, 0)
-    writer = int(os.read(ours, 20))
-    wait_until(lambda: not Path(f"/proc/{writer}").exists() or state_of(writer) == "Z", 30)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +253,8 @@ class Ranks:
     def commit(self) -> None:
         zero, four = np.array([[0]]), np.array([[4]])
         described = {
-            f"of_{rank}": SavedTensor.undivided(torch.int64, (4,), zero, four, np.array([rank])) for rank in range(2)
+            f"of_{rank}": SavedTensor(torch.int64, (4,), zero, four, np.array([rank]), Divisions.none(1))
+            for rank in range(2)
         }
         files = [WrittenFile(file_of_rank(rank), 0, ()) for rank in range(2)]
         self.savings[0].commit(self.directory, Manifest(described, files, {}))
@@ -403,3 +396,153 @@ def test_a_rank_with_many_open_files_can_wait_for_its_writer(tmp_path: Path, pro
 
 def test_a_job_that_is_larger_than_a_pipe_arrives(tmp_path: Path, process: BackgroundProcess) -> None:
     assert process.wait(process.submit({**copy_of_nothing(tmp_path), "ignored": "x" * (1 << 20)})) is None
+
+
+# --- copies from a GPU -------------------------------------------------------------------------------------
+
+# A log stands in for the GPU; tests/gpu/test_staging_copies.py needs one.
+
+
+GPU = torch.device("cuda", 0)
+
+
+class Gpu(CudaHostMemory):
+    """Host memory and a stream that write what they do into a log."""
+
+    def __init__(self, log: list[str], error: str | None = None) -> None:
+        self._log, self._error = log, error
+        self._registered: dict[int, int] = {}
+
+    def register(self, address: int, size: int, device: torch.device) -> str | None:
+        self._log.append("register" if self._error is None else "refuse")
+        if self._error is None:
+            self._registered[address] = size
+        return self._error
+
+    def unregister(self, address: int) -> None:
+        del self._registered[address]
+        self._log.append("unregister")
+
+    def open_stream(self, device: torch.device) -> CudaCopyStream:
+        self._log.append("open stream")
+        return cast(CudaCopyStream, self)
+
+    def copy(self, pairs: Sequence[TensorPair]) -> "Gpu":
+        """As :meth:`CudaCopyStream.copy`: complete when its event is, the GPU itself."""
+        self._log.append("copy")
+        self._pairs = pairs
+        for target, _ in pairs:
+            assert self._error or any(
+                start <= target.data_ptr() <= start + size for start, size in self._registered.items()
+            )
+        return self
+
+    def synchronize(self) -> None:
+        for target, source in self._pairs:
+            target.copy_(source)
+        self._log.append("wait")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The log, in which the writer's jobs appear as well; the tensors count as those of a GPU."""
+    log: list[str] = []
+    submit = BackgroundProcess.submit
+
+    def logged(process: BackgroundProcess, job: Mapping[str, Any]) -> int:
+        log.append(job["kind"])
+        return submit(process, job)
+
+    monkeypatch.setattr(BackgroundProcess, "submit", logged)
+    monkeypatch.setattr(SafetensorsImage, "device", GPU)
+    return log
+
+
+def save_and_compare(root: Path, iteration: int, size: int, process: BackgroundProcess) -> None:
+    tensors = {"rows": torch.arange(size).float(), "turned": torch.arange(12.0).view(3, 4).T, "step": torch.tensor(7)}
+    saving = AsyncSaveBackend(root, iteration, process)
+    save_checkpoint(root, iteration, tensors, {}, saving=saving)
+    assert (saving.finish_own() or saving.finish()) is None
+    direct = root / "direct"
+    save_checkpoint(direct, iteration, tensors, {})
+    file = f"iter_{iteration:07d}/rank_00000.safetensors"
+    assert (root / file).read_bytes() == (direct / file).read_bytes()
+
+
+def test_the_writer_starts_when_all_copies_to_registered_memory_are_complete(tmp_path: Path, log: list[str]) -> None:
+    gpu = Gpu(log)
+    process = BackgroundProcess(60.0, Staging(gpu, gpu.open_stream))
+    save_and_compare(tmp_path, 1, 100, process)
+    assert log == ["register", "open stream", "copy", "wait", "write", "commit"]
+    log.clear()
+    save_and_compare(tmp_path, 2, 50, process)  # in the memory of the first
+    assert log == ["copy", "wait", "write", "commit"]
+    log.clear()
+    save_and_compare(tmp_path, 3, 10_000, process)  # too large for it
+    assert log == ["unregister", "register", "copy", "wait", "write", "commit"]
+    log.clear()
+    process.close()
+    assert log == ["unregister"]
+
+
+def test_memory_that_cannot_be_registered_is_pageable_and_warned_of_once(
+    tmp_path: Path, log: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = Gpu(log, error="error 2")
+    process = BackgroundProcess(60.0, Staging(gpu, gpu.open_stream))
+    with caplog.at_level(logging.WARNING):
+        for iteration, size in enumerate((100, 50, 10_000), 1):
+            save_and_compare(tmp_path, iteration, size, process)
+    process.close()
+    assert log.count("refuse") == 2  # once for each mapping
+    assert "unregister" not in log and log.count("wait") == 3
+    (warning,) = caplog.messages
+    assert warning.startswith("--async-save copies to pageable memory") and "(error 2)" in warning
+
+
+def test_tensors_of_a_cpu_need_no_gpu() -> None:
+    log: list[str] = []
+    gpu = Gpu(log)
+    memory, image = mmap.mmap(-1, 4096), SafetensorsImage({"a": torch.arange(5.0), "b": torch.tensor(7)})
+    assert image.device == torch.device("cpu")
+    staging = Staging(gpu, gpu.open_stream)
+    staging.copy(memory, image.lay_out(memory), image.device)
+    staging.release()
+    assert log == []
+    assert torch.frombuffer(memory, dtype=torch.float32, offset=image.size - 20, count=5).tolist() == [0, 1, 2, 3, 4]
+
+
+class Runtime:
+    """CUDA's registration, which returns ``error``."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.calls.append(("register", address))
+        return self._error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize(("error", "found"), [(0, None), (712, "error 712")])
+def test_an_error_of_cuda_does_not_reach_the_next_kernel(
+    monkeypatch: pytest.MonkeyPatch, error: int, found: str | None
+) -> None:
+    """CUDA keeps it for the check after the next kernel, which would fail."""
+    runtime, kernels = Runtime(error), []
+
+    def launch(*size: int, device: torch.device) -> None:
+        kernels.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", launch)
+    memory = CudaHostMemory()
+    assert memory.register(4096, 100, GPU) == found
+    memory.unregister(4096)
+    assert kernels == ([] if error == 0 else [GPU])
+    assert runtime.calls == [("register", 4096), ("unregister", 4096)]

@@ -1,7 +1,7 @@
 """Saved by any ranks, loaded by any others, bit for bit; and when one rank fails, all know."""
 
+import errno
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -10,25 +10,20 @@ from math import ceil
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import SyncSaveBackend, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
-from megatron.checkpoint.files import WrittenFile
-from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.save_plan import BoxTable, GlobalTensor, own_share, spread_replicas, tensor_data
+from megatron.checkpoint.files import WrittenFile, explained
+from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
+from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.core.control import ControlGroup
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError
@@ -398,108 +393,45 @@ def test_an_interrupt_stays_one_and_leaves_nothing_behind(tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == []
 
 
-# --- who writes what ---------------------------------------------------------------------------------------
+def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    state: dict[str, JSON] = {"loss": 0.1 + 0.2, "flags": {"a": [1, None, True, "é"]}, "big": 2**70}
+    save_checkpoint(tmp_path, 3, {"x": torch.zeros(2)}, state)
+    assert load_checkpoint(tmp_path, 3, {}) == state
 
 
-def listed(tensors: dict[str, Tensor]) -> tuple[BoxTable, list[WriteItem]]:
-    """What a rank with these tensors lists."""
-    boxed = {
-        name: tensor if isinstance(tensor, BoxedTensor) else BoxedTensor.from_whole(tensor)
-        for name, tensor in tensors.items()
-    }
-    items = [item for name, tensor in boxed.items() for item in tensor.__create_write_items__(name, tensor)]
-    facts = [GlobalTensor(name, tensor.dtype, tuple(tensor.size())) for name, tensor in boxed.items()]
-    return BoxTable.of(facts, items), items
+def test_a_state_that_is_not_json_fails_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="not JSON serializable"):
+        save_checkpoint(tmp_path / "root", 1, {"x": torch.zeros(1)}, {"path": Path()})  # type: ignore[dict-item]
+    assert not (tmp_path / "root").exists()
+    assert find_checkpoint(tmp_path / "root") is None
 
 
-def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
-    """The bytes of the parts that each rank writes."""
-    tables = [listed(tensors)[0] for tensors in ranks]
-    table = BoxTable.joined(tables)
-    owners = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
-    parts = spread_replicas(table, owners, int(owners.max()) + 1)
-    _, sizes = parts.in_table(table)
-    tensors = list(table.tensors)
-    found: list[list[int]] = [[] for _ in ranks]
-    for box, shape in zip(parts.box, sizes):
-        found[owners[box]].append(int(shape.prod()) * tensors[table.tensor[box]].dtype.itemsize)
-    return found
+def test_the_coordinator_is_told_of_a_complete_checkpoint_before_anything_else_can_fail(tmp_path: Path) -> None:
+    class RankEnds(BaseException):
+        pass
 
+    def end() -> None:
+        assert find_checkpoint(tmp_path) is not None
+        raise RankEnds
 
-def bytes_of(*ranks: dict[str, Tensor]) -> list[int]:
-    return [sum(parts) for parts in parts_of(*ranks)]
-
-
-def test_replicas_go_first_to_the_ranks_with_little_of_their_own() -> None:
-    replicated = {f"layer_{number}": torch.zeros(100) for number in range(6)}
-    ranks = [
-        {**replicated, "mine": torch.zeros(300)},
-        replicated,
-        {"only_here": torch.zeros(10), **replicated},
-    ]
-    assert bytes_of(*ranks) == [4 * 300, 4 * 300, 4 * 310]
-
-
-def test_pieces_weigh_what_they_hold_and_not_their_whole_tensor() -> None:
-    def piece(size: int) -> BoxedTensor:
-        return BoxedTensor.from_boxes((1000,), torch.float32, [((0,), torch.zeros(size))])
-
-    replicated: dict[str, Tensor] = {"small": piece(10), "also": piece(10), "large": piece(20)}
-    assert bytes_of(replicated, replicated) == [80, 80]
-
-
-def test_a_large_replica_is_cut_for_all_its_holders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.checkpoint.save_plan.SLICE_BYTES", 200)
-    rows = {"embedding": torch.zeros(20, 10)}
-    assert bytes_of(*[rows] * 4) == [200] * 4
-    # What only one rank has stays whole, and a row is never cut.
-    assert [len(parts) for parts in parts_of(rows, {})] == [1, 0]
-    assert sum(len(parts) for parts in parts_of(*[{"wide": torch.zeros(2, 1000)}] * 4)) == 2
+    saving = SyncSaveBackend(tmp_path, 5, on_commit=end)
+    with pytest.raises(RankEnds):
+        save_checkpoint(tmp_path, 5, {"weight": torch.ones(100)}, {}, saving=saving)
+    weight = torch.zeros(100)
+    load_checkpoint(tmp_path, 5, {"weight": weight})
+    assert weight.tolist() == [1.0] * 100
 
 
 @pytest.mark.parametrize(
-    ("left", "right"),
+    ("code", "remedy"),
     [
-        (torch.zeros(3), torch.zeros(4)),
-        (torch.zeros(3), torch.zeros(3).int()),
-        (torch.zeros(3), BoxedTensor.from_boxes((3,), torch.float32, [((0,), torch.zeros(2))])),
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "access"),
+        (errno.EROFS, "choose a directory that can be written"),
+        (errno.EIO, "file system"),
     ],
-    ids=["shape", "dtype", "piece"],
 )
-def test_ranks_that_disagree_about_a_tensor_are_refused(left: Tensor, right: Tensor) -> None:
-    with pytest.raises(AssertionError):
-        parts_of({"x": left}, {"x": right})
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5)), min_size=1, max_size=6),
-    st.integers(1, 5),
-    st.integers(0, 40),
-)
-def test_holders_divide_their_boxes_without_asking(
-    shapes: list[tuple[int, int]], num_ranks: int, slice_bytes: int
-) -> None:
-    """Each element is listed by one of the ranks, and these write about equally many bytes."""
-    tensors: dict[str, Tensor] = {str(number): torch.zeros(shape) for number, shape in enumerate(shapes)}
-    holders = [3 * rank + 1 for rank in range(num_ranks)]
-    tensors["scalar"] = torch.tensor(1.0)
-    _, items = listed(tensors)
-    counted = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
-    loads = []
-    with mock.patch("megatron.checkpoint.save_plan.SLICE_BYTES", slice_bytes):
-        for rank in holders:
-            # The order in which a rank has its tensors does not matter.
-            shuffled = random.Random(rank).sample(items, len(items))
-            shares = [tensor_data(item).chunk for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
-            names = [item.index.fqn for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
-            for name, chunk in zip(names, shares):
-                counted[name][tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))] += 1
-            loads.append(4 * sum(chunk.sizes.numel() for chunk in shares))
-    assert all((times == 1).all() for times in counted.values())
-    assert max(loads) - min(loads) <= max(slice_bytes, 4 * max(columns for _, columns in shapes), 4)
-
-
-def test_boxes_of_unknown_holders_are_listed_by_all() -> None:
-    _, items = listed({"known": torch.zeros(4), "unknown": torch.zeros(4)})
-    shares = [[item.index.fqn for item in own_share(items, {"known": (0, 1)}, rank)] for rank in (0, 1)]
-    assert shares == [["unknown", "known"], ["unknown"]]
+def test_errors_of_the_system_name_the_path_and_the_remedy(code: int, remedy: str) -> None:
+    with pytest.raises(CheckpointError, match=f"Cannot write here .*{os.strerror(code)}.*{remedy}"):
+        with explained("write", Path("here")):
+            raise OSError(code, os.strerror(code))

@@ -1,7 +1,7 @@
-"""Which checkpoint is found, and what a crash in the middle of a commit leaves."""
+"""What a crash in the middle of a commit leaves, and which checkpoints retention deletes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -9,28 +9,21 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.checkpoint.directory import (
-    MANIFEST,
     TRACKER,
-    commit,
+    Retention,
     hidden_path,
     iteration_directory,
     locate_checkpoint,
-    new_saving_directory,
     remove_checkpoint,
 )
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
-from megatron.checkpoint.manifest import Manifest, encode_manifest, read_manifest
-from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.manifest import read_manifest
 from megatron.errors import CheckpointError
-
-
-def write(root: Path, iteration: int, label: str = "") -> None:
-    """Save a checkpoint without tensors, whose state is ``label``."""
-    saving = new_saving_directory(root, iteration)
-    (saving / "rank_00000.safetensors").write_text(label)
-    commit(saving, root, iteration, encode_manifest(Manifest({}, (), {"label": label})))
+from tests.checkpoint.directories import names, write_checkpoint
 
 
 def label(root: Path, iteration: int) -> str:
@@ -41,155 +34,39 @@ def label(root: Path, iteration: int) -> str:
     return text
 
 
-def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir())
-
-
 def test_layout(tmp_path: Path) -> None:
     root = tmp_path / "new" / "root"
-    write(root, 100)
+    write_checkpoint(root, 100)
     assert names(root) == ["iter_0000100", TRACKER]
     assert (root / TRACKER).read_text() == "100"
     assert iteration_directory(root, 12_345_678).name == "iter_12345678"
 
 
-@pytest.mark.parametrize("make", [False, True])
-def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path, make: bool) -> None:
-    root = tmp_path / "root"
-    if make:
-        root.mkdir()
-        (root / "notes.txt").touch()
-    assert find_checkpoint(root) is None
-    assert list_checkpoints(root) == []
-
-
-# A number of which the manifests know nothing better, or none at all.
-TRACKERS = [b"", b"garbage", b"200", b"201", b"0", b"-1", b"1e9", b"9" * 5000, b"200\n\n", b"\xff\xfe", b"\0\0\0\0"]
-TRACKERS += [b"release", b"[3]"]
-
-
-@pytest.mark.parametrize("tracker", [*TRACKERS, None], ids=lambda tracker: str(tracker)[:10])
-def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: Path, tracker: bytes | None) -> None:
-    for iteration in (10, 9, 200):
-        write(tmp_path, iteration)
-    if tracker is None:
-        (tmp_path / TRACKER).unlink()
-    else:
-        (tmp_path / TRACKER).write_bytes(tracker)
-    assert find_checkpoint(tmp_path) == 200
-    assert list_checkpoints(tmp_path) == [9, 10, 200]
-
-
-@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
-def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
-    (tmp_path / TRACKER).write_bytes(tracker)
-    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
-        find_checkpoint(tmp_path)
-
-
-def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) -> None:
-    """Nor does a broken checkpoint bring it back."""
-    for iteration in (10, 50, 100):
-        write(tmp_path, iteration)
-    os.utime(tmp_path / "iter_0000100" / MANIFEST, (1, 1))
-    write(tmp_path, 60)
-    assert find_checkpoint(tmp_path) == 60
-    (tmp_path / "iter_0000010" / MANIFEST).unlink()
-    assert find_checkpoint(tmp_path) == 60
-    write(tmp_path, 110)
-    assert find_checkpoint(tmp_path) == 110
-    assert list_checkpoints(tmp_path) == [50, 60, 100, 110]
-
-
-@pytest.mark.parametrize(("is_by_hand", "found"), [(True, 10), (False, 200)])
-def test_a_tracker_set_back_by_hand_is_a_return_to_that_checkpoint(
-    tmp_path: Path, is_by_hand: bool, found: int
-) -> None:
-    """One that a kill left behind, between the last rename and the tracker, is as old as what it names."""
-    for iteration in (9, 10, 200):
-        write(tmp_path, iteration)
-    (tmp_path / TRACKER).write_text("10")
-    if not is_by_hand:
-        written = (tmp_path / "iter_0000010" / MANIFEST).stat().st_mtime
-        os.utime(tmp_path / TRACKER, (written, written))
-    assert find_checkpoint(tmp_path) == found
-
-
-@pytest.mark.parametrize("at_url", [False, True])
-@pytest.mark.parametrize("manifest", ["{", "[" * 100_000])
-def test_an_unreadable_checkpoint_is_passed_over_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, manifest: str, at_url: bool
-) -> None:
-    write(tmp_path, 2)
-    write(tmp_path, 1)
-    (tmp_path / "iter_0000002" / MANIFEST).write_text(manifest)
-    root = path_of(f"file://{tmp_path}" if at_url else str(tmp_path))
-    assert find_checkpoint(root) == 1
-    assert list_checkpoints(tmp_path) == [1]
-    assert "iteration 2" in caplog.text and "damaged" in caplog.text
-    assert "iter_0000002" in names(tmp_path)
-
-
-def test_a_requested_step_is_taken_or_refused_with_what_there_is(tmp_path: Path) -> None:
-    for iteration in (10, 20):
-        write(tmp_path, iteration)
-    assert find_checkpoint(tmp_path, 10) == 10
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: 10, 20"):
-        find_checkpoint(tmp_path, 15)
-    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: none"):
-        find_checkpoint(tmp_path / "elsewhere", 15)
-    (tmp_path / "iter_0000020" / MANIFEST).write_text("")
-    with pytest.raises(CheckpointError, match=r"iter_0000020/manifest\.json is damaged"):
-        find_checkpoint(tmp_path, 20)
-
-
-@pytest.mark.parametrize("spoil", ["empty manifest", "no manifest", "no directory"])
-def test_the_loss_of_all_checkpoints_is_not_a_fresh_start(tmp_path: Path, spoil: str) -> None:
-    write(tmp_path, 1)
-    manifest = tmp_path / "iter_0000001" / MANIFEST
-    if spoil == "empty manifest":
-        manifest.write_text("")
-    else:
-        manifest.unlink()
-    if spoil == "no directory":
-        (tmp_path / "iter_0000001").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
-        find_checkpoint(tmp_path)
-
-
-def test_a_root_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "root").touch()
-    with pytest.raises(CheckpointError, match="root"):
-        find_checkpoint(tmp_path / "root")
-    with pytest.raises(CheckpointError, match="root"):
-        new_saving_directory(tmp_path / "root", 1)
-
-
 def test_the_next_save_clears_leftovers_and_nothing_else(tmp_path: Path) -> None:
-    write(tmp_path, 1)
+    write_checkpoint(tmp_path, 1)
     for leftover in (".iter_0000002.saving-0123abcd", ".iter_0000001.replaced-0123abcd"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "rank_00000.safetensors").touch()
     (tmp_path / f".{TRACKER}.saving-0123abcd").touch()
     (tmp_path / ".iter_notes").mkdir()
-    write(tmp_path, 3)
+    write_checkpoint(tmp_path, 3)
     assert names(tmp_path) == [".iter_notes", "iter_0000001", "iter_0000003", TRACKER]
 
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        write(tmp_path, 1)
+        write_checkpoint(tmp_path, 1)
     finally:
         os.umask(before)
     assert (tmp_path / "iter_0000001").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_checkpoint_behind_a_link_is_replaced_and_stays_where_it_is(tmp_path: Path) -> None:
-    write(tmp_path / "other", 1, "far")
+    write_checkpoint(tmp_path / "other", 1, "far")
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "iter_0000001").symlink_to(tmp_path / "other" / "iter_0000001")
-    write(tmp_path / "root", 1, "near")
+    write_checkpoint(tmp_path / "root", 1, "near")
     assert label(tmp_path / "root", 1) == "near"
     assert label(tmp_path / "other", 1) == "far"
 
@@ -226,14 +103,14 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_and_no_leftover_that_stays(tm
     labels = []
     for allowed in range(100):
         root = tmp_path / str(allowed)
-        write(root, 1, "old")
-        crashed = crashes(allowed, partial(write, root, iteration, "new"))
+        write_checkpoint(root, 1, "old")
+        crashed = crashes(allowed, partial(write_checkpoint, root, iteration, "new"))
         found = find_checkpoint(root)
         assert found in (1, iteration)
         labels.append(label(root, found))
         if not crashed:
             break
-        write(root, 3, "next")
+        write_checkpoint(root, 3, "next")
         assert names(root) in (
             ["iter_0000001", "iter_0000003", TRACKER],
             ["iter_0000001", "iter_0000002", "iter_0000003", TRACKER],
@@ -247,7 +124,7 @@ def test_a_crash_at_any_moment_leaves_a_checkpoint_and_no_leftover_that_stays(tm
 
 def test_a_half_removed_checkpoint_is_none(tmp_path: Path) -> None:
     for allowed in range(1, 12):
-        write(tmp_path, 1)
+        write_checkpoint(tmp_path, 1)
         directory = iteration_directory(tmp_path, 1)
         for number in range(10):
             (directory / f"another_{number}").touch()
@@ -257,7 +134,7 @@ def test_a_half_removed_checkpoint_is_none(tmp_path: Path) -> None:
 
 def test_a_half_removed_checkpoint_that_was_replaced_is_not_put_back(tmp_path: Path) -> None:
     """A crash may leave the rest of its files."""
-    write(tmp_path, 1)
+    write_checkpoint(tmp_path, 1)
     replaced = hidden_path(iteration_directory(tmp_path, 1), "replaced")
     os.rename(iteration_directory(tmp_path, 1), replaced)
     assert list_checkpoints(tmp_path)
@@ -267,16 +144,16 @@ def test_a_half_removed_checkpoint_that_was_replaced_is_not_put_back(tmp_path: P
 
 
 def test_a_removal_that_was_cut_short_is_completed_by_the_next_save(tmp_path: Path) -> None:
-    write(tmp_path, 2)
+    write_checkpoint(tmp_path, 2)
     for allowed in range(4):
-        write(tmp_path, 1)
+        write_checkpoint(tmp_path, 1)
         assert crashes(allowed, partial(remove_checkpoint, iteration_directory(tmp_path, 1)))
-        write(tmp_path, 3)
+        write_checkpoint(tmp_path, 3)
         assert names(tmp_path) == ["iter_0000001"] * (allowed == 0) + ["iter_0000002", "iter_0000003", TRACKER]
 
 
 def test_an_error_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, 1, "old")
+    write_checkpoint(tmp_path, 1, "old")
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -286,6 +163,68 @@ def test_an_error_while_replacing_puts_the_old_one_back(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "rename", failing)
     with pytest.raises(CheckpointError, match=r"Cannot write .*iter_0000001 .*Input/output error"):
-        write(tmp_path, 1, "new")
+        write_checkpoint(tmp_path, 1, "new")
     assert label(tmp_path, 1) == "old"
     assert "iter_0000001" in names(tmp_path)
+
+
+# --- retention ----------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Says which iterations are damaged, and counts who asks."""
+
+    def __init__(self, damaged: Collection[int] = ()) -> None:
+        self.damaged, self.asked = damaged, list[int]()
+
+    def verify(self, iteration: int) -> None:
+        self.asked.append(iteration)
+        if iteration in self.damaged:
+            raise CheckpointError(f"{iteration} is damaged")
+
+
+@pytest.mark.parametrize(
+    ("last", "interval", "damaged", "expected"),
+    [
+        (2, None, (), [30, 20, 10]),
+        (1, None, (), [40, 30, 20, 10]),
+        (9, None, (), []),
+        (None, 20, (), [30, 10]),
+        (2, 20, (), [30, 10]),
+        (None, 25, (), [40, 30, 20, 10]),
+        # Two broken newer ones do not count for the two that are kept, nor are they deleted.
+        (2, None, (50, 40), [10]),
+        (1, None, (50,), [30, 20, 10]),
+        (2, None, (50, 40, 30, 20), []),
+        (None, 30, (50, 40, 30, 20, 10), []),
+    ],
+)
+def test_what_is_deleted(last: int | None, interval: int | None, damaged: tuple[int, ...], expected: list[int]) -> None:
+    assert Retention(last, interval, Disk(damaged).verify).superfluous([10, 20, 30, 40, 50]) == expected
+
+
+@given(
+    iterations=st.sets(st.integers(1, 60)).map(sorted),
+    last=st.integers(1, 5),
+    interval=st.none() | st.integers(1, 10),
+    damaged=st.sets(st.integers(1, 60)),
+)
+def test_the_newest_good_ones_and_the_milestones_stay(
+    iterations: list[int], last: int, interval: int | None, damaged: set[int]
+) -> None:
+    gone = set(Retention(last, interval, Disk(damaged).verify).superfluous(iterations))
+    good = [iteration for iteration in iterations if iteration not in damaged]
+    assert not gone & set(good[-last:])
+    assert not any(iteration % interval == 0 for iteration in gone if interval)
+    if gone:
+        assert max(gone) < min(good[-last:])
+
+
+def test_each_is_read_once_and_only_for_a_reason() -> None:
+    disk = Disk()
+    retention = Retention(2, None, disk.verify)
+    assert retention.superfluous([1, 2]) == []
+    assert disk.asked == []
+    assert retention.superfluous([1, 2, 3]) == [1]
+    assert retention.superfluous([2, 3, 4]) == [2]
+    assert disk.asked == [3, 2, 4]

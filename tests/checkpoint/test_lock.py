@@ -32,8 +32,8 @@ from megatron.checkpoint.lock import (
     check_token,
 )
 from megatron.errors import CheckpointError
+from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import small_files
-from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import REPOSITORY, wait_until
 from tests.forked import fork_context
 
@@ -237,7 +237,7 @@ def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
 SECOND_RUN = f"""
 import sys
 from pathlib import Path
-from tests.checkpoint.locking import acquire
+from tests.checkpoint.directories import acquire
 lock = acquire(Path(sys.argv[1]), {QUICK})
 print("TAKEN", flush=True)
 sys.stdin.readline()

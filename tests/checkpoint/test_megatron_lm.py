@@ -103,8 +103,7 @@ def test_the_converted_model_has_the_logits_of_megatron_core(name: str, fixtures
 
 
 @pytest.mark.parametrize(
-    ("other", "name"),
-    [("llama_tp2_pp2", "llama"), ("mixtral_ep2", "mixtral"), ("mixtral_grouped_ep2", "mixtral")],
+    ("other", "name"), [("llama_tp2_pp2", "llama"), ("mixtral_ep2", "mixtral"), ("mixtral_grouped_ep2", "mixtral")]
 )
 def test_every_layout_and_form_of_the_writer_gives_the_same_weights(other: str, name: str, fixtures: Path) -> None:
     """Layers and experts stacked in one tensor, or a tensor for each."""

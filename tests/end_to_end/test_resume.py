@@ -325,7 +325,7 @@ def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
 def test_a_damaged_checkpoint_is_skipped_for_the_newest_good_one(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The run says why, deletes nothing, and is the whole run in the end. ``tests/checkpoint/test_damage.py`` has other
+    """The run says why, deletes nothing, and is the whole run in the end. ``tests/checkpoint/test_finding.py`` has more
     damages, and that of all checkpoints."""
 
     def flags(run: Path, **changes: FlagValue | Path) -> list[str]:

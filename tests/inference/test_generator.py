@@ -1,19 +1,29 @@
 """Texts in batches: the ids of transformers, of each prompt alone and of every layout; and why texts end."""
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.inference import GenerationConfig
 from megatron.core.topology import single_process
-from megatron.data.tokenizers import NullTokenizer
+from megatron.data.tokenizers import (
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    SentencePieceTokenizer,
+    TikTokenizer,
+    Tokenizer,
+)
 from megatron.errors import ConfigError, DataError
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.generator import Completion, NewToken, Speed, complete, generate_ids
+from megatron.inference.generator import Completion, NewToken, Sampler, Speed, TextStream, complete, generate_ids
 from megatron.inference.loading import build_model
 from tests.inference.random_model import MODELS, Layout, cached
 from tests.model import reference as parity
@@ -145,3 +155,113 @@ def test_completions_have_the_new_text_and_count_its_tokens() -> None:
 def test_values_out_of_range_are_refused(changes: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(GREEDY, **changes).check()  # type: ignore[arg-type]
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+
+CONFIG = GenerationConfig(temperature=1.0, top_p=1.0)
+DRAWS = 4000
+
+
+def defined(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """The probabilities, token by token."""
+    probabilities = torch.softmax(logits.double() / config.temperature, dim=0)
+    kept, total = torch.zeros_like(probabilities), 0.0
+    for number, token in enumerate(probabilities.argsort(descending=True).tolist()):
+        if total < config.top_p and (number < config.top_k or not config.top_k):
+            kept[token] = probabilities[token]
+        total += float(probabilities[token])
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.7}, {"top_p": 0.7, "top_k": 2}, {"top_p": 0.95, "top_k": 600}],
+    ids=str,
+)
+@pytest.mark.parametrize("vocabulary", [7, 700])
+def test_frequencies_are_the_probabilities(changes: dict[str, float], vocabulary: int) -> None:
+    """With a flat distribution over a large vocabulary, top-p needs more than the tokens that are sorted first."""
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+    logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(1)) * (1.5 if vocabulary == 7 else 0.3)
+    numbers = range(DRAWS)
+    drawn = Sampler(config, numbers).draw(logits.expand(DRAWS, -1), numbers)
+    wanted = defined(logits, config)
+    assert not wanted[drawn].eq(0).any(), "a token was drawn that is left out"
+    counts = torch.bincount(torch.tensor(drawn), minlength=vocabulary)
+    # In ranges of equal probability, which have enough draws each.
+    groups = (wanted.cumsum(0) * 5).floor().clamp(max=4).long()
+    share, expected = (torch.zeros(5, dtype=torch.float64).index_add_(0, groups, x.double()) for x in (counts, wanted))
+    assert (share / DRAWS - expected).abs().max() < 5 * 0.5 / math.sqrt(DRAWS)
+
+
+def test_the_nucleus_ends_where_its_probability_is_reached() -> None:
+    """Of four equal tokens two have half of the probability."""
+    drawn = Sampler(replace(CONFIG, top_p=0.5), range(DRAWS)).draw(torch.zeros(DRAWS, 4), range(DRAWS))
+    assert len(set(drawn)) == 2
+
+
+def test_temperature_0_and_one_token_of_top_k_are_greedy() -> None:
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(2))
+    for changes in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}):
+        sampler = Sampler(replace(CONFIG, **changes), range(5))
+        assert sampler.draw(logits, range(5)) == logits.argmax(dim=1).tolist()
+
+
+def test_a_text_draws_the_same_with_any_others_beside_it() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3))
+    together = Sampler(CONFIG, range(4))
+    first, second = together.draw(logits, range(4)), together.draw(logits[2:], [2, 3])
+    alone = Sampler(replace(CONFIG, seed=CONFIG.seed + 2), [0])
+    assert [alone.draw(logits[2:3], [0]), alone.draw(logits[2:3], [0])] == [[first[2]], [second[0]]]
+
+
+# --- text ---------------------------------------------------------------------------------------------------
+
+
+TEXTS = ("  def f(x):\n\treturn x ", "naïve façade: 東京 🙂🙃\n", " leading and  double spaces", "x", "\n\n", "5 7 11")
+
+
+@pytest.fixture(params=["sentencepiece", "tiktoken", "tokenizers", "null"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    match request.param:
+        case "sentencepiece":
+            return SentencePieceTokenizer(request.getfixturevalue("sentencepiece_model"))
+        case "tiktoken":
+            return TikTokenizer(request.getfixturevalue("byte_ranks"))
+        case "tokenizers":
+            directory: Path = request.getfixturevalue("hugging_face_directory")
+            return HuggingFaceTokenizer(str(directory))
+        case _:
+            return NullTokenizer(60)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], prompt: int) -> list[str]:
+    """The parts of a text whose first ``prompt`` ids come together."""
+    stream = TextStream(tokenizer)
+    parts = [stream.add(ids[:prompt], is_last=prompt == len(ids))]
+    return parts + [stream.add([ids[place]], is_last=place == len(ids) - 1) for place in range(prompt, len(ids))]
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 4])
+def test_parts_add_up_to_the_text(tokenizer: Tokenizer, prompt: int) -> None:
+    for text in TEXTS if not isinstance(tokenizer, NullTokenizer) else TEXTS[-1:]:
+        ids = tokenizer.tokenize(text)
+        assert "".join(streamed(tokenizer, ids, min(prompt, len(ids)))) == tokenizer.detokenize(ids)
+
+
+def test_parts_of_random_ids_add_up(tokenizer: Tokenizer, chance: random.Random) -> None:
+    """Also special tokens, and bytes that are no characters."""
+    for _ in range(50):
+        ids = [chance.randrange(tokenizer.vocab_size) for _ in range(chance.randrange(1, 30))]
+        assert "".join(streamed(tokenizer, ids, 1)) == tokenizer.detokenize(ids), ids
+
+
+def test_text_comes_with_its_tokens_and_characters_are_whole(byte_ranks: str) -> None:
+    tokenizer = TikTokenizer(byte_ranks)
+    ids = tokenizer.tokenize("aé🙂!")
+    assert len(ids) == 8, "one token for each byte"
+    assert streamed(tokenizer, ids, 1) == ["a", "", "é", "", "", "", "🙂", "!"]
+    # What is cut comes at the end.
+    assert streamed(tokenizer, ids[:5], 1) == ["a", "", "é", "", "\ufffd"]

@@ -165,7 +165,7 @@ BORDERS = (
         "the nucleus of --top-p holds one token too many",
         "return likely.where(before < config.top_p, 0.0), ids",
         "return likely.where(before <= config.top_p, 0.0), ids",
-        ("inference/test_sampling.py",),
+        ("inference/test_generator.py",),
     ),
     Fault(
         "texts are a token longer than --max-new-tokens",
@@ -183,7 +183,7 @@ BORDERS = (
         "a file of a forged manifest may be beyond the list",
         "if ((tensor.files < 0) | (tensor.files >= num_files)).any() or",
         "if ((tensor.files < 0) | (tensor.files > num_files)).any() or",
-        ("checkpoint/test_damage.py", "checkpoint"),
+        ("checkpoint/test_finding.py", "checkpoint"),
     ),
     Fault(
         "one failed attempt more than --max-failed-attempts",
@@ -276,7 +276,7 @@ LOST_ERRORS = (
         "a manifest whose digest does not match is read",
         'this code reads {known}")\n        if not is_sealed("manifest", text):',
         'this code reads {known}")\n        if not text:',
-        ("checkpoint/test_storage.py",),
+        ("checkpoint/test_manifest.py",),
     ),
     Fault(
         "the commit does not look at the lock",
@@ -358,7 +358,7 @@ ORDER = (
         "what a checkpoint removes first is not its manifest",
         "        (directory / MANIFEST).unlink(missing_ok=True)\n    except OSError:\n        return\n",
         "    except OSError:\n        return\n",
-        ("checkpoint/test_directory.py", "checkpoint/test_retention.py"),
+        ("checkpoint/test_directory.py",),
     ),
     Fault(
         "samples of a step are counted before its size is read",

@@ -82,7 +82,6 @@ def describe_directory(
 
 
 def no_directory(source: Path) -> str:
-    """The sentence about a model that is not a directory."""
     if is_hub_name(str(source)):
         return f"{source} does not exist: {from_hub(str(source))} and give DIR instead."
     return f"{source} is not a directory: give the one that holds the model's config.json."
@@ -97,12 +96,10 @@ def tokenizer_flags(source: Path, place: Path) -> TokenizerConfig:
 
 
 def tokenizers_in(source: Path) -> Iterator[tuple[TokenizerType, Path]]:
-    """The type and the file of each tokenizer in ``source``, the preferred one first.
-
-    Repositories of Llama 3 have Meta's file in ``original``.
-    """
+    """The type and the file of each tokenizer in ``source``, the preferred one first."""
     if (source / TOKENIZER_JSON).is_file():
         yield "HuggingFaceTokenizer", source / TOKENIZER_JSON
+    # Repositories of Llama 3 have Meta's file in ``original``.
     for model in (source / TOKENIZER_MODEL, source / "original" / TOKENIZER_MODEL):
         if model.is_file():
             with explained("read", model), model.open("rb") as content:
@@ -217,10 +214,7 @@ def multimodal_model(fields: Fields) -> MultimodalModel | None:
 
 
 def text_model_fields(fields: Fields, where: str) -> Fields:
-    """The fields of the text model in the ``fields`` of a multimodal model, which are of the file ``where``.
-
-    Raises :class:`CheckpointError`.
-    """
+    """The fields of the text model in those of a multimodal model; ``where`` names the file in an error."""
     architecture = next(one for one in ARCHITECTURES.values() if one.multimodal == multimodal_model(fields))
     multimodal = architecture.multimodal
     assert multimodal is not None
@@ -321,7 +315,7 @@ def _yarn(rope: Fields, fields: Fields) -> dict[str, Any]:
 def config_fields(
     config: TransformerConfig, dtype: str, bos: int | None = None, eos: int | None = None
 ) -> dict[str, Any]:
-    """The content of ``config.json``; ``dtype`` is that of the weights, as transformers calls it.
+    """The content of ``config.json``, whose ``dtype`` is transformers' name of the weights' dtype.
 
     Raises :class:`CheckpointError` for a model that transformers would refuse.
     """

@@ -38,14 +38,11 @@ class _Run(NamedTuple):
 class Section:
     """A tensor of Hugging Face's, and its rows in a tensor of this code."""
 
-    name: str
-    """Hugging Face's name."""
+    name: str  # Hugging Face's name
     shape: tuple[int, ...]
     """Hugging Face's shape; three dims are transposed weights of experts, ``[experts, columns, rows]``."""
-    ours: str
-    """This code's name."""
-    first_row: int = 0
-    """First row in this code's tensor."""
+    ours: str  # this code's name
+    first_row: int = 0  # in this code's tensor
     head_size: int | None = None
     """Set if the rows of every head are in rotary order."""
     is_gain_minus_one: bool = False

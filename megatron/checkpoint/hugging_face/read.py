@@ -164,11 +164,9 @@ _ROWS = 1024  # compared at a time
 class NamedWeights(Protocol):
     """Tensors under Hugging Face's names, readable in any part."""
 
-    def entry(self, name: str) -> Entry:
-        """Dtype and shape of a tensor."""
+    def entry(self, name: str) -> Entry: ...
 
-    def read(self, name: str, place: Place) -> Tensor:
-        """A part of a tensor."""
+    def read(self, name: str, place: Place) -> Tensor: ...
 
 
 class WeightsImport(ChunkedModel):

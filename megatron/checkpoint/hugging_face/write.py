@@ -116,7 +116,7 @@ class HuggingFaceExport:
         return block
 
     def _name(self, source: str, name: str) -> str:
-        """Under which name the checkpoint has the weights ``name``: of frozen parameters it has the weights alone."""
+        """The name of a tensor in the checkpoint: under ``source``, or ``model/`` for frozen parameters."""
         return source + name if source + name in self._saved.manifest.tensors else MODEL + name
 
     def _stored(self, source: str, section: Section) -> torch.dtype:

@@ -199,7 +199,6 @@ def _pattern(value: object, name: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value for a message."""
     if isinstance(value, Record | Global):
         return value.name
     # Nested data is not shown: it may have any size.
@@ -266,7 +265,6 @@ class MegatronWeights:
             )
 
     def entry(self, name: str) -> Entry:
-        """Dtype and shape of a tensor."""
         return Entry(self._rows[name].dtype, self.shapes[name])
 
     def read(self, name: str, place: Place) -> Tensor:
@@ -429,7 +427,7 @@ class MegatronImport(WeightsImport):
             )
         rows = padded if vocab_size is None else vocab_size
         self.num_padding_rows = padded - rows
-        """Rows of the vocabulary that are left out."""
+        """Rows of the vocabulary that are not converted."""
         resolved = architecture_of(source.arguments, rows, source.where)
         self.architecture = replace(resolved, padded_vocab_size=rows)
         # Megatron-LM, too, stores the gain minus one.

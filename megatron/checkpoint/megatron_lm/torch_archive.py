@@ -4,7 +4,6 @@ The pickle is read by :mod:`megatron.checkpoint.megatron_lm.safe_pickle`; a stor
 bounds are checked here.
 """
 
-import io
 import re
 import struct
 import zipfile
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.megatron_lm.safe_pickle import MAX_BYTES, Global, PersistentId, Record, printable, read_pickle
+from megatron.checkpoint.remote_path import SeekableFile
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.errors import CheckpointError
 
@@ -40,8 +40,6 @@ _STORAGES = {
 
 
 class Range(NamedTuple):
-    """A part of a file."""
-
     start: int
     size: int
 
@@ -77,7 +75,7 @@ class TorchArchive:
             raise CheckpointError(f"{where} was written on a big-endian machine: choose another checkpoint.")
 
     def value(self) -> object:
-        """What was saved: see :func:`~megatron.checkpoint.megatron_lm.safe_pickle.read_pickle`."""
+        """The saved value, as :func:`~megatron.checkpoint.megatron_lm.safe_pickle.read_pickle` returns it."""
         return read_pickle(self.read("data.pkl"), self._where)
 
     def tensor(self, value: object) -> StoredTensor:
@@ -99,7 +97,6 @@ class TorchArchive:
         return CheckpointError(f"{self._where} is damaged ({reason}): copy the checkpoint again.")
 
     def _locate(self, name: str) -> Range:
-        """The place of a member in the file."""
         member = self._members.get(name)
         if member is None:
             raise self.damaged(f"the archive lacks {printable(name)!r}")
@@ -215,32 +212,17 @@ def integers(value: object) -> tuple[int, ...]:
     return value
 
 
-class _Window(io.RawIOBase):
+class _Window(SeekableFile):
     """A part of a file as a file of its own, for ``zipfile``."""
 
     def __init__(self, file: BinaryIO, part: Range) -> None:
-        self._file, self._part, self._position = file, part, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._part.size}[whence]
-        if base + offset < 0:
-            raise ValueError("a position before its beginning")
-        self._position = base + offset
-        return self._position
+        super().__init__(part.size)
+        self._file, self._start = file, part.start
 
     def readinto(self, buffer: object) -> int:
         view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        count = max(0, min(len(view), self._part.size - self._position))
-        self._file.seek(self._part.start + self._position)
+        count = max(0, min(len(view), self._size - self._position))
+        self._file.seek(self._start + self._position)
         content = self._file.read(count)
         view[: len(content)] = content
         self._position += len(content)

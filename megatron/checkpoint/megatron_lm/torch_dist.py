@@ -91,10 +91,7 @@ class Rows:
 
 
 def find_iteration(root: Path, ckpt_step: int | None) -> Path:
-    """The directory of a checkpoint in ``root``: of ``ckpt_step``, of the iteration in the tracker, or ``root`` itself.
-
-    Raises :class:`CheckpointError`.
-    """
+    """The directory of ``ckpt_step``, of the iteration in the tracker, or ``root``; raises :class:`CheckpointError`."""
     if ckpt_step is None and (root / METADATA).exists():
         return root
     directory = _tracked_directory(root) if ckpt_step is None else iteration_directory(root, ckpt_step)
@@ -237,10 +234,7 @@ def _check_format(directory: Path) -> None:
 
 
 def _tensors(value: object) -> Iterator[tuple[str, SavedTensor]]:
-    """The weights of DCP's ``Metadata``, without the state of the training and objects such as FP8 states.
-
-    Raises ``ValueError``.
-    """
+    """The weights in DCP's ``Metadata``, without optimizer and FP8 states. Raises ``ValueError``."""
     metadata = _attributes(value, "Metadata", _MEGATRONS)
     places = _places(metadata["storage_data"])
     tensors = metadata["state_dict_metadata"]

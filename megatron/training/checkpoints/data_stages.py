@@ -47,12 +47,12 @@ def resolve_data_stages(
 ) -> ResolvedStages:
     """The stages with which a run resumes from the checkpoint ``where`` of ``iteration``.
 
-    ``now`` are the data of the flags, ``name`` is ``--new-data-stage``. The run continues in the last stage of the
-    checkpoint if ``name`` is None or the stage's name, and begins a stage otherwise.
-
-    Raises :class:`CheckpointError` if the data differ from the data of the continued stage, or if ``name`` is the name
-    of an earlier stage.
+    ``now`` are the data of the flags, ``name`` is ``--new-data-stage``. Raises :class:`CheckpointError` if the data
+    differ from the data of the continued stage, or if ``name`` is the name of an earlier stage.
     """
+    #   --new-data-stage     not given        name of the last stage   another name
+    #   the run              continues in the last stage               begins a stage after the last
+    #   data of the flags    must equal those of the last stage        are those of the new stage
     current = saved[-1]
     if name is not None and name != current.name:
         if name in [stage.name for stage in saved]:
@@ -74,7 +74,14 @@ def resolve_data_stages(
         return ResolvedStages((*saved, begun), tuple(notices))
     differences = training_differences(current.data, now)
     if differences:
-        raise CheckpointError(_refusal(current.name, differences, where))
+        shown = list(differences[:_MAX_DIFFERENCES])
+        if len(differences) > len(shown):
+            shown.append(f"and {len(differences) - len(shown)} more")
+        raise CheckpointError(
+            f"The data differ from the data of stage {current.name} of {where} ({'; '.join(shown)}): use the same "
+            "flags and files, begin these data at their first sample with --new-data-stage and a new name, or start a "
+            "new run from the weights alone with --finetune."
+        )
     behind = consumed_samples - current.first_sample
     notices = [f"data stage {current.name} continues after {behind} of its samples"]
     if current.data.keys() <= {"sequence_length"}:
@@ -106,14 +113,3 @@ def with_train_epochs(
     ]
     is_extendable = current.data.get("sample_order") in ("extendable", "best-fit")
     return (*stages[:-1], replace(current, data={**current.data, EPOCHS: now})), [] if is_extendable else warnings
-
-
-def _refusal(name: str, differences: Sequence[str], where: str) -> str:
-    shown = list(differences[:_MAX_DIFFERENCES])
-    if len(differences) > len(shown):
-        shown.append(f"and {len(differences) - len(shown)} more")
-    return (
-        f"The data differ from the data of stage {name} of {where} ({'; '.join(shown)}): use the same flags and files, "
-        "begin these data at their first sample with --new-data-stage and a new name, or start a new run from the "
-        "weights alone with --finetune."
-    )

@@ -4,7 +4,7 @@ import logging
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,8 @@ from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 
+_logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
@@ -30,14 +32,6 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
     """
     config, control = context.config.checkpoint, context.control
     locks: list[RunLock] = []
-
-    def poll(attempt: LockAttempt) -> str | None:
-        lock = attempt.poll()
-        if lock is None:
-            return attempt.reason_to_wait
-        locks.append(lock)
-        return None
-
     try:
         places = [("--save", config.save), *(("--redundant-save", place) for place in config.redundant_save)]
         for flag, place in places:
@@ -45,16 +39,24 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
                 run_on_rank0(control, partial(check_url_writable, flag, place))
             elif place is not None:
                 run_on_rank0(control, partial(check_save_directory, flag, Path(place)))
-                wait_on_all_ranks(partial(poll, LockAttempt(Path(place))), context)
+                _lock(Path(place), locks, context)
         yield locks
     finally:
         for lock in locks:
             lock.release()
 
 
-def wait_on_all_ranks(poll: Callable[[], str | None], context: RunContext) -> None:
-    """Call ``poll`` on rank 0 until it returns no reason to wait; a collective."""
-    is_logged = False
+def _lock(root: Path, locks: list[RunLock], context: RunContext) -> None:
+    """Lock ``root`` on rank 0, and wait while the owner of its lock may be alive; a collective."""
+    attempt, is_logged = LockAttempt(root), False
+
+    def poll() -> str | None:
+        lock = attempt.poll()
+        if lock is None:
+            return attempt.reason_to_wait
+        locks.append(lock)
+        return None
+
     while (reason := run_on_rank0(context.control, poll)) is not None:
         if not is_logged:
             context.log_rank0(reason)
@@ -90,10 +92,7 @@ class Pruning:
         self.retention = Retention(config.save_retain_last, config.save_retain_interval, self._verify)
 
     def prune(self, newest: int, in_use: Collection[int] = (), safe_before: int | None = None) -> None:
-        """Delete old checkpoints after ``newest`` was saved, except those ``in_use``; a collective.
-
-        The newest one up to iteration ``safe_before`` stays as well.
-        """
+        """Delete old checkpoints after ``newest`` was saved, except those ``in_use`` and the newest ``safe_before``."""
         if not self._deletes:
             return
         there = run_on_rank0(self._control, lambda: list_checkpoints(self._root))
@@ -117,21 +116,15 @@ class Pruning:
 # --- copies -------------------------------------------------------------------------------------------------
 
 
-_logger = logging.getLogger(__name__)
-
-
 def check_url_writable(flag: str, url: str) -> None:
-    """Raise :class:`ConfigError` unless small files can be written, read and deleted at ``url``.
-
-    A store that does not answer is only a warning: it may answer at the first save.
-    """
+    """Raise :class:`ConfigError` unless small files can be written, read and deleted at ``url``."""
     name = f".write-check-{secrets.token_hex(4)}"
     root = RemotePath(url.rstrip("/"))
     try:
         (root / name).write_bytes(b"")
         (root / name).read_bytes()
         root.remove([name])
-    except UnreachableError as error:
+    except UnreachableError as error:  # it may answer at the first save
         _logger.warning("%s %s may not be writable: %s", flag, url, error)
     except (CheckpointError, DataError, OSError) as error:
         raise ConfigError(f"{flag} cannot be used: {error}") from error
@@ -207,11 +200,9 @@ class Mirror:
             self._warn(f"nothing is deleted under {self._place}: {error}")
 
     def abandon(self) -> None:
-        """Abandon the copy under way."""
         if self._copy is not None:
             self._copy.abandon()
         self._copy = None
 
     def close(self) -> None:
-        """End the background process."""
         self._process.close()

@@ -48,8 +48,7 @@ class SavedRun:
 
     root: AnyPath
     iteration: int
-    shapes: dict[str, tuple[int, ...]]
-    """Global shape by tensor name."""
+    shapes: dict[str, tuple[int, ...]]  # global, by tensor name
     state: SavedState
 
     @property
@@ -259,8 +258,8 @@ def check_architecture(
 
 
 def given_architecture(model: ModelConfig) -> dict[str, Any]:
-    """The values of flags of the architecture, for :func:`check_architecture`. A flag without a value (None) follows
-    from others, and is compared when the weights are loaded."""
+    """The values of flags of the architecture, for :func:`check_architecture`."""
+    # A flag without a value follows from others, and is compared when the weights are loaded.
     known = {field.name for field in fields(TransformerConfig)}
     given = {name: value for name, value in asdict(model).items() if name in known and value is not None}
     given["no_rope_freq"] = model.canonical_nope_pattern

@@ -81,7 +81,7 @@ class Saver:
         self._start_copies(iteration)
 
     def save_last(self, state: RunState) -> None:
-        """At the end of a run: save ``state`` unless it is saved already, and wait for all saves and copies."""
+        """Save ``state`` at the end of a run, unless it is saved already, and wait for all saves and copies."""
         iteration = state.progress.iteration
         self._finish("The next attempt is now, at the end of the run.")
         if iteration != self.last_saved:
@@ -147,7 +147,6 @@ class Saver:
             self._background.poll()
 
     def close(self) -> None:
-        """End the background processes."""
         if self._background is not None:
             self._background.close()
         for mirror in self._mirrors:

@@ -59,8 +59,7 @@ class RunState:
         return any(one.leaves_out(self.progress.consumed_samples, batch_size) for one in self.rollbacks)
 
     def begin_stage(self) -> None:
-        """Call when a data stage begins: earlier losses, and positions of samples that were left out, do not apply to
-        its data."""
+        """Forget earlier losses and skipped samples: they do not apply to the data of a new stage."""
         self.guard.forget()
         self.rollbacks = tuple(one.before(self.progress.consumed_samples) for one in self.rollbacks)
 
@@ -69,7 +68,6 @@ class RunState:
         return self.guard.metrics() | ({"rollbacks": len(self.rollbacks)} if self.rollbacks else {})
 
     def hyperparameters(self) -> Hyperparameters:
-        """The hyperparameters of the next iteration."""
         samples, config = self.progress.consumed_samples, self.context.config.learning_rate
         hyperparameters = Hyperparameters(self.lr_schedule(samples))
         if config.decoupled_lr is not None:
@@ -120,12 +118,8 @@ class RunState:
     def load(self, saved: SavedRun, weights_only: bool) -> None:
         """Load ``saved``, or its weights alone; a collective."""
         config, topology = self.context.config.checkpoint, self.context.topology
-        check_architecture(
-            asdict(self.architecture),
-            asdict(saved.state.architecture),
-            f"The checkpoint under {saved.root}",
-            weights_only=weights_only,
-        )
+        ours, theirs = asdict(self.architecture), asdict(saved.state.architecture)
+        check_architecture(ours, theirs, f"The checkpoint under {saved.root}", weights_only=weights_only)
         if not weights_only:
             self.lr_schedule = resolve_lr_schedule(
                 self.lr_schedule, saved.state.lr_schedule, self.context.config.learning_rate
@@ -156,6 +150,7 @@ class RunState:
         else:
             self.module.optimizer.reload_master_weights()
         if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
+            # The weights of the model are the best that the checkpoint has.
             masters = renamed(optimizer_tensors(self.module.optimizer), MASTER, MODEL)
             load_checkpoint(saved.root, saved.iteration, masters, topology.control)
         if not has_average:
@@ -166,8 +161,10 @@ class RunState:
             self.module.data_parallel.finish_param_all_gather()
 
     def load_hugging_face(self, source: Path, text_only: bool, control: ControlGroup) -> str:
-        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards. Returns which
-        tensors of a multimodal model were left out, with ``text_only``."""
+        """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards.
+
+        Returns a description of the tensors beside the text model that ``text_only`` drops.
+        """
 
         def fill() -> str:
             model = HuggingFaceModel(source, text_only, "--load-hf-text-only")
@@ -244,8 +241,7 @@ class RunState:
 
 
 def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``weights`` under the names of ``kind``, apart from those that were frozen, of which the checkpoint has the
-    weights alone."""
+    """``weights`` under the names of ``kind``; frozen ones, which exist as weights alone, under their own names."""
     others = renamed(weights, MODEL, kind)
     return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}
 

@@ -1,4 +1,4 @@
-"""Files are not what they were: a run starts from the newest checkpoint that is whole, or says that there is none."""
+"""Which checkpoint a run starts from: the newest that is whole, or an error that says there is none."""
 
 import os
 import random
@@ -11,14 +11,138 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.directory import MANIFEST, TRACKER, Retention, iteration_directory
-from megatron.checkpoint.finding import list_checkpoints, verify_share
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    TRACKER,
+    Retention,
+    iteration_directory,
+    new_saving_directory,
+)
+from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, verify_share
+from megatron.checkpoint.remote_path import path_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run
+from tests.checkpoint.directories import names, write_checkpoint
 from tests.checkpoint.fault_run import ALONE, Saved, load_newest, save
 from tests.rank_pool import RankPool
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_nothing_saved_yet_is_a_fresh_start(tmp_path: Path, make: bool) -> None:
+    root = tmp_path / "root"
+    if make:
+        root.mkdir()
+        (root / "notes.txt").touch()
+    assert find_checkpoint(root) is None
+    assert list_checkpoints(root) == []
+
+
+# A number of which the manifests know nothing better, or none at all.
+TRACKERS = [b"", b"garbage", b"200", b"201", b"0", b"-1", b"1e9", b"9" * 5000, b"200\n\n", b"\xff\xfe", b"\0\0\0\0"]
+TRACKERS += [b"release", b"[3]"]
+
+
+@pytest.mark.parametrize("tracker", [*TRACKERS, None], ids=lambda tracker: str(tracker)[:10])
+def test_whatever_the_tracker_says_the_newest_readable_directory_wins(tmp_path: Path, tracker: bytes | None) -> None:
+    for iteration in (10, 9, 200):
+        write_checkpoint(tmp_path, iteration)
+    if tracker is None:
+        (tmp_path / TRACKER).unlink()
+    else:
+        (tmp_path / TRACKER).write_bytes(tracker)
+    assert find_checkpoint(tmp_path) == 200
+    assert list_checkpoints(tmp_path) == [9, 10, 200]
+
+
+@pytest.mark.parametrize("tracker", TRACKERS, ids=lambda tracker: str(tracker)[:10])
+def test_a_tracker_without_checkpoints_is_not_a_fresh_start(tmp_path: Path, tracker: bytes) -> None:
+    (tmp_path / TRACKER).write_bytes(tracker)
+    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_continuation_that_was_abandoned_does_not_come_back(tmp_path: Path) -> None:
+    """Nor does a broken checkpoint bring it back."""
+    for iteration in (10, 50, 100):
+        write_checkpoint(tmp_path, iteration)
+    os.utime(tmp_path / "iter_0000100" / MANIFEST, (1, 1))
+    write_checkpoint(tmp_path, 60)
+    assert find_checkpoint(tmp_path) == 60
+    (tmp_path / "iter_0000010" / MANIFEST).unlink()
+    assert find_checkpoint(tmp_path) == 60
+    write_checkpoint(tmp_path, 110)
+    assert find_checkpoint(tmp_path) == 110
+    assert list_checkpoints(tmp_path) == [50, 60, 100, 110]
+
+
+@pytest.mark.parametrize(("is_by_hand", "found"), [(True, 10), (False, 200)])
+def test_a_tracker_set_back_by_hand_is_a_return_to_that_checkpoint(
+    tmp_path: Path, is_by_hand: bool, found: int
+) -> None:
+    """One that a kill left behind, between the last rename and the tracker, is as old as what it names."""
+    for iteration in (9, 10, 200):
+        write_checkpoint(tmp_path, iteration)
+    (tmp_path / TRACKER).write_text("10")
+    if not is_by_hand:
+        written = (tmp_path / "iter_0000010" / MANIFEST).stat().st_mtime
+        os.utime(tmp_path / TRACKER, (written, written))
+    assert find_checkpoint(tmp_path) == found
+
+
+@pytest.mark.parametrize("at_url", [False, True])
+@pytest.mark.parametrize("manifest", ["{", "[" * 100_000])
+def test_an_unreadable_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, manifest: str, at_url: bool
+) -> None:
+    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 1)
+    (tmp_path / "iter_0000002" / MANIFEST).write_text(manifest)
+    root = path_of(f"file://{tmp_path}" if at_url else str(tmp_path))
+    assert find_checkpoint(root) == 1
+    assert list_checkpoints(tmp_path) == [1]
+    assert "iteration 2" in caplog.text and "damaged" in caplog.text
+    assert "iter_0000002" in names(tmp_path)
+
+
+def test_a_requested_step_is_taken_or_refused_with_what_there_is(tmp_path: Path) -> None:
+    for iteration in (10, 20):
+        write_checkpoint(tmp_path, iteration)
+    assert find_checkpoint(tmp_path, 10) == 10
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: 10, 20"):
+        find_checkpoint(tmp_path, 15)
+    with pytest.raises(CheckpointError, match="no checkpoint of iteration 15; it has: none"):
+        find_checkpoint(tmp_path / "elsewhere", 15)
+    (tmp_path / "iter_0000020" / MANIFEST).write_text("")
+    with pytest.raises(CheckpointError, match=r"iter_0000020/manifest\.json is damaged"):
+        find_checkpoint(tmp_path, 20)
+
+
+@pytest.mark.parametrize("spoil", ["empty manifest", "no manifest", "no directory"])
+def test_the_loss_of_all_checkpoints_is_not_a_fresh_start(tmp_path: Path, spoil: str) -> None:
+    write_checkpoint(tmp_path, 1)
+    manifest = tmp_path / "iter_0000001" / MANIFEST
+    if spoil == "empty manifest":
+        manifest.write_text("")
+    else:
+        manifest.unlink()
+    if spoil == "no directory":
+        (tmp_path / "iter_0000001").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="has no readable checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_a_root_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "root").touch()
+    with pytest.raises(CheckpointError, match="root"):
+        find_checkpoint(tmp_path / "root")
+    with pytest.raises(CheckpointError, match="root"):
+        new_saving_directory(tmp_path / "root", 1)
+
+
+# --- damaged files ------------------------------------------------------------------------------------------
+
 
 FILES = [MANIFEST, "rank_00000.safetensors", "rank_00001.safetensors"]
 ITERATIONS = [1, 2, 3]

@@ -1,19 +1,27 @@
-"""Boxes whose rows ranks divide, listed once: the same chunks as listed one by one."""
+"""The manifest: boxes whose rows ranks divide are the chunks that are listed one by one; damage is refused."""
 
 import json
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron.checkpoint.boxes import BoxedTensor, DividedBox, Divisions, divided_boxes
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.directory import iteration_directory
+from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
 from megatron.checkpoint.files import WrittenFile
+from megatron.checkpoint.finding import find_checkpoint, verify_share
+from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import (
     Manifest,
     SavedTensor,
@@ -22,9 +30,13 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_manifest,
 )
+from megatron.checkpoint.schema import FORMAT_VERSION
 from megatron.core.parameter import Box, ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.digests import seal
+from megatron.errors import CheckpointError
+from tests.checkpoint.directories import acquire
+from tests.checkpoint.models import Bomb
 from tests.rank_pool import RankPool
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -124,8 +136,8 @@ def test_the_bytes_of_a_file_are_those_of_its_chunks(case: Case) -> None:
 FILES = [WrittenFile(f"rank_{rank:05d}.safetensors", 100, (f"{rank:032x}",)) for rank in range(6)]
 DIVIDED = [DividedBox((0, 0), (7, 3), 1, 3, 2, 2), DividedBox((7, 0), (3, 3), 0, 3, 4, 1)]
 """Rows 0 to 3, 3 to 5 and 5 to 7 in files 1, 3 and 5, and 7 to 10 in file 0."""
-WHOLE = SavedTensor.undivided(
-    torch.float32, (2,), np.zeros((1, 1), np.int64), np.full((1, 1), 2), np.zeros(1, np.int64)
+WHOLE = SavedTensor(
+    torch.float32, (2,), np.zeros((1, 1), np.int64), np.full((1, 1), 2), np.zeros(1, np.int64), Divisions.none(1)
 )
 
 
@@ -235,3 +247,155 @@ def test_ranks_save_what_they_divide(four_ranks: RankPool, tmp_path: Path, rows:
     load_checkpoint(tmp_path, 1, loaded)
     assert torch.equal(loaded["x"].flatten(), torch.arange(2.0 * rows))
     assert torch.equal(loaded["own"], torch.ones(3))
+
+
+# --- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A root with one checkpoint, of iteration 5."""
+    save_checkpoint(tmp_path, 5, {"weight": torch.arange(100.0)}, {"iteration": 5})
+    return tmp_path
+
+
+def load(root: Path) -> Tensor:
+    weight = torch.zeros(100)
+    load_checkpoint(root, 5, {"weight": weight})
+    return weight
+
+
+def only_file(root: Path) -> Path:
+    return root / "iter_0000005" / "rank_00000.safetensors"
+
+
+def manifest_file(root: Path) -> Path:
+    return root / "iter_0000005" / MANIFEST
+
+
+def test_a_file_with_other_entries_is_refused_by_name(root: Path) -> None:
+    """As a faulty writer would leave it: the digests are right."""
+    content = only_file(root).read_bytes().replace(b'"F32"', b'"I32"')
+    only_file(root).write_bytes(content)
+    digests = [xxhash.xxh3_128_hexdigest(content)]
+    change = partial(edit, lambda d: d["files"][only_file(root).name].update(xxh3_128=digests))
+    manifest_file(root).write_text(change(manifest_file(root).read_text()))
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged .*not what the manifest"):
+        load(root)
+    only_file(root).write_bytes(content.replace(b'"weight@0"', b'"height@0"'))
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors is damaged"):
+        load(root)
+
+
+def edit(change: Callable[[Any], object], text: str) -> str:
+    """The manifest with a change of its content, and the digest of that: what only a fault of ours could write."""
+    document = json.loads(text)["manifest"]
+    change(document)
+    changed = json.dumps(document, separators=(",", ":"))
+    digest = xxhash.xxh3_128_hexdigest(changed.encode())
+    return f'{{"xxh3_128": "{digest}", "manifest": {changed}}}'
+
+
+def test_the_manifest_text_is_stable(root: Path) -> None:
+    text = manifest_file(root).read_text()
+    assert encode_manifest(decode_manifest(text)) == text == edit(lambda document: None, text)
+
+
+def chunks(document: Any) -> Any:
+    """The columns of the only chunk."""
+    return document["tensors"]["weight"]["chunks"]
+
+
+def record(document: Any) -> Any:
+    return document["files"]["rank_00000.safetensors"]
+
+
+def in_two(document: Any, *ranges: tuple[int, int]) -> None:
+    """Cut the only chunk in two of such offsets and lengths."""
+    starts, lengths = zip(*ranges)
+    chunks(document).update(offset=[*starts], shape=[*lengths], file=[0] * len(ranges))
+
+
+def test_chunks_that_are_disjoint_and_fill_a_tensor_are_accepted(root: Path) -> None:
+    decode_manifest(edit(lambda d: in_two(d, (60, 40), (0, 60)), manifest_file(root).read_text()))
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "empty": lambda text: "",
+    "half": lambda text: text[: len(text) // 2],
+    "not an object": lambda text: "[1, 2]",
+    "no tensors": partial(edit, lambda d: d.pop("tensors")),
+    "a newer format": partial(edit, lambda d: d.update(format_version=FORMAT_VERSION + 1)),
+    "another digest": lambda text: text.replace(text[14:46], "0" * 32),
+    "another number": lambda text: text.replace('"bytes":', '"bytes":1'),
+    "state is a list": partial(edit, lambda d: d.update(state=[])),
+    "unknown dtype": partial(edit, lambda d: d["tensors"]["weight"].update(dtype="F31")),
+    "a chunk twice": partial(edit, lambda d: in_two(d, (0, 50), (0, 50))),
+    "chunks that overlap": partial(edit, lambda d: in_two(d, (0, 60), (40, 40))),
+    "a digest too few": partial(edit, lambda d: record(d).update(xxh3_128=[])),
+    "no block size": partial(edit, lambda d: record(d).update(block_bytes=0)),
+    "a hole": partial(edit, lambda d: chunks(d).update(shape=[99])),
+    "out of bounds": partial(edit, lambda d: chunks(d).update(offset=[1])),
+    "negative": partial(edit, lambda d: chunks(d).update(offset=[-1])),
+    "shape of strings": partial(edit, lambda d: chunks(d).update(shape=["100"])),
+    "other rank": partial(edit, lambda d: chunks(d).update(offset=[0, 0])),
+    "huge number": partial(edit, lambda d: d["tensors"]["weight"].update(shape=[10**40])),
+    "fraction": partial(edit, lambda d: chunks(d).update(offset=[0.5])),
+    "no file": partial(edit, lambda d: chunks(d).update(file=[])),
+    "a file before the first": partial(edit, lambda d: chunks(d).update(file=[-1])),
+    "a huge offset": partial(edit, lambda d: chunks(d).update(offset=[(1 << 63) - 1])),
+    "nested columns": partial(edit, lambda d: chunks(d).update(offset=[[0]])),
+    "unlisted file": partial(edit, lambda d: chunks(d).update(file=[1])),
+    "file elsewhere": lambda text: text.replace("rank_00000.safetensors", "../rank_00000.safetensors"),
+    "deeply nested": lambda text: "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_manifest_is_refused_by_name(root: Path, damage: Callable[[str], str]) -> None:
+    text = damage(manifest_file(root).read_text())
+    manifest_file(root).write_text(text)
+    for read in (lambda: read_manifest(root / "iter_0000005"), lambda: load(root)):
+        with pytest.raises(CheckpointError, match=r"iter_0000005/manifest\.json is damaged"):
+            read()
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(root: Path) -> None:
+    """200 random bits; the seed is printed on failure. Bits of tensor files are flipped in test_safetensors_file.py."""
+    seed = random.SystemRandom().randrange(2**32)
+    choose, victim = random.Random(seed), manifest_file(root)
+    verify_share(root, 5, rank=0, size=1)
+    content = bytearray(victim.read_bytes())
+    for _ in range(200):
+        place, bit = choose.randrange(len(content)), 1 << choose.randrange(8)
+        content[place] ^= bit
+        victim.write_bytes(content)
+        with pytest.raises(CheckpointError, match=rf"{victim.name} is damaged"):
+            verify_share(root, 5, rank=0, size=1)
+            pytest.fail(f"seed {seed}: a flipped bit {bit} of byte {place} was not noticed")
+        content[place] ^= bit
+
+
+@pytest.mark.parametrize("same_size", [False, True])
+@pytest.mark.parametrize("victim", [only_file, manifest_file])
+def test_a_pickle_in_place_of_a_file_is_never_executed(
+    root: Path, victim: Callable[[Path], Path], same_size: bool
+) -> None:
+    mark = root / "executed"
+    content = pickle.dumps(Bomb(mark))
+    size = victim(root).stat().st_size
+    victim(root).write_bytes(content.ljust(size, b"\0") if same_size else content)
+    with pytest.raises(CheckpointError, match=victim(root).name):
+        load(root)
+    assert not mark.exists()
+    # The trap works: Python's own loader walks into it.
+    pickle.loads(content)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("name", [TRACKER, LOCK])
+def test_a_pickle_in_place_of_a_tracker_or_a_lock_is_never_executed(root: Path, name: str) -> None:
+    (root / name).write_bytes(pickle.dumps(Bomb(root / "executed")))
+    acquire(root).release()
+    assert find_checkpoint(root) == 5
+    assert not (root / "executed").exists()

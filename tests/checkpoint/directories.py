@@ -1,0 +1,27 @@
+"""Lock a directory as a run does, in one process; and checkpoints without tensors."""
+
+import time
+from pathlib import Path
+
+from megatron.checkpoint.directory import commit, new_saving_directory
+from megatron.checkpoint.lock import POLL, RENEWAL, LockAttempt, RunLock
+from megatron.checkpoint.manifest import Manifest, encode_manifest
+
+
+def acquire(root: Path, renewal: float = RENEWAL) -> RunLock:
+    """Lock the checkpoints in ``root``; waits while the owner of the present lock may be dead."""
+    attempt = LockAttempt(root, renewal=renewal)
+    while (lock := attempt.poll()) is None:
+        time.sleep(POLL)
+    return lock
+
+
+def write_checkpoint(root: Path, iteration: int, label: str = "") -> None:
+    """Save a checkpoint without tensors, whose state is ``label``."""
+    saving = new_saving_directory(root, iteration)
+    (saving / "rank_00000.safetensors").write_text(label)
+    commit(saving, root, iteration, encode_manifest(Manifest({}, (), {"label": label})))
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
