@@ -73,7 +73,8 @@ def read_run_yaml(path: Path) -> list[str]:
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): name a YAML file of flags.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML ({_in_one_line(error)}): correct it.") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not YAML ({reason}): correct it.") from None
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
@@ -126,7 +127,3 @@ def _texts(flag: str, value: "yaml.Node", place: str) -> Iterator[str]:
             yield item.value.capitalize()
         else:
             yield item.value
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
