@@ -144,6 +144,7 @@ class PipelineConfig:
             shape = SCHEDULES[self.schedule(num_layers, num_stages)].placement
             check_that_no_rank_idles(self.pipeline_model_parallel_layout, stages, num_stages, shape)
             return stages
+        # 8 layers, 2 ranks, 2 chunks: rank 0 has virtual stages 0 and 2 (layers 0 1 and 4 5), rank 1 has 1 and 3
         chunks = self.num_chunks(num_layers, num_stages)
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         if first is not None or last is not None:

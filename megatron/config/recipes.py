@@ -188,6 +188,7 @@ def recipe_of(started: Sequence[Started], remarks: Sequence[str] = ()) -> Recipe
 def _recipe(words: Sequence[str], num_ranks: int | None, remarks: Sequence[str]) -> Recipe:
     """A recipe, with a remark on what has no value in ``words``. A variable that is not set, after a flag that takes no
     further value, is taken for empty."""
+    # --lr $LR $MORE: LR is taken as a value, MORE for empty, because --lr has one value.
     missing = list(dict.fromkeys(source for word in words for source in sources(word)))
     kept: list[str] = []
     for given in split_words(words):

@@ -79,6 +79,7 @@ def read_run_yaml(path: Path) -> list[str]:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"--config {path} must map flags to values: write a line such as seq-length: 8192 per flag.")
+    # Nodes, not values: YAML would read 1:30 as a number and no as false.
     words: list[str] = []
     seen: set[str] = set()
     for key, value in node.value:

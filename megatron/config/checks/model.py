@@ -143,6 +143,7 @@ def _check_balance(run: RunConfig) -> None:
     given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
     if not types or len(set(types)) < len(types) or ("none" in types and len(types) > 1):
         raise ConfigError(f"{flag} {named} must name each loss once, or none alone: change it.")
+    # By default the loss is named and has the coefficient 0: that is no mistake.
     is_default = not changed_flags(run.moe, "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     if types == ("none",) and any(coefficients):
         raise ConfigError(
@@ -207,6 +208,7 @@ def check_expert_layout(run: RunConfig, world_size: int) -> None:
 def _check_stage(run: RunConfig, world_size: int, expert_ranks: int, by_default: str) -> None:
     """The ranks of a stage must be a multiple of the ``expert_ranks`` of one copy of the experts."""
     parallel = run.parallel
+    # ranks of a stage = etp x ep x edp, where edp is the number of copies of the experts
     ranks = world_size // parallel.pipeline_model_parallel_size
     if ranks % expert_ranks:
         raise ConfigError(

@@ -18,6 +18,7 @@ def check_fp8(run: RunConfig, world_size: int) -> None:
     size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
     length, samples = run.data.seq_length or unit, run.training.micro_batch_size or unit
     model = run.model.resolve(1, size, length)
+    # Rows and columns of the matrices of a rank.
     on_each_rank = {
         "--hidden-size": model.hidden_size,
         "--ffn-hidden-size / --tensor-model-parallel-size": model.ffn_hidden_size // size,
@@ -89,6 +90,7 @@ def check_transformer_engine(run: RunConfig, world_size: int) -> None:
             f"--recompute-modules layernorm is not supported by {flag}, where the norm and the projection are one "
             "module: remove layernorm, or use --transformer-impl local."
         )
+    # Limits of FP8 in Transformer Engine.
     if precision.fp8_format is None:
         return
     if precision.fp8_recipe == "delayed" and activations.granularity is not None:
