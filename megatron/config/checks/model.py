@@ -83,11 +83,9 @@ def check_experts(run: RunConfig, world_size: int) -> None:
     _check_score_function(run)
     _check_groups(run)
     _check_balance(run)
-    if run.moe.moe_shared_expert_overlap and model.moe_shared_expert_intermediate_size is None:
-        raise ConfigError(
-            "--moe-shared-expert-overlap needs --moe-shared-expert-intermediate-size: add it, or remove "
-            "--moe-shared-expert-overlap."
-        )
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    overlap = changed_flags(run.moe, "moe_shared_expert_overlap")
+    require_flag("--moe-shared-expert-intermediate-size", has_shared, overlap)
 
 
 def _check_score_function(run: RunConfig) -> None:

@@ -3,6 +3,7 @@
 from megatron.config.precision import FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import require_flag
 from megatron.schedules.registry import SCHEDULES
 
 
@@ -161,9 +162,10 @@ def check_kernels(run: RunConfig, world_size: int) -> None:
         )
     for operation in ("fp8_quantization", "fp8_weight_gradient"):
         kernel = run.kernels.wanted(operation)
-        if kernel is not None and run.precision.fp8_format is None:
-            raise ConfigError(f"{kernel.flag} needs --fp8-format: add it, or remove {kernel.flag}.")
-        if kernel is not None and run.model.transformer_impl != "local":
+        if kernel is None:
+            continue
+        require_flag("--fp8-format", run.precision.fp8_format is not None, [kernel.flag])
+        if run.model.transformer_impl != "local":
             raise ConfigError(
                 f"{kernel.flag} is not supported by --transformer-impl transformer_engine, which has its own FP8 "
                 "kernels: remove it, or use --transformer-impl local."
