@@ -25,7 +25,7 @@ from megatron.errors import (
     cause_of,
 )
 from megatron.operation import causes
-from megatron.operation.accounting import Attempt, write_current
+from megatron.operation.attempts import Attempt, write_current
 from megatron.operation.causes import EXPLANATIONS, Cause, OutOfMemoryKills
 from megatron.operation.failure import (
     FILE,

@@ -127,7 +127,7 @@ from pathlib import Path
 from megatron.config.operation import OperationConfig
 from megatron.operation.attempts import AttemptCounter
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import RunSettings
 settings = RunSettings(RANK, 1, DIRECTORY, OperationConfig(), ("host",))
 Heartbeat.attach(os.environ, 0).write_settings(settings.to_json())
 AttemptCounter(Path(DIRECTORY), 3).begin(None)

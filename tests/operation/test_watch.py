@@ -19,7 +19,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import launch, side_watch, watch, watchdog
+from megatron.operation import hang as watch
+from megatron.operation import launch, side_watch, watchdog
 from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
