@@ -11,13 +11,6 @@ _MODULES = """
 MODULES = _MODULES.split()
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent
-        return False
-
-
 def _obstacle() -> str:
     """Why nothing can run here, and what to do about it; empty if everything can."""
     if sys.platform == "win32":
@@ -27,7 +20,14 @@ def _obstacle() -> str:
             f"Megatron-Llama needs Python 3.11 or later, and {sys.executable} is {sys.version_info[0]}."
             f"{sys.version_info[1]}: start a later one, or activate its environment (source .venv/bin/activate)."
         )
-    missing = [module for module in MODULES if not _is_installed(module)]
+    missing = []
+    for module in MODULES:
+        try:
+            is_installed = find_spec(module) is not None
+        except ModuleNotFoundError:  # its parent
+            is_installed = False
+        if not is_installed:
+            missing.append(module)
     if missing:
         return (
             f"{sys.executable} has no {', '.join(missing)}: activate the environment that has them (source "

@@ -37,6 +37,7 @@ class DroppingFile(io.RawIOBase):
 
     def write(self, content: "ReadableBuffer", /) -> int:
         text = bytes(content)
+        # A notice comes first. Where it finds no room either, these lines are lost, too.
         if self._lost_lines:
             line_end = "\n" if self._is_mid_line else ""
             notice = f"{line_end}WARNING: {self._lost_lines} lines of this log are missing here ({self._reason}).\n"

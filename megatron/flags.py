@@ -91,6 +91,7 @@ class IntervalSchedule:
     @classmethod
     def parse(cls, flag: str, text: str) -> "IntervalSchedule":
         """Parse a number of iterations, or ``interval@start`` pairs; raises :class:`ConfigError` naming ``flag``."""
+        # 500@0,2000@1000: due at 500, 1000, 2000, 4000, 6000 ...
         words = [f"{text}@0"] if text.isdecimal() else text.split(",")
         matches = [_STEP.fullmatch(word) for word in words]
         steps = tuple((int(match[1]), int(match[2])) for match in matches if match)

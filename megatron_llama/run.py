@@ -101,6 +101,7 @@ class Run:
         with ExitStack() as end:
             end.enter_context(random_numbers_restored())  # the parser of the flags draws numbers, too
             config = parse_command_line(words, print_messages=process.rank == 0)
+            # Flags without a meaning in Python are refused first.
             check_flags(config)
             check_run(config, process.world_size)
             self._trainer = self._build(config, words, process, end)
@@ -171,6 +172,7 @@ class Run:
                 f"The run ends after iteration {self.iteration} ({self._reason}): use a larger --train-iters, "
                 "which also sets the schedule of the learning rate."
             )
+        # An iteration that is skipped has no result, and the next one is the step.
         self._recorder.result = None
         self._reason = trainer.advance()
         while self._recorder.result is None and self._reason is None:  # --iterations-to-skip

@@ -72,6 +72,7 @@ class ActivationConfig:
 
         The first layer of a unit decides whether the unit is offloaded.
         """
+        # uniform, 2 layers: [0 1] [2 3] [4]    block, 2 layers: [0] [1] 2 3 4    in brackets: recomputed
         size, recomputed = 1, 0
         if self.granularity == "full":
             assert self.recompute_num_layers is not None

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import require_at_least, values_of
+from megatron.flags import changed_flags, require_at_least, require_flag, values_of
 from megatron.urls import check_place, refuse_urls
 
 
@@ -37,10 +37,8 @@ class LoadedModelConfig:
             check_place("--load", self.load)
         refuse_urls({"--load-hf": self.load_hf}, "copy the model to a local directory, whose files can be mapped")
         refuse_urls({"--tokenizer-model": self.tokenizer_model}, "copy the tokenizer to a local path")
-        if self.ckpt_step is not None and self.load is None:
-            raise ConfigError("--ckpt-step needs --load: add it, or remove --ckpt-step.")
-        if self.load_hf_text_only and self.load_hf is None:
-            raise ConfigError("--load-hf-text-only needs --load-hf: add it, or remove --load-hf-text-only.")
+        require_flag("--load", self.load is not None, changed_flags(self, "ckpt_step"))
+        require_flag("--load-hf", self.load_hf is not None, changed_flags(self, "load_hf_text_only"))
         require_at_least(1, values_of(self, "pipeline_model_parallel_size", "expert_model_parallel_size"))
 
 

@@ -225,6 +225,7 @@ class ModelConfig:
                 f"The head size {self.kv_channels or hidden // heads} is odd, but the rotary embedding needs an even "
                 "one: change --kv-channels, or --hidden-size / --num-attention-heads."
             )
+        # g key-value heads, each for n / g query heads
         groups = heads if self.num_query_groups is None else self.num_query_groups
         if not self.group_query_attention and groups != heads:
             raise ConfigError(
@@ -244,6 +245,7 @@ class ModelConfig:
                 f"--max-position-embeddings {positions} is below --seq-length {seq_length}: raise "
                 "--max-position-embeddings, or lower --seq-length."
             )
+        # Every tensor-parallel rank has equally many rows of the embedding: [v_padded / tp, h].
         unit = self.make_vocab_size_divisible_by * tensor_parallel_size
         ffn = self.ffn_hidden_size or int(hidden * 8 / 3) // 64 * 64 or 64
         resolved: dict[str, Any] = {
@@ -262,6 +264,7 @@ class ModelConfig:
         if self.use_mup:
             base = resolved["mup_base_hidden_size"] = self.mup_base_hidden_size or hidden
             resolved["mup_output_mult"] = base / hidden if self.mup_output_mult is None else self.mup_output_mult
+        # Flags with the name of a field are taken over; those above need a value.
         known = {field.name for field in fields(TransformerConfig)}
         return TransformerConfig(**{name: value for name, value in vars(self).items() if name in known} | resolved)
 

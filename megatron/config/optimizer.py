@@ -63,6 +63,7 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
                 raise ConfigError(f"--weight-decay-incr-style {self.weight_decay_incr_style} needs {flag}: add it.")
         is_precision_aware = self.use_precision_aware_optimizer
         require_flag("--use-precision-aware-optimizer", is_precision_aware, changed_flags(self, "main_grads_dtype"))
+        # Every update rule checks its flags, also where --optimizer names another one.
         for flags in rule_flags():
             flags.check(self, self.optimizer)
 

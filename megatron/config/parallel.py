@@ -167,6 +167,7 @@ class ParallelConfig:
 
     def least_world_size(self, has_experts: bool) -> int:
         """The fewest ranks on which the layout is possible."""
+        # The ranks of a stage are tp x cp x dp for dense layers, and etp x ep x edp for experts.
         expert_ranks = self.expert_tensor_size * self.expert_model_parallel_size if has_experts else 1
         ranks = lcm(self.tensor_model_parallel_size * self.context_parallel_size, expert_ranks)
         return ranks * self.pipeline_model_parallel_size * self.num_distributed_optimizer_instances

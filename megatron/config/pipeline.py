@@ -6,7 +6,7 @@ from typing import Annotated
 import tyro
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, flag_of, require_at_least, values_of
+from megatron.flags import changed_flags, flag_of, require_at_least, require_flag, values_of
 from megatron.schedules.registry import SCHEDULES, ScheduleName
 from megatron.schedules.stages import (
     VirtualStage,
@@ -78,10 +78,7 @@ class PipelineConfig:
 
     def check_stages(self, num_layers: int, num_stages: int) -> None:
         pipelined = changed_flags(self, *_CHUNKS, *_ENDS, *_ACCOUNT, *_LAYOUT, _GROUP_SIZE)
-        if num_stages == 1 and pipelined:
-            raise ConfigError(
-                f"{pipelined[0]} needs --pipeline-model-parallel-size of 2 or more: add it, or remove {pipelined[0]}."
-            )
+        require_flag("--pipeline-model-parallel-size of 2 or more", num_stages > 1, pipelined[:1])
         schedule, size = self.schedule(num_layers, num_stages), self.microbatch_group_size_per_virtual_pipeline_stage
         if size is not None and not SCHEDULES[schedule].groups_microbatches:
             grouped = " or ".join(name for name, spec in SCHEDULES.items() if spec.groups_microbatches)
@@ -144,6 +141,7 @@ class PipelineConfig:
             shape = SCHEDULES[self.schedule(num_layers, num_stages)].placement
             check_that_no_rank_idles(self.pipeline_model_parallel_layout, stages, num_stages, shape)
             return stages
+        # 8 layers, 2 ranks, 2 chunks: rank 0 has virtual stages 0 and 2 (layers 0 1 and 4 5), rank 1 has 1 and 3
         chunks = self.num_chunks(num_layers, num_stages)
         first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
         if first is not None or last is not None:

@@ -171,31 +171,24 @@ def script_recipe(text: str, environment: Mapping[str, str]) -> Recipe:
 def recipe_of(started: Sequence[Started], remarks: Sequence[str] = ()) -> Recipe:
     """The recipe of the training among the commands that a script starts: of the first Python file with pretrain, then
     train, in its name, otherwise of the first one."""
-
-    def file_of(command: Started) -> int:
-        return next(place for place, word in enumerate(command.words) if word.endswith(".py"))
-
-    def rank(command: Started) -> int:
-        name = command.words[file_of(command)].rpartition("/")[2]
-        return 2 - ("pretrain" in name) - ("train" in name)
-
-    chosen = min(started, key=rank)
-    others = [f"{shown(one.words[file_of(one)])} (line {one.line})" for one in started if one.words != chosen.words]
+    files = [next(word for word in command.words if word.endswith(".py")) for command in started]
+    names = [file.rpartition("/")[2] for file in files]
+    number = min(range(len(started)), key=lambda one: 2 - ("pretrain" in names[one]) - ("train" in names[one]))
+    chosen = started[number]
+    others = [f"{shown(file)} (line {one.line})" for one, file in zip(started, files) if one.words != chosen.words]
     also = [f"Not explained, but started as well: {', '.join(others)}."] if others else []
-    place = file_of(chosen)
-    return _recipe(chosen.words[place + 1 :], _ranks_of_launcher(chosen.words[:place]), [*remarks, *also])
-
-
-def _ranks_of_launcher(words: Sequence[str]) -> int | None:
-    """The ranks that torchrun starts with ``words``; None if they do not say so in numbers."""
-    given = {one.flag: one.values[0] for one in split_words(words) if one.values}
+    place = chosen.words.index(files[number])
+    # Before the file stand the launcher and its flags: torchrun says the number of ranks, unless by a variable.
+    given = {one.flag: one.values[0] for one in split_words(chosen.words[:place]) if one.values}
     sizes = [given.get("--nproc-per-node", ""), given.get("--nnodes", "1")]
-    return int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else None
+    num_ranks = int(sizes[0]) * int(sizes[1]) if all(size.isdigit() for size in sizes) else None
+    return _recipe(chosen.words[place + 1 :], num_ranks, [*remarks, *also])
 
 
 def _recipe(words: Sequence[str], num_ranks: int | None, remarks: Sequence[str]) -> Recipe:
     """A recipe, with a remark on what has no value in ``words``. A variable that is not set, after a flag that takes no
     further value, is taken for empty."""
+    # --lr $LR $MORE: LR is taken as a value, MORE for empty, because --lr has one value.
     missing = list(dict.fromkeys(source for word in words for source in sources(word)))
     kept: list[str] = []
     for given in split_words(words):

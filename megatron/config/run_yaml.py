@@ -73,11 +73,13 @@ def read_run_yaml(path: Path) -> list[str]:
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): name a YAML file of flags.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not YAML ({_in_one_line(error)}): correct it.") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not YAML ({reason}): correct it.") from None
     if node is None:
         return []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"--config {path} must map flags to values: write a line such as seq-length: 8192 per flag.")
+    # Nodes, not values: YAML would read 1:30 as a number and no as false.
     words: list[str] = []
     seen: set[str] = set()
     for key, value in node.value:
@@ -126,7 +128,3 @@ def _texts(flag: str, value: "yaml.Node", place: str) -> Iterator[str]:
             yield item.value.capitalize()
         else:
             yield item.value
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -112,6 +112,7 @@ def split_words(arguments: Iterable[str]) -> list[Given]:
     flag, values = "", list[str]()
     found = []
     for word in arguments:
+        # -1 and -inf are values.
         if not re.match(r"--|-[A-Za-z]", word) or re.fullmatch(r"-(inf|nan)", word):
             values.append(word)
             continue
@@ -210,6 +211,7 @@ def _whole_number(flag: str, word: str) -> int:
         return int(word)
     except ValueError:
         pass
+    # 8k, 1M and 1e6 are common, and ambiguous: the message has the number in digits.
     remedy = "write it in digits"
     if suffixed := re.fullmatch(r"(\d+)([kKmM])", word):
         remedy = f"write {int(suffixed[1]) * _UNITS[suffixed[2]]}"

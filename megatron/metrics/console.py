@@ -145,7 +145,7 @@ def format_compact_line(record: IterationRecord, left_s: float | None, log_throu
     if left_s is not None:
         fields.append(f"{duration(left_s)} left")
     # What a person should see: skipped updates, losses that are not finite, spikes.
-    unusual = {"skipped": metrics["skipped"], "not finite": record.nan_iterations}
+    unusual: dict[str, float | None] = {"skipped": metrics["skipped"], "not finite": record.nan_iterations}
     fields += [f"{name} {count:.0f}" for name, count in unusual.items() if count]
     spike = metrics.get("spike")
     return "  ".join([*fields, f"spike {spike:.1f}"] if spike else fields)

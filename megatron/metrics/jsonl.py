@@ -104,6 +104,8 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
         return
     is_new_run = resume_iteration == 0
     with path.open("r+b") as file:
+        # | records up to the checkpoint | records after it, a torn line |   read from the end
+        # ................................^ end: the file is cut here
         num_others, has_records, end, kept = 0, False, 0, b"\n"
         for start, line in _lines_from_the_end(file):
             iteration = _record(line.decode("utf-8", errors="replace")).get("iteration")

@@ -17,12 +17,15 @@ class MetricsWriter(Protocol):
 
     def write_iteration(self, record: IterationRecord) -> None:
         """Write one logged iteration."""
+        return
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         """Write one evaluation."""
+        return
 
     def close(self) -> None:
         """Flush and close; nothing is written afterwards."""
+        return
 
 
 @dataclass(frozen=True, kw_only=True)

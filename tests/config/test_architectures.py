@@ -200,9 +200,3 @@ def test_a_checkpoint_with_another_setting_is_refused(flags: str, words: str) ->
     with pytest.raises(CheckpointError) as refusal:
         check_architecture(vars(model_of(flags).resolve(64, 1, 16)), saved, "X")
     assert words in str(refusal.value)
-
-
-def test_a_checkpoint_without_mup_is_refused() -> None:
-    plain = parse_command_line(MODEL.replace("--use-mup --mup-base-hidden-size 16", "").split()).model
-    with pytest.raises(CheckpointError, match="--use-mup is True here and False there"):
-        check_architecture(vars(model_of().resolve(64, 1, 16)), vars(plain.resolve(64, 1, 16)), "X")

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -54,26 +55,15 @@ def test_every_file_of_the_packages_is_installed(tmp_path: Path, monkeypatch: py
 
 def test_no_file_of_the_packages_is_ignored_by_git() -> None:
     """A pattern such as ``build/`` also leaves out a package of that name from a commit."""
-    words = [
-        "git",
-        "ls-files",
-        "--others",
-        "--ignored",
-        "--exclude-standard",
-        "megatron",
-        "megatron_llama",
-        "tests",
-        "tools",
-    ]
+    words = shlex.split("git ls-files --others --ignored --exclude-standard megatron megatron_llama tests tools")
     ignored = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
     assert not [name for name in ignored if "/__pycache__/" not in name]
 
 
 def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "megatron/core").mkdir(parents=True)
-    code = (
-        f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({str(REPOSITORY)!r}); import megatron_llama"
-    )
+    places = f"sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({str(REPOSITORY)!r})"
+    code = f"import sys; {places}; import megatron_llama"
     environment = {**os.environ, "PYTHONPATH": ""}
     # A regular package of ours would win over a namespace package of a later place, as megatron-core's is.
     (tmp_path / "megatron/__init__.py").touch()
@@ -83,8 +73,6 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, monkeypatch
 
 
 def test_files_of_megatron_core_among_ours_are_named(tmp_path: Path) -> None:
-    from importlib.machinery import ModuleSpec
-
     spec = ModuleSpec("megatron", None, origin=str(tmp_path / "__init__.py"), is_package=True)
     assert spec.submodule_search_locations is not None
     spec.submodule_search_locations.append(str(tmp_path))
@@ -150,9 +138,7 @@ def test_the_installed_command_works_elsewhere(tmp_path: Path, is_editable: bool
 
 def test_on_windows_an_import_says_what_to_do() -> None:
     code = "import sys; sys.platform = 'win32'; import megatron"
-    outcome = subprocess.run(
-        [sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
-    )
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     assert outcome.returncode == 1
     assert "ImportError: Megatron-Llama runs on Linux and macOS" in outcome.stderr and "WSL" in outcome.stderr
 
@@ -242,15 +228,9 @@ def test_the_steps_of_the_container_file_work_in_a_bare_environment(tmp_path: Pa
     build.root.mkdir()
     for name, words in instructions((REPOSITORY / "Dockerfile").read_text(encoding="utf-8")):
         build.execute(name, words)
-    flags = "train --model tiny --mock-data --vocab-size 100 --seq-length 16 --micro-batch-size 1 --global-batch-size 1"
-    flags += " --train-iters 1 --lr 1e-3 --num-workers 0 --device cpu"
-    done = subprocess.run(
-        ["megatron-llama", *flags.split()],
-        cwd=build.place,
-        env={**build.variables, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
+    variables = {**build.variables, "OMP_NUM_THREADS": "1"}
+    train = ["megatron-llama", "train", *TINY]
+    done = subprocess.run(train, cwd=build.place, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "stopped: the run is complete" in done.stdout
     torch = subprocess.run(

@@ -397,8 +397,8 @@ SENTENCES = (
     ),
     Fault(
         "the slowest rank is shown as the fastest",
-        "ends = {name: (min(times.values()), max(times.values())) for name, times in _by_name(local).items()}",
-        "ends = {name: (max(times.values()), min(times.values())) for name, times in _by_name(local).items()}",
+        'ends[name] = (slowest if option == "max" else min(times.values()), slowest)',
+        'ends[name] = (slowest, slowest if option == "max" else min(times.values()))',
         ("training/test_metrics.py",),
     ),
     Fault(

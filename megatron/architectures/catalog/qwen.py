@@ -4,7 +4,6 @@ Qwen3 (arXiv 2505.09388): no bias, but RMSNorm of queries and keys and a head si
 all or in some layers.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron.architectures.layer_pattern import describe_layers
@@ -115,20 +114,6 @@ def _moe_layer_freq(fields: Fields) -> str:
     return describe_layers(is_moe)
 
 
-def _moe_fields(config: TransformerConfig) -> Mapping[str, Any]:
-    return {
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.moe_router_topk,
-        "moe_intermediate_size": config.moe_ffn_hidden_size,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, is_moe in enumerate(config.moe_layers()) if not is_moe],
-        "norm_topk_prob": True,
-        "output_router_logits": False,
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
-
-
 def _moe_preset(layers: int, hidden: int, ffn: int, heads: int, expert: int) -> dict[str, Any]:
     experts = {"num_experts": 128, "moe_ffn_hidden_size": expert, "moe_router_topk": 8}
     return _qwen3_preset(layers, hidden, ffn, heads, groups=4, **experts)
@@ -147,7 +132,17 @@ QWEN3_MOE = ArchitectureSpec(
     moe_layers=any,
     presets=_MOE_PRESETS,
     vocab_sizes=dict.fromkeys(_MOE_PRESETS, _VOCABULARY),
-    config_fields=_moe_fields,
+    config_fields=lambda config: {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.moe_router_topk,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_moe in enumerate(config.moe_layers()) if not is_moe],
+        "norm_topk_prob": True,
+        "output_router_logits": False,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
     read_fields=_read_moe_fields,
     field_defaults={
         "num_key_value_heads": 4,

@@ -121,7 +121,7 @@ class _Evaluation:
                 self._case(node)
             case Group():
                 outside = self.reading.variables
-                if node.is_subshell:
+                if node.is_subshell:  # its variables are a copy
                     self.reading.variables = outside.copy()
                 status = self.run(node.body)
                 self.reading.variables = outside
@@ -154,6 +154,7 @@ class _Evaluation:
         if status is not None and not unset:
             self.run(body if status else rest)
             return
+        # Both branches are read; remarks name the choice only if they differ.
         inside, outside = self.attempt(body), self.attempt(rest)
         if status is None:
             # Between a branch that starts a program and one that does not, the first one is meant to be read.
@@ -182,6 +183,7 @@ class _Evaluation:
             status = self.run(node.condition)
             if status is (node.kind == "until"):
                 return
+            # A turn that changes no variable would be repeated for ever.
             before = self.reading.copy()
             if self._turn(node.body) == "break" or self.reading.variables.values == before.variables.values:
                 return
@@ -221,6 +223,7 @@ class _Evaluation:
             return _Test(node.words[1:], self._known, variables, lambda word: joined(word, variables)).result()
         if node.words[0] == "((":
             return self._arithmetic_command(node.words[1])
+        # Assignments before a command are for this command alone; without a command they stay.
         words = list(node.words)
         while words and ASSIGNMENT.match(words[0]):
             words.pop(0)
@@ -239,6 +242,7 @@ class _Evaluation:
         return self._command(node, [field for word in words for field in fields(word, variables)])
 
     def _arithmetic_command(self, source: str) -> bool | None:
+        # i=1, i+=1, i++: computed as the value of $(( )) in an assignment
         changed = re.fullmatch(r"\s*(\w+)\s*(\+\+|--|[-+*/]?=(?!=))(.*)", source, re.DOTALL)
         if changed is None:
             value = arithmetic(source, self.reading.variables)
@@ -281,20 +285,16 @@ class _Evaluation:
             case ["source" | ".", file, *_]:
                 self._remark(f"line {node.line}: {shown(file)} is not read.")
             case [name, *arguments] if name in self.reading.functions:
-                self._call(name, arguments)
+                before, variables.arguments = variables.arguments, tuple(arguments)
+                try:
+                    self.run(self.reading.functions[name])
+                except _Left as left:
+                    if left.args[0] != "return":
+                        raise
+                self.reading.variables.arguments = before
             case [name, *_] if name not in _NO_START:
                 self.start(node, words)
         return None
-
-    def _call(self, name: str, arguments: Sequence[str]) -> None:
-        variables = self.reading.variables
-        before, variables.arguments = variables.arguments, tuple(arguments)
-        try:
-            self.run(self.reading.functions[name])
-        except _Left as left:
-            if left.args[0] != "return":
-                raise
-        self.reading.variables.arguments = before
 
     def start(self, node: Simple, words: Sequence[str]) -> None:
         """Note a command that starts a Python file, also in the text of ``bash -c`` or of a here-document."""
@@ -304,6 +304,7 @@ class _Evaluation:
         if any(word.endswith(".py") for word in words):
             self.reading.started.append(Started(node.line, tuple(words)))
         elif inner:
+            # The inner script has lines of its own; remarks name the line of the outer one.
             before = len(self.reading.started)
             self.run(parse(shown(inner[-1])))
             started = self.reading.started

@@ -238,6 +238,7 @@ def _modified(value: str, operation: str, variables: Variables) -> str | None:
         return value.upper() if operation == "^^" else value.lower()
     if cut := re.match(r"##?|%%?", operation):
         pattern = _regular_expression(joined(operation[cut.end() :], variables))
+        # The shortest match of # and %, the longest of ## and %%.
         ends = range(len(value) + 1)
         candidates = ends if cut[0] in ("#", "%%") else reversed(ends)
         for end in candidates:
@@ -290,6 +291,7 @@ def arithmetic(source: str, variables: Variables) -> int | None:
         return value if re.fullmatch(r"-?\d+", value) else "unknown()"
 
     text = re.sub(r"\b[A-Za-z_]\w*", number, text)
+    # Python's parser reads the rest.
     text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or ")).strip()
     try:
         return _computed(ast.parse(text or "0", mode="eval").body)

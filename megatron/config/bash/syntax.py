@@ -144,6 +144,7 @@ class _Tokens:
 
     def _read(self) -> str:
         self._skip_blanks()
+        # Redirections are dropped; the text of a here-document is kept, because it may be a script.
         while redirection := _REDIRECTION.match(self._text, self._position):
             self._position = redirection.end()
             self._skip_blanks()
@@ -183,6 +184,7 @@ class _Tokens:
 
     def starts(self, text: str) -> bool:
         """Whether ``text`` follows, and is skipped."""
+        # A token that has been read already is read again from its beginning.
         start = self._peeked[0] if self._peeked else self._position
         while blank := _BLANK.match(self._text, start):
             start = blank.end()
@@ -200,6 +202,7 @@ class _Tokens:
         position = start
         stops = set(ends) if ends else _END_OF_WORD
         while position < len(text):
+            # A=(1 2) is one word, unlike f (
             is_array = text[position] == "(" and ASSIGNMENT.fullmatch(text, start, position)
             if is_array or re.match(r"['\"`]|\$[({']|[<>]\(", text[position : position + 2]):
                 position = end_of_expansion(text, position)
@@ -313,6 +316,7 @@ def _simple(tokens: _Tokens, line: int, first: str) -> Simple:
 
 
 def _if(tokens: _Tokens, line: int) -> If:
+    # if A; then B; elif C; then D; else E; fi  is  ((A, B), (C, D), ((), E))
     branches, keyword = [], "if"
     while keyword != "fi":
         condition: Body = ()

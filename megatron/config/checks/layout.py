@@ -56,6 +56,7 @@ def check_context_parallel(run: RunConfig, world_size: int) -> None:
             f"--seq-length {length} is not divisible by {parts}, as --context-parallel-size {size}{by} requires: "
             "change one of them."
         )
+    # An all-to-all exchanges a part of the sequence for a part of the heads.
     heads = model.num_query_groups // tensor_size
     for name in dict.fromkeys(parallel.cp_comm_type):
         spec = CONTEXT_PARALLEL_TYPES[name]
@@ -92,6 +93,7 @@ def check_data_parallel(run: RunConfig, world_size: int) -> None:
 def check_fully_sharded(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     stages = parallel.pipeline_model_parallel_size
+    # FSDP shards over the ranks with the same weights: one rank has nothing to shard.
     copies = run.data_parallel_size(world_size) * parallel.context_parallel_size
     if run.model.num_experts:
         expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size

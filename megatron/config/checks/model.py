@@ -83,11 +83,9 @@ def check_experts(run: RunConfig, world_size: int) -> None:
     _check_score_function(run)
     _check_groups(run)
     _check_balance(run)
-    if run.moe.moe_shared_expert_overlap and model.moe_shared_expert_intermediate_size is None:
-        raise ConfigError(
-            "--moe-shared-expert-overlap needs --moe-shared-expert-intermediate-size: add it, or remove "
-            "--moe-shared-expert-overlap."
-        )
+    has_shared = model.moe_shared_expert_intermediate_size is not None
+    overlap = changed_flags(run.moe, "moe_shared_expert_overlap")
+    require_flag("--moe-shared-expert-intermediate-size", has_shared, overlap)
 
 
 def _check_score_function(run: RunConfig) -> None:
@@ -143,6 +141,7 @@ def _check_balance(run: RunConfig) -> None:
     given = " ".join(f"{coefficient:g}" for coefficient in coefficients)
     if not types or len(set(types)) < len(types) or ("none" in types and len(types) > 1):
         raise ConfigError(f"{flag} {named} must name each loss once, or none alone: change it.")
+    # By default the loss is named and has the coefficient 0: that is no mistake.
     is_default = not changed_flags(run.moe, "moe_router_load_balancing_type", "moe_aux_loss_coeff")
     if types == ("none",) and any(coefficients):
         raise ConfigError(
@@ -207,6 +206,7 @@ def check_expert_layout(run: RunConfig, world_size: int) -> None:
 def _check_stage(run: RunConfig, world_size: int, expert_ranks: int, by_default: str) -> None:
     """The ranks of a stage must be a multiple of the ``expert_ranks`` of one copy of the experts."""
     parallel = run.parallel
+    # ranks of a stage = etp x ep x edp, where edp is the number of copies of the experts
     ranks = world_size // parallel.pipeline_model_parallel_size
     if ranks % expert_ranks:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from megatron.config.precision import FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import require_flag
 from megatron.schedules.registry import SCHEDULES
 
 
@@ -18,6 +19,7 @@ def check_fp8(run: RunConfig, world_size: int) -> None:
     size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
     length, samples = run.data.seq_length or unit, run.training.micro_batch_size or unit
     model = run.model.resolve(1, size, length)
+    # Rows and columns of the matrices of a rank.
     on_each_rank = {
         "--hidden-size": model.hidden_size,
         "--ffn-hidden-size / --tensor-model-parallel-size": model.ffn_hidden_size // size,
@@ -89,6 +91,7 @@ def check_transformer_engine(run: RunConfig, world_size: int) -> None:
             f"--recompute-modules layernorm is not supported by {flag}, where the norm and the projection are one "
             "module: remove layernorm, or use --transformer-impl local."
         )
+    # Limits of FP8 in Transformer Engine.
     if precision.fp8_format is None:
         return
     if precision.fp8_recipe == "delayed" and activations.granularity is not None:
@@ -159,9 +162,10 @@ def check_kernels(run: RunConfig, world_size: int) -> None:
         )
     for operation in ("fp8_quantization", "fp8_weight_gradient"):
         kernel = run.kernels.wanted(operation)
-        if kernel is not None and run.precision.fp8_format is None:
-            raise ConfigError(f"{kernel.flag} needs --fp8-format: add it, or remove {kernel.flag}.")
-        if kernel is not None and run.model.transformer_impl != "local":
+        if kernel is None:
+            continue
+        require_flag("--fp8-format", run.precision.fp8_format is not None, [kernel.flag])
+        if run.model.transformer_impl != "local":
             raise ConfigError(
                 f"{kernel.flag} is not supported by --transformer-impl transformer_engine, which has its own FP8 "
                 "kernels: remove it, or use --transformer-impl local."
