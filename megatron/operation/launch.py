@@ -61,7 +61,8 @@ from megatron.operation.nodes import (
     StoreWatch,
     order_nodes,
 )
-from megatron.operation.processes import LAUNCHER, end_processes
+from megatron.operation.processes import LAUNCHER
+from megatron.operation.ranks import end_processes
 from megatron.operation.signals import StopSignals
 from megatron.operation.warm import WarmProcesses
 from megatron.torch_compat import (

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.operation import launch
+from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
-from megatron.operation.launch import final_code
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
