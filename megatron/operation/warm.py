@@ -16,15 +16,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.operation.processes import LAUNCHER, die_with_parent
+
+if TYPE_CHECKING:
+    from megatron.operation.heartbeat import HeartbeatMemory
 
 Execute = Callable[..., dict[str, Any]]
 """Runs a script or module under a name, and returns its globals."""
@@ -32,6 +36,8 @@ Execute = Callable[..., dict[str, Any]]
 HOOK = "import_for_training"
 """Function of the script."""
 _READY = b"ready"
+_AFTER_SECONDS = 3.0
+"""Seconds of training after which standby processes start."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _OF_ONE_RANK = (
     "RANK",
@@ -155,9 +161,17 @@ class WarmProcesses:
         if command is not None:
             self._commands[local_rank] = command, dict(environment)
 
+    def prepare_when_training(self, heartbeats: "HeartbeatMemory") -> None:
+        """:meth:`prepare`, once all ranks have trained for a moment: before, they need the cores themselves."""
+        begun = time.monotonic_ns() - int(_AFTER_SECONDS * 1e9)
+        for rank in range(heartbeats.num_ranks):
+            snapshot = heartbeats.read(rank)
+            if snapshot is None or snapshot.attached_ns > begun or snapshot.section.label in ("start", "load"):
+                return
+        self.prepare()
+
     def prepare(self) -> None:
-        """Start a standby for each rank that has none. Call it from a thread that lives as long as the launcher, when
-        the ranks train: before, they need the cores themselves."""
+        """Start a standby for each rank that has none. Call it from a thread that lives as long as the launcher."""
         # One that ends by itself cannot import, and the next could not either.
         self._failed = self._failed or any(warm.process.poll() is not None for warm in self._standby.values())
         if self._failed:
@@ -165,10 +179,6 @@ class WarmProcesses:
         for local_rank, (command, environment) in self._commands.items():
             if local_rank not in self._standby:
                 self._standby[local_rank] = Standby(command, environment)
-
-    def are_ready(self) -> bool:
-        """Whether every rank has a standby that is ready."""
-        return bool(self._standby) and all(warm.is_ready() for warm in self._standby.values())
 
     def take(self, local_rank: int, words: Sequence[str]) -> Standby | None:
         """The standby for a rank with this command, if it is ready; otherwise its cores are freed."""

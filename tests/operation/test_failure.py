@@ -38,7 +38,7 @@ from megatron.operation.failure import (
     write_failure,
 )
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.processes import RunningProcess, end_processes
+from megatron.operation.ranks import RunningProcess, end_processes
 
 CLOSED = "Traceback ...\nRuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"
 BUG = "Traceback ...\nZeroDivisionError: division by zero"

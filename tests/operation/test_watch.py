@@ -19,12 +19,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import hang, launch, side_watch, watchdog
+from megatron.operation import hang, ranks, side_watch, watchdog
 from megatron.operation.causes import Cause
 from megatron.operation.hang import STAYS, command_key, longest_stays, write_stays
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
-from megatron.operation.processes import end_processes
+from megatron.operation.ranks import end_processes
 from tests.end_to_end.run_process import REPOSITORY, FlagValue, descendants, free_port, wait_until
 from tests.operation.broken_job import LIMIT, SECTIONS, Break, BreakableJob, break_one_after_the_other
 from tests.operation.campaign_checks import read_reports
@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_in_the_last_box_and_in_a_section_of_which_nothi
 
 def let_rank_1_remain() -> None:
     """It seems so, as of a process that waits in the kernel."""
-    vars(launch)["end_processes"] = lambda *arguments, **keywords: [*end_processes(*arguments, **keywords), 1]
+    vars(ranks)["end_processes"] = lambda *arguments, **keywords: [*end_processes(*arguments, **keywords), 1]
 
 
 def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: Path) -> None:
