@@ -76,8 +76,8 @@ _PARTING_SECONDS = 60.0
 _READ_SECONDS = 10.0  # for launchers that wait for a place to read the end; they look once a second
 _NODES_SECONDS = 1.0  # between two reads of the state of other nodes
 
+# Errors of a store whose launcher or host has ended.
 _LOST = (RendezvousConnectionError, DistError)
-"""Errors of a store whose launcher or host has ended."""
 
 
 def say(text: object) -> None:
@@ -114,8 +114,8 @@ class Agent(LocalElasticAgent):
         """Exit code of the job, after :meth:`run`."""
         self._save_seconds, self._is_elastic, self._warm, self._run_dir = save_seconds, is_elastic, warm, run_dir
         self._signals = signals
+        # Whether a signal has ended the training.
         self._is_stopping = False
-        """Whether a signal has ended the training."""
         # The attempt: its heartbeats, records, processes.
         self._heartbeats = HeartbeatMemory(spec.local_world_size)
         os.environ[HEARTBEATS] = self._heartbeats.path
@@ -133,8 +133,8 @@ class Agent(LocalElasticAgent):
         self._is_cut_off = False
         self._nodes_read_at = 0.0
         self._named = NamedNodes(run_dir)
+        # A name of the attempt, the same on all nodes.
         self._attempt_name = secrets.token_hex(8)
-        """A name of the attempt, the same on all nodes."""
 
     # --- a start ---------------------------------------------------------------------------------------------
 

@@ -183,10 +183,10 @@ class LaunchedAttempts:
         self._memory, self._run_dir, self._warn = memory, run_dir, warn
         self._beginning = Beginning.now()
         self._world_size = 1
+        # Local rank of rank 0 in the attempt under way.
         self._local_rank: int | None = None
-        """Local rank of rank 0 in the attempt under way."""
+        # The last snapshot of rank 0 in the attempt under way.
         self._seen: Snapshot | None = None
-        """The last snapshot of rank 0 in the attempt under way."""
         self._is_stopping = False
         self._recorder: AttemptRecorder | None = None
         self._polled = 0.0

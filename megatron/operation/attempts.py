@@ -384,9 +384,9 @@ class EffectiveTimeMeter:
     def __init__(self, directory: Path, start: float, start_ns: int) -> None:
         self._directory, self._start_ns = directory, start_ns
         self._attempt = Attempt(attempt=0, start=start, end=start, outcome="running")
+        # First iteration of this attempt, on which it depends what earlier ones kept; their seconds of wall time, with
+        # the gap before this attempt, and in kept steps.
         self._earlier: tuple[int | None, float, float] | None = None
-        """First iteration of this attempt, on which it depends what earlier ones kept; their seconds of wall time,
-        with the gap before this attempt, and in kept steps."""
 
     def read(self, snapshot: Snapshot, now_ns: int) -> float | None:
         """The effective time at ``now_ns``, of which ``snapshot`` is."""

@@ -28,10 +28,10 @@ from megatron.operation.evidence import (
 from megatron.operation.failure import MOST_LISTED, Failure, ranks_text
 from megatron.operation.heartbeat import Section
 
+# A heartbeat that is older by less proves nothing: ranks of one step stop within it.
 _OLDER_SECONDS = 1.0
-"""A heartbeat that is older by less proves nothing: ranks of one step stop within it."""
+# Ranks of the same role have started equal numbers of collectives, except for the last. Other ranks differ by more.
 _MOST_BEHIND = 2
-"""Ranks of the same role have started equal numbers of collectives, except for the last. Other ranks differ by more."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
 
 
 class _Criterion(NamedTuple):
+    # Whether it holds for a rank, among all candidates.
     holds: Callable[[Evidence, Sequence[Evidence]], bool]
-    """Whether it holds for a rank, among all candidates."""
     reason: Callable[[Evidence], str]
+    # Of a criterion that alone is proof, also where it holds for all ranks.
     cause: Cause | None = None
-    """Of a criterion that alone is proof, also where it holds for all ranks."""
 
 
 def _is_behind(one: Evidence, others: Sequence[Evidence]) -> bool:

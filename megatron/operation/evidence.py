@@ -137,12 +137,13 @@ def observe_processes(pid: int) -> Processes:
 
 ANSWER_SECONDS = 1.0
 """Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor."""
+# A file that does not grow for so long is complete.
 _QUIET_SECONDS = 0.05
-"""A file that does not grow for so long is complete."""
 _MOST_FRAMES = 30
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _REPOSITORY = f"{Path(__file__).parents[2]}{os.sep}"
+# Modules in which a rank waits for other ranks.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/rendezvous.py",
@@ -153,7 +154,6 @@ _COLLECTIVES = (
     "megatron/operation/namespace.py",
     "megatron/operation/waits.py",
 )
-"""Modules in which a rank waits for other ranks."""
 _PYTHON_WAITS = ("threading.py", "queue.py", "selectors.py")
 
 
@@ -268,10 +268,10 @@ def main_stack(stacks: Sequence[Stack]) -> Stack | None:
 
 # --- evidence ------------------------------------------------------------------------------------------------
 
+# For so long the wait for the interpreter's lock is observed.
 _LOCK_SECONDS = 0.3
-"""For so long the wait for the interpreter's lock is observed."""
+# Context switches per second of a thread that waits for the lock: it wakes up every 5 ms.
 _LOCK_RATES = 20.0, 400.0
-"""Context switches per second of a thread that waits for the lock: it wakes up every 5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)

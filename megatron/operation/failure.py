@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 FILE = "failure.json"
 DIRECTORY = "failures"
 SCHEMA = 1
+# Characters of a traceback that are kept, from its end.
 _MOST_TEXT = 8000
-"""Characters of a traceback that are kept, from its end."""
 MOST_LISTED = 8
 
+# What a rank reports when another one has gone.
 _CONSEQUENCE = re.compile(
     "|".join(
         (
@@ -57,7 +58,6 @@ _CONSEQUENCE = re.compile(
         )
     )
 )
-"""What a rank reports when another one has gone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,18 +42,18 @@ SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
 """A script, or a module after ``-m``, whose ranks have heartbeats."""
 NODES_SECONDS = 5.0
 """Time for the other launchers to say what they know of their ranks."""
+# Time for the first launcher to decide, after which another one decides alone.
 _DECISION_SECONDS = 15.0
-"""Time for the first launcher to decide, after which another one decides alone."""
 BEAT_SECONDS = 5.0
 """Between two signs of life of a launcher, which the launcher of the first node reads."""
 LOST_SECONDS = 45.0
 """A launcher without a sign of life for so long is gone."""
+# Between two writes of what the ranks' stays teach.
 _STAYS_SECONDS = 30.0
-"""Between two writes of what the ranks' stays teach."""
+# Last sign of life of a launcher, in an attempt that ends.
 _OVER = "over"
-"""Last sign of life of a launcher, in an attempt that ends."""
+# Seconds of silence of the store that mean nothing: torch needs as long to notice a lost node.
 _LEAST_SILENCE = 15.0
-"""Seconds of silence of the store that mean nothing: torch needs as long to notice a lost node."""
 
 
 @dataclass(kw_only=True)
@@ -61,26 +61,26 @@ class _Attempt(RankStart):
     """One start of the ranks of this node, and what was seen of them."""
 
     watchdog: Watchdog
+    # Of the command, for stays.json.
     key: str
-    """Of the command, for ``stays.json``."""
+    # When stays were written last; before that, when the attempt began.
     stays_at: float
-    """When :attr:`stays` were written last; before that, when the attempt began."""
+    # As written last.
     stays: Mapping[str, float] = field(default_factory=dict)
-    """As written last."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     sample_at: float = 0.0
+    # When a rank of this node exceeded its limit, while another launcher decides.
     exceeded_at: float | None = None
-    """When a rank of this node exceeded its limit, while another launcher decides."""
     has_published: bool = False
+    # When a hang was reported that lasts, with --on-hang report.
     hang_at: float | None = None
-    """When a hang was reported that lasts, with ``--on-hang report``."""
+    # Hangs that are over.
     hangs: int = 0
-    """Hangs that are over."""
     beat_at: float = 0.0
+    # By node: its last sign of life, and when it was first read.
     beats: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By node: its last sign of life, and when it was first read."""
+    # Whether a rank of any node waited for storage at the last sign of life.
     others_wait: bool = False
-    """Whether a rank of any node waited for storage at the last sign of life."""
 
     @property
     def topic(self) -> str:
@@ -343,8 +343,8 @@ def _number_after(flag: str, words: Sequence[str]) -> float | None:
 
 STAYS = "stays.json"
 _STAYS_SCHEMA = 1
+# Attempts that are kept.
 _MOST_ATTEMPTS = 20
-"""Attempts that are kept."""
 _COMMAND = "command"
 
 

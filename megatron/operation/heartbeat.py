@@ -148,8 +148,8 @@ class Heartbeat:
     def begin(self) -> None:
         """An attempt begins; the settings stay."""
         self._section = Section.START
+        # step_ns at the state of each iteration to which training can return.
         self._step_ns_at: dict[int, int] = {}
-        """:attr:`step_ns` at the state of each iteration to which training can return."""
         self._words[:_SETTINGS] = memoryview(bytearray(_WORD * _SETTINGS)).cast("q")
         now = self._now_ns()
         self._entered = now

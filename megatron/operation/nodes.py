@@ -384,8 +384,8 @@ class Backoff:
 ASK_SECONDS = 2.0
 """Between two questions."""
 _TICK_SECONDS = 0.5
+# Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped.
 _LONGEST_TICK = 2.0
-"""Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped."""
 
 
 class StoreWatch:

@@ -17,10 +17,10 @@ KILL_SECONDS = 10
 """Time for a killed process to end; it needs longer only if it waits in the kernel for a device."""
 JOIN_SECONDS = 30
 """Time for ranks to begin a save when a node joins."""
+# A failure of ranks without a heartbeat after so long is not counted as one at once.
 _LONG_ATTEMPT_SECONDS = 60.0
-"""A failure of ranks without a heartbeat after so long is not counted as one at once."""
+# What poll returns for a process that runs or has not crashed.
 _NO_CRASH = (None, ExitCode.COMPLETE, ExitCode.STOPPED)
-"""What ``poll`` returns for a process that runs or has not crashed."""
 _ON_REQUEST = {ExitCode.STOPPED, ExitCode.COMPLETE}
 
 

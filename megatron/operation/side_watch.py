@@ -23,8 +23,8 @@ from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory
 if TYPE_CHECKING:
     from megatron.operation.nodes import Nodes
 
+# For all ranks of the node to move their heartbeats here.
 _ATTACH_SECONDS = 300.0
-"""For all ranks of the node to move their heartbeats here."""
 _STORE_SECONDS = 60.0
 _PERIOD = 0.2
 

@@ -36,9 +36,10 @@ Execute = Callable[..., dict[str, Any]]
 HOOK = "import_for_training"
 """Function of the script."""
 _READY = b"ready"
+# Seconds of training after which standby processes start.
 _AFTER_SECONDS = 3.0
-"""Seconds of training after which standby processes start."""
 _REPOSITORY = Path(__file__).resolve().parents[2]
+# Variables that a standby must not have: it is not a rank yet.
 _OF_ONE_RANK = (
     "RANK",
     "LOCAL_RANK",
@@ -47,7 +48,6 @@ _OF_ONE_RANK = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
 )
-"""Variables that a standby must not have: it is not a rank yet."""
 
 
 # --- launcher ------------------------------------------------------------------------------------------------

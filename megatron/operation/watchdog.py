@@ -38,16 +38,16 @@ have a limit of their own."""
 LONGEST_PERIOD = 1.0
 """Seconds between two samples, unless a limit is short."""
 _SAMPLES_PER_LIMIT = 10
+# A rank without progress for so many periods is looked at more closely.
 _STUCK_PERIODS = 5
-"""A rank without progress for so many periods is looked at more closely."""
+# Seconds between two samples that count: after a longer gap this process, and so possibly the whole job, was stopped or
+# had no processor.
 _LONGEST_GAP = 10.0
-"""Seconds between two samples that count: after a longer gap this process, and so possibly the whole job, was stopped
-or had no processor."""
+# Bytes to and from files that are progress: the thread that renews a lock writes some hundred in a minute.
 _LEAST_BYTES = 2**20
-"""Bytes to and from files that are progress: the thread that renews a lock writes some hundred in a minute."""
 _LEARNED = frozenset({*STEP_SECTIONS, Section.DATA})
+# Sections that read or write files. In the others a process that waits in the kernel waits for a device.
 _READS_AND_WRITES = frozenset(set(Section) - {*STEP_SECTIONS, Section.DATA, Section.SPARE} | {Section.STEP})
-"""Sections that read or write files. In the others a process that waits in the kernel waits for a device."""
 _FIRST = "first-iterations"
 _UNLEARNED = 1800.0
 _NS = 1e-9
@@ -139,28 +139,28 @@ class Overrun:
 class _Rank:
     """What the samples of a rank have shown."""
 
+    # Time of the last progress that was seen.
     progress_ns: int
-    """Time of the last progress that was seen."""
     last: Snapshot | None = None
+    # Iterations that the rank has done in this attempt.
     iterations: int = 0
-    """Iterations that the rank has done in this attempt."""
     spans: dict[Section, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=SPANS)))
+    # The longest stay in a section of the first iterations.
     first_span: float = 0.0
-    """The longest stay in a section of the first iterations."""
+    # From the start of the attempt until the rank attached.
     unattached_ns: int = 0
-    """From the start of the attempt until the rank attached."""
+    # Whether the last two samples agree: the words of a heartbeat are read one after the other.
     is_confirmed: bool = False
-    """Whether the last two samples agree: the words of a heartbeat are read one after the other."""
+    # When its process was first seen stopped.
     stopped_ns: int | None = None
-    """When its process was first seen stopped."""
+    # When it was last seen to wait for storage, or to read or write.
     storage_ns: int | None = None
-    """When it was last seen to wait for storage, or to read or write."""
+    # Bytes that it had transferred at the last progress.
     transferred: int | None = None
-    """Bytes that it had transferred at the last progress."""
+    # Time since the last progress in which a rank of the job waited for storage.
     excused_ns: int = 0
-    """Time since the last progress in which a rank of the job waited for storage."""
+    # Time of the stay under way in which storage was waited for, or read and written: it teaches nothing.
     slow_ns: int = 0
-    """Time of the stay under way in which storage was waited for, or read and written: it teaches nothing."""
 
     @property
     def section(self) -> Section:
@@ -190,8 +190,8 @@ class Watchdog:
         self._earlier = {} if earlier is None else earlier
         self._ranks = [_Rank(started_ns) for _ in range(num_ranks)]
         self._started_ns = self._sampled_ns = started_ns
+        # (end, nanoseconds that do not count) of long gaps between samples.
         self._gaps: list[tuple[int, int]] = []
-        """(end, nanoseconds that do not count) of long gaps between samples."""
 
     def period(self) -> float:
         """Seconds until the next sample."""

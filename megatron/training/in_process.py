@@ -39,14 +39,14 @@ from megatron.operation.processes import LAUNCHER
 from megatron.training.initialize import Process, leave_groups
 
 PACKAGE = "nvidia_resiliency_ext.inprocess"
+# Between two looks of a rank at the store for exceptions of others; in a large world _LONGEST_POLL_SECONDS.
 _POLL_SECONDS = 0.1
-"""Between two looks of a rank at the store for exceptions of others; in a large world :data:`_LONGEST_POLL_SECONDS`."""
 _LONGEST_POLL_SECONDS = 1.0
 _LARGE_WORLD = 1000
 _DAY = timedelta(days=1)
 _START = timedelta(minutes=10)
+# For all ranks to leave the training after the first.
 _LEAVE = timedelta(seconds=30)
-"""For all ranks to leave the training after the first."""
 
 
 class EndProcess(BaseException):
