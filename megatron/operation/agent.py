@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class Agent(LocalElasticAgent):
         spec = self._worker_group.spec
         self.exit_code = ExitCode.COMPLETE
         """Exit code of the job, after :meth:`run`."""
-        self._save_seconds, self._is_elastic, self._warm, self._run_dir = save_seconds, is_elastic, warm, run_dir
+        self._save_seconds, self._is_elastic, self._warm = save_seconds, is_elastic, warm
         self._signals = signals
         # Whether a signal has ended the training.
         self._is_stopping = False
@@ -211,14 +212,14 @@ class Agent(LocalElasticAgent):
             return workers
         report = NodeReport(socket.gethostname(), spec.local_world_size, tuple(self._named.namings))
 
-        def decide(texts: Sequence[str]) -> str:
-            decision = order_nodes([NodeReport.from_text(text) for text in texts], self._named)
-            for sentence in decision.sentences if self._is_elastic else ():
+        def decide(reports: list[Any]) -> Any:
+            order = order_nodes([NodeReport.from_json(one) for one in reports], self._named)
+            for sentence in order.sentences if self._is_elastic else ():
                 say(sentence)
-            return decision.to_text()
+            return asdict(order)
 
         nodes = Nodes(store, group_world_size)
-        decision = NodeOrder.from_text(nodes.agree(group_rank, self._restarts, report.to_text(), decide))
+        decision = NodeOrder.from_json(nodes.agree(group_rank, self._restarts, asdict(report), decide))
         self._attempt_name = decision.attempt
         self._named.add(decision.namings)
         if self._is_elastic and spec.rdzv_handler.use_agent_store:  # otherwise rank 0 must be on the first node
@@ -306,8 +307,7 @@ class Agent(LocalElasticAgent):
         """Record that a host caused the failure of this attempt, if the cause may lie in the node."""
         failure = self._reports.failure
         if failure is not None and failure.host is not None and failure.cause in CAUSES:
-            naming = Naming(failure.host, failure.cause, self._attempt_name, time.time())
-            self._named.name(naming, self._run_dir)
+            self._named.name(Naming(failure.host, failure.cause, self._attempt_name, time.time()))
 
     def _put_cause_first(self, result: RunResult, failed: Sequence[int]) -> None:
         """torch shows the earliest failure, in whole seconds, or the first: it must be the rank that failed first."""
@@ -448,7 +448,7 @@ class Agent(LocalElasticAgent):
         # The launcher that ended the job has closed the rendezvous.
         code = self._nodes.exit_code() if self._nodes is not None else None
         if code is None and isinstance(error, RendezvousClosedError):
-            code = self._run_end.read() if self._run_end is not None else None
+            code = self._run_end.exit_code() if self._run_end is not None else None
             say(f"The job ended {'before it needed this node' if code is not None else 'without saying how'}.")
             code = ExitCode.CRASH if code is None else code
         if code is None and isinstance(error, _LOST) and self._endpoint is not None:

@@ -1,6 +1,7 @@
 """How many ranks train when nodes are missing, which wait, and which nodes are left out; the losses are the same."""
 
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -26,7 +27,6 @@ from megatron.operation.nodes import (
     Naming,
     NodeOrder,
     NodeReport,
-    append_naming,
     first_ranks,
     order_nodes,
     read_namings,
@@ -111,15 +111,15 @@ def naming(host: str, attempt: str, reason: str = "hang", time: float = 0.0) -> 
 
 def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> None:
     nodes = NamedNodes(tmp_path)
-    nodes.name(naming("a", "1"), tmp_path)
-    nodes.name(naming("a", "1", "straggler"), tmp_path)  # by another launcher, for the same failure
-    nodes.name(naming("b", "1"), tmp_path)
+    nodes.name(naming("a", "1"))
+    nodes.name(naming("a", "1", "straggler"))  # by another launcher, for the same failure
+    nodes.name(naming("b", "1"))
     assert nodes.suspects() == {}
     # The file survives the job, and lines that are damaged do no harm.
     with (tmp_path / NAMED_NODES).open("a") as file:
         file.write('{"host": "b", "reas\n[]\n{"host": 1}\n\0\n')
     later = NamedNodes(tmp_path)
-    later.name(naming("a", "2", "silent_corruption", 1.0), tmp_path)
+    later.name(naming("a", "2", "silent_corruption", 1.0))
     assert later.suspects() == {"a": ["hang", "silent_corruption"]}
     assert len(read_namings(tmp_path / NAMED_NODES)) == 3
 
@@ -128,7 +128,7 @@ def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> 
 def test_a_directory_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     nodes = NamedNodes(tmp_path)
-    nodes.name(naming("a", "1"), tmp_path)
+    nodes.name(naming("a", "1"))
     assert len(nodes.namings) == 1
 
 
@@ -145,12 +145,12 @@ def test_ranks_of_suspects_are_the_last(chance: random.Random) -> None:
 def test_launchers_share_what_they_know() -> None:
     """Each has named the node once; together they know that it is a suspect."""
     reports = [NodeReport(host, 2, (naming("a", host),)) for host in ("a", "b")]
-    texts = [report.to_text() for report in reports]
-    order = order_nodes([NodeReport.from_text(text) for text in texts], NamedNodes())
+    sent = json.loads(json.dumps([dataclasses.asdict(report) for report in reports]))
+    order = order_nodes([NodeReport.from_json(one) for one in sent], NamedNodes())
     assert order.first_ranks == (2, 0)
     (sentence,) = order.sentences
     assert "Node a was named 2 times (hang, hang)" in sentence
-    assert NodeOrder.from_text(order.to_text()) == order
+    assert NodeOrder.from_json(json.loads(json.dumps(dataclasses.asdict(order)))) == order
     assert order_nodes([dataclasses.replace(report, namings=()) for report in reports], NamedNodes()).sentences == ()
 
 
@@ -223,7 +223,7 @@ def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
 
 def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append_naming(tmp_path / NAMED_NODES, Naming("a", "hang", attempt, 0.0))
+        NamedNodes(tmp_path).name(Naming("a", "hang", attempt, 0.0))
     assert ranks_of(tmp_path, "1:2", "ab") == {"b.0.4", "b.1.4", "a.2.4", "a.3.4"}
     assert "Node a was named 2 times (hang, hang)" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
@@ -231,7 +231,7 @@ def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="waits for a place in the rendezvous")
 def test_a_node_that_was_named_twice_leaves_its_place_to_one_that_waits(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append_naming(tmp_path / NAMED_NODES, Naming("b", "hang", attempt, 0.0))
+        NamedNodes(tmp_path).name(Naming("b", "hang", attempt, 0.0))
     assert {name.partition(".")[0] for name in ranks_of(tmp_path, "2", "abc")} == {"a", "c"}
 
 
