@@ -78,12 +78,6 @@ def effective_time(interval_s: float, costs: Costs) -> float:
     return interval_s / (mtbf * math.exp(costs.restart_s / mtbf) * math.expm1(exponent))
 
 
-def approximate_effective_time(interval_s: float, costs: Costs) -> float:
-    """1 - C/(T+C) - (T/2 + R)/M: for T and R much shorter than M."""
-    overhead = costs.save_s / (interval_s + costs.save_s)
-    return 1.0 - overhead - (interval_s / 2.0 + costs.restart_s) / costs.mtbf_s
-
-
 def mean_bounds(total: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
     """Bounds of ``total / count``, the mean time between ``count`` failures, if failures are a Poisson process.
 

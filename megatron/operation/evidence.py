@@ -1,15 +1,16 @@
-"""What the system shows of the ranks that hang: stacks, and states of processes (Linux)."""
+"""What the system shows of the ranks that hang: states of their processes, and the stacks of their threads (Linux)."""
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.operation.heartbeat import DUMP_SIGNAL, HeartbeatMemory
+from megatron.operation.processes import is_running
 from megatron.operation.watchdog import Processes
 
 # --- processes -----------------------------------------------------------------------------------------------
@@ -39,22 +40,17 @@ def process_state(pid: int) -> str | None:
     stat = _stat(pid)
     if stat is not None:
         return stat[0]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "?"
+    return "?" if is_running(pid) else None
 
 
 def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     """Children, grandchildren and so on."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for name in _pids():
-        stat = _stat(name)
-        if stat is not None:
-            children.setdefault(stat[1], []).append((name, stat[0]))
+    with suppress(OSError):  # no /proc
+        for name in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            stat = _stat(name)
+            if stat is not None:
+                children.setdefault(stat[1], []).append((name, stat[0]))
     found, unseen = [], [pid]
     while unseen:
         for child, state in children.get(unseen.pop(), []):
@@ -63,39 +59,15 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     return tuple(sorted(found, key=lambda child: child.pid))
 
 
-def transferred_bytes(pid: int) -> int:
-    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
-    tell."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def context_switches(pid: int) -> int:
-    """How often the main thread has given up the processor of its own accord."""
-    try:
+def count_switches(pid: int) -> tuple[int, int]:
+    """How often the main thread has given up the processor of its own accord, and the number of threads."""
+    found = {}
+    with suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
-
-
-def _pids() -> Iterable[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
+            name, _, text = line.partition(":")
+            if name in ("voluntary_ctxt_switches", "Threads"):
+                found[name] = int(text)
+    return found.get("voluntary_ctxt_switches", 0), found.get("Threads", 0)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -124,12 +96,18 @@ def observe_processes(pid: int) -> Processes:
     children = [child for child in child_processes(pid) if child.role != HELPER]
     state = process_state(pid) or "Z"
     states = [state, *(child.state for child in children)]
-    writers = [child.pid for child in children if child.role == BACKGROUND_WRITER]
+    transferred = 0
+    for one in [pid, *(child.pid for child in children if child.role == BACKGROUND_WRITER)]:
+        with suppress(OSError, ValueError, IndexError):
+            # Bytes read from and written to files, also through mappings.
+            lines = Path(f"/proc/{one}/io").read_text().splitlines()
+            wanted = [line for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b"))]
+            transferred += sum(int(line.split()[1]) for line in wanted)
     return Processes(
         # Not of a child that has ended: what the rank does with it is its own matter.
         is_stopped=state in ENDED or any(one in STOPPED for one in states),
         waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
-        transferred=sum(map(transferred_bytes, [pid, *writers])),
+        transferred=transferred,
     )
 
 
@@ -183,16 +161,10 @@ def parse_stacks(text: str) -> list[Stack]:
             threads.append([])
         elif threads and (found := _FRAME.match(line)):
             file, number, function = found.groups()
+            short = file.rpartition("/site-packages/")[2].removeprefix(_REPOSITORY)
             if len(threads[-1]) < _MOST_FRAMES:
-                threads[-1].append(Frame(_short(file), int(number) if number.isdigit() else 0, function))
+                threads[-1].append(Frame(short, int(number) if number.isdigit() else 0, function))
     return [tuple(frames) for frames in threads]
-
-
-def _short(file: str) -> str:
-    _, _, below_packages = file.rpartition("/site-packages/")
-    if below_packages != file:
-        return below_packages
-    return file.removeprefix(_REPOSITORY)
 
 
 def is_waiting_for_ranks(stack: Stack) -> bool:
@@ -232,7 +204,10 @@ def request_stacks(
             sizes, changed_at = found, time.monotonic()
         elif all(sizes[rank] > offsets[rank] for rank in offsets) and time.monotonic() - changed_at > _QUIET_SECONDS:
             break
-    texts = {rank: _read_from(files[rank], offset) for rank, offset in offsets.items()}
+    texts = {}
+    for rank, offset in offsets.items():
+        with suppress(OSError), open(files[rank], "rb") as file:
+            texts[rank] = os.pread(file.fileno(), 1 << 20, offset).decode(errors="replace")
     return {rank: text for rank, text in texts.items() if text}
 
 
@@ -241,14 +216,6 @@ def _size(path: str) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-def _read_from(path: str, offset: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            return os.pread(file.fileno(), 1 << 20, offset).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], Stack | None]]:
@@ -261,9 +228,8 @@ def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], 
 
 def main_stack(stacks: Sequence[Stack]) -> Stack | None:
     """The stack of the main thread."""
-    return next((stack for stack in reversed(stacks) if stack and stack[-1].function == "<module>"), None) or (
-        stacks[-1] if stacks else None
-    )
+    found = [stack for stack in stacks if stack and stack[-1].function == "<module>"] or stacks
+    return found[-1] if found else None
 
 
 # --- evidence ------------------------------------------------------------------------------------------------
@@ -324,7 +290,7 @@ def gather_evidence(
     ``ranks`` are global ranks and ``pids`` the processes that run, both by local rank; ``now_ns`` reads the monotonic
     clock. Takes a third of a second, and longer if a rank does not write its stacks.
     """
-    before = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}
+    before = {rank: (process_state(pid), count_switches(pid)[0]) for rank, pid in pids.items()}
     began = time.monotonic()
     files = {}
     for rank in pids:
@@ -339,7 +305,8 @@ def gather_evidence(
         state, (state_before, switches) = process_state(pid), before[rank]
         if state == UNINTERRUPTIBLE and state_before != UNINTERRUPTIBLE:
             state = state_before  # a short wait for a disk is no evidence
-        rate = (context_switches(pid) - switches) / seconds
+        switches_now, threads = count_switches(pid)
+        rate = (switches_now - switches) / seconds
         snapshot = heartbeats.read(rank)
         evidence.append(
             Evidence(
@@ -352,7 +319,7 @@ def gather_evidence(
                 state=state,
                 children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
                 stack=main_stack(parse_stacks(texts.get(rank, ""))),
-                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and num_threads(pid) > 1,
+                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and threads > 1,
                 **({"section": "start"} if snapshot is None else snapshot.position()),
             )
         )

@@ -66,12 +66,19 @@ class Section(IntEnum):
 STEP_SECTIONS = (Section.STEP, Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER)
 """The sections whose seconds are training."""
 
-# Words of a slot.
+# The slot of a rank, in words of 8 bytes:
+#
+#     word 0      pid, last written at the start: a slot with a process id is complete
+#          1..12  when the rank attached, section, ... (the names below)
+#         16..26  nanoseconds in each section that was left
+#         32..42  nanoseconds of them in which the rank waited in a collective
+#         64      length of the settings, in bytes
+#         65..    the settings as JSON, to the end of the slot
+#
+# Words are written one after the other, without a lock: a reader may see the first of two and not the second.
 _PID, _ATTACHED, _SECTION, _ENTERED, _ITERATION, _MICROBATCH, _COLLECTIVES = range(7)
 _COMMITTED, _STEP_AT_COMMIT, _SAVES, _FIRST, _DONE, _DROPPED = range(7, 13)
-_SUMS = 16  # first of the words with the nanoseconds of each section
-_WAITS = 32  # first of the words with the nanoseconds of each section in which the rank waited in a collective
-_SETTINGS = 64  # word with the length of the settings, which follow as JSON
+_SUMS, _WAITS, _SETTINGS = 16, 32, 64
 _SLOT_BYTES = 8192
 _WORD = 8
 _NONE = -1
@@ -263,7 +270,7 @@ class Heartbeat:
         return snapshot
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Tell the launcher what it must know of the run, as JSON."""
+        """Write the settings of the run for the launcher, as JSON (:class:`RunSettings`)."""
         stacks = {} if self._stacks is None else {"stacks": f"/proc/{os.getpid()}/fd/{self._stacks}"}
         self.settings = {**settings, **stacks}
         text = json.dumps(self.settings).encode()
@@ -340,7 +347,7 @@ class HeartbeatMemory:
         return {}
 
     def clear(self) -> None:
-        """Forget the ranks of the last attempt; call it before new ones start."""
+        """Clear the slots of the last attempt; call it before new ranks start."""
         for slot in self._slots:
             slot.cast("q")[: _SETTINGS + 1] = memoryview(bytearray(_WORD * (_SETTINGS + 1))).cast("q")
 

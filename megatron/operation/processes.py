@@ -22,7 +22,7 @@ def die_with_parent(ancestor: int | None = None) -> None:
     with suppress(AttributeError):  # no prctl in this C library
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != parent or not (ancestor is None or _is_running(ancestor)):
+    if os.getppid() != parent or not (ancestor is None or is_running(ancestor)):
         os._exit(1)
 
 
@@ -46,7 +46,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _is_running(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -12,7 +12,6 @@ from megatron.operation.attempts import Attempt, account, append_attempt, settle
 from megatron.operation.effective_time import (
     Costs,
     SimulatedJob,
-    approximate_effective_time,
     daly_interval_s,
     effective_time,
     job_mtbf_s,
@@ -48,7 +47,8 @@ def test_the_table_of_jobs(num_gpus: int, hours: float, costs: Costs, minutes: f
 
 def test_a_fixed_interval_of_half_an_hour_by_the_approximate_form() -> None:
     costs = Costs(job_mtbf_s(16384), 300.0, 5.0)
-    assert approximate_effective_time(1800.0, costs) == pytest.approx(0.889, rel=0.005)
+    approximate = 1.0 - 5.0 / 1805.0 - (900.0 + 300.0) / costs.mtbf_s  # 1 - C/(T+C) - (T/2 + R)/M
+    assert approximate == pytest.approx(0.889, rel=0.005)
     assert 0.889 < effective_time(1800.0, costs) < 0.895
 
 
