@@ -66,14 +66,10 @@ class FailureFacts:
 def reported_failure(directory: Path, since: float) -> FailureFacts | None:
     """The failure in RUN_DIR/failure.json, if it is not older than ``since`` (seconds since the epoch)."""
     found = read_failure(directory / FILE) or {}
-    moment, cause, rank, host = (found.get(name) for name in ("time", "cause", "rank", "host"))
+    moment, kinds = found.get("time"), {"cause": str, "rank": int, "host": str}
     if not isinstance(moment, int | float) or moment < since:
         return None
-    return FailureFacts(
-        cause if isinstance(cause, str) else None,
-        rank if isinstance(rank, int) else None,
-        host if isinstance(host, str) else None,
-    )
+    return FailureFacts(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
 
 
 def outcome_of(exit_codes: Iterable[int]) -> Outcome:

@@ -131,14 +131,13 @@ def measured(attempt: Attempt, snapshot: Snapshot | None, start_ns: int, now_ns:
     dropped_s = min(snapshot.dropped_ns / 1e9, seconds["step"])
     seconds["step"] -= dropped_s
     seconds["lost"] += dropped_s
-    committed, done = snapshot.committed_iteration, snapshot.done_iteration
     return replace(
         attempt,
         end=end,
         seconds=seconds,
         first_iteration=snapshot.first_iteration,
-        last_iteration=done,
-        committed_iteration=committed,
+        last_iteration=snapshot.done_iteration,
+        committed_iteration=snapshot.committed_iteration,
         saves=snapshot.saves,
         uncommitted_s=max(0.0, seconds["step"] - snapshot.step_ns_at_commit / 1e9),
         dropped_s=dropped_s,
@@ -181,24 +180,16 @@ def from_json(text: str) -> Attempt | None:
     try:
         found = json.loads(text)
         known = {item.name: found[item.name] for item in fields(Attempt) if item.name in found}
-        seconds = {name: float(found["seconds"][name]) for name in TIME_CLASSES if name in found["seconds"]}
-        known["seconds"] = seconds
+        known["seconds"] = {name: float(found["seconds"][name]) for name in TIME_CLASSES if name in found["seconds"]}
         known["hosts"] = tuple(str(host) for host in known.get("hosts", ()))
         known["commits"] = tuple((float(moment), int(iteration)) for moment, iteration in known.get("commits", ()))
-        attempt = Attempt(**known)
-        return attempt if _is_valid(attempt) else None
+        one = Attempt(**known)
+        numbers = (one.attempt, one.start, one.end, one.world_size, one.saves, one.uncommitted_s)
+        iterations = (one.first_iteration, one.last_iteration, one.committed_iteration, one.counts_from)
+        is_valid = all(isinstance(number, int | float) for number in numbers) and one.outcome in get_args(Outcome)
+        return one if is_valid and all(isinstance(number, int | None) for number in iterations) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-
-
-def _is_valid(attempt: Attempt) -> bool:
-    numbers = (attempt.attempt, attempt.start, attempt.end, attempt.world_size, attempt.saves, attempt.uncommitted_s)
-    iterations = (attempt.first_iteration, attempt.last_iteration, attempt.committed_iteration)
-    return (
-        all(isinstance(number, int | float) for number in numbers)
-        and all(iteration is None or isinstance(iteration, int) for iteration in iterations)
-        and attempt.outcome in get_args(Outcome)
-    )
 
 
 def read_attempts(directory: Path) -> list[Attempt]:

@@ -12,7 +12,7 @@ not for all. The first that keeps a part of the ranks is the reason in the repor
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.errors import ExitCode
 from megatron.operation.causes import Cause
@@ -161,7 +161,7 @@ def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: flo
     if culprit is None:
         section = _only([one.section for one in evidence])
         what = f"The ranks hang{f' in {section}' if section else ''}"
-        place = {"section": section}
+        place: dict[str, Any] = {"section": section}
     else:
         where = culprit.section if not culprit.iteration else f"{culprit.section} of iteration {culprit.iteration}"
         what = f"Rank {culprit.rank} on {culprit.host} hangs in {where}"

@@ -245,8 +245,10 @@ class RankWatch:
         ending = {node for node, text in nodes.beats(attempt.restarts).items() if text == _OVER}
         for node, (host, ranks) in self.reports.missing_nodes(found.keys() | ending).items():
             print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
-            unknown = {"local_rank": 0, "pid": None, "section": "start", "seconds": 0.0}
-            others += [Evidence(rank=rank, host=host, is_lost=True, **unknown) for rank in ranks]
+            others += [
+                Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, is_lost=True)
+                for rank in ranks
+            ]
         return sorted([*own, *others], key=lambda one: one.rank)
 
     # --- nodes that are lost ---------------------------------------------------------------------------------

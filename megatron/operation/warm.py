@@ -220,10 +220,14 @@ def main(arguments: Sequence[str]) -> None:
     if not text:
         return  # the launcher has closed the connection
     order = json.loads(text)
-    _take_environment(order["environment"])
-    for descriptor_to, path in zip((1, 2), order["outputs"]):
+    for name in set(os.environ) - set(order["environment"]):
+        del os.environ[name]
+    os.environ.update(order["environment"])
+    for output, path in zip((1, 2), order["outputs"]):
         if path is not None:
-            _redirect(descriptor_to, path)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, output)
+            os.close(file)
     sys.argv = [script, *order["arguments"]]
     execute(script, run_name="__main__")
 
@@ -245,18 +249,6 @@ def _import_at_low_priority(execute: Execute) -> None:
     thread.join()
     if errors:
         os._exit(1)  # silently: the rank that starts instead says what is wrong
-
-
-def _take_environment(environment: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def _redirect(descriptor: int, path: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, descriptor)
-    os.close(file)
 
 
 if __name__ == "__main__":

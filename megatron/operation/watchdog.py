@@ -358,12 +358,10 @@ class Watchdog:
             return None
         seconds = self._since(rank.progress_ns, now_ns)
         if rank.section != Section.DATA:
-            seconds -= min(rank.excused_ns * _NS, self._longest_excuse(rank.section))
+            # For so long the rank may wait for another that waits for storage.
+            other = None if rank.section in _LEARNED else self.limits.of(rank.section)
+            seconds -= min(rank.excused_ns * _NS, max(self.limits.data, other or 0.0))
         return Overrun(number, rank.section, seconds, limit) if seconds > limit else None
-
-    def _longest_excuse(self, section: Section) -> float:
-        """Seconds for which a rank in ``section`` may wait for another that waits for storage."""
-        return max(self.limits.data, (0.0 if section in _LEARNED else self.limits.of(section)) or 0.0)
 
     def _since(self, moment_ns: int, now_ns: int) -> float:
         return (now_ns - moment_ns - self._missed_since(moment_ns)) * _NS
