@@ -279,11 +279,7 @@ class Evidence:
 
 
 def gather_evidence(
-    heartbeats: HeartbeatMemory,
-    ranks: Mapping[int, int],
-    pids: Mapping[int, int],
-    host: str,
-    now_ns: Callable[[], int],
+    heartbeats: HeartbeatMemory, ranks: Mapping[int, int], pids: Mapping[int, int], host: str, now_ns: Callable[[], int]
 ) -> list[Evidence]:
     """What is known of the ranks of this node that still run.
 

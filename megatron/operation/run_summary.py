@@ -9,16 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.operation.attempts import (
-    Attempt,
-    RunTime,
-    account,
-    gaps,
-    newest_run,
-    read_attempts,
-    read_current,
-    settle,
-)
+from megatron.operation.attempts import Attempt, RunTime, account, gaps, newest_run, read_attempts, read_current, settle
 from megatron.operation.causes import Cause
 from megatron.operation.effective_time import (
     Costs,
