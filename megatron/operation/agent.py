@@ -69,10 +69,10 @@ from megatron.torch_compat import (
     start_rank,
 )
 
+# Time for a signal that has ended a rank to reach the launcher, too: a batch system signals all processes of a job.
 SIGNAL_SECONDS = 1.0
-"""Time for a signal that has ended a rank to reach the launcher, too: a batch system signals all processes of a job."""
+# Time for a node that waits to take the place of one that was named twice.
 YIELD_SECONDS = 4.0
-"""Time for a node that waits to take the place of one that was named twice."""
 _PARTING_SECONDS = 60.0
 _READ_SECONDS = 10.0  # for launchers that wait for a place to read the end; they look once a second
 _NODES_SECONDS = 1.0  # between two reads of the state of other nodes

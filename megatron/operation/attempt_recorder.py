@@ -30,10 +30,10 @@ from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Snapshot
 
+# Seconds between two writes of the record of the attempt under way.
 WRITE_SECONDS = 30.0
-"""Between two writes of the record of the attempt under way."""
+# Seconds between two looks at the heartbeat.
 POLL_SECONDS = 1.0
-"""Between two looks at the heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,6 @@ def reported_failure(directory: Path, since: float) -> FailureFacts | None:
 
 
 def outcome_of(exit_codes: Iterable[int]) -> Outcome:
-    """How an attempt ended whose ranks ended with ``exit_codes``."""
     codes = set(exit_codes)
     if codes <= {ExitCode.COMPLETE}:
         return "complete"
@@ -241,7 +240,7 @@ class LaunchedAttempts:
         self._open(local_rank)
 
     def _open(self, local_rank: int) -> None:
-        """Begin the record when rank 0 has told the hosts of the run, which it does when it holds the lock."""
+        """Begin the record when rank 0 has written the hosts of the run, which it does when it holds the lock."""
         settings = RunSettings.from_json(self._memory.settings(local_rank))
         if settings is None:
             return
@@ -273,7 +272,6 @@ class RecorderThread:
             self._recorder.update(self._heartbeat.snapshot())
 
     def finish(self, outcome: Outcome, exit_code: int | None, failure: FailureFacts | None = None) -> None:
-        """End the thread and the record."""
         self._is_over.set()
         self._thread.join()
         self._recorder.finish(self._heartbeat.snapshot(), outcome, exit_code, failure)

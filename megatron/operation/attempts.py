@@ -162,13 +162,11 @@ def lose_uncommitted(attempt: Attempt) -> Attempt:
 
 
 def with_commit(attempt: Attempt, now_s: float, iteration: int) -> Attempt:
-    """The attempt with a further entry of ``commits``."""
     commits = (*attempt.commits, (round(now_s, 1), iteration))
     return replace(attempt, commits=commits if len(commits) <= _MOST_COMMITS else commits[1::2])
 
 
 def to_json(attempt: Attempt) -> str:
-    """One line of JSON, without a line break."""
     record = asdict(attempt)
     record["seconds"] = {name: round(attempt.second(name), 3) for name in TIME_CLASSES}
     record |= {name: round(record[name], 3) for name in ("start", "end", "uncommitted_s", "dropped_s")}

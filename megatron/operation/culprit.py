@@ -187,7 +187,6 @@ def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: flo
 
 
 def _only(values: Sequence[str]) -> str | None:
-    """The value, if all are equal."""
     return values[0] if len(set(values)) == 1 else None
 
 

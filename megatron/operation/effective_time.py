@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from megatron.operation.attempts import Attempt, TimeClass
 
+# Llama 3 405B: 16,384 GPUs, 54 days, 419 unexpected interruptions (The Llama 3 Herd of Models, section 3.3.4).
 GPU_HOURS_PER_FAILURE = 50_700.0
-"""Llama 3 405B: 16,384 GPUs, 54 days, 419 unexpected interruptions (The Llama 3 Herd of Models, section 3.3.4)."""
 
 
 @dataclass(frozen=True)

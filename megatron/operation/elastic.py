@@ -20,12 +20,12 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.signals import watch_signals
 
+# Environment variable of the ranks: set if the number of nodes may change.
 ELASTIC = "MEGATRON_ELASTIC"
-"""Environment variable of the ranks: set if the number of nodes may change."""
 
 
+# Seconds for further nodes to join once MIN of --nnodes MIN:MAX is reached: torch notices a lost node after as long.
 LAST_CALL_SECONDS = 15
-"""With MIN of --nnodes MIN:MAX reached, time for further nodes to join: as long as torch takes to notice a lost one."""
 
 
 def prepare_elastic(options: Namespace) -> bool:

@@ -15,10 +15,10 @@ from megatron.operation.watchdog import Processes
 
 # --- processes -----------------------------------------------------------------------------------------------
 
+# Stopped by a signal, or by a debugger.
 STOPPED = "Tt"
-"""Stopped by a signal, or by a debugger."""
+# Waits for a device; no signal ends it.
 UNINTERRUPTIBLE = "D"
-"""Waits for a device; no signal ends it."""
 ENDED = "ZX"
 BACKGROUND_WRITER, HELPER = "background writer", "helper process"
 _WRITER = "megatron.checkpoint.background_main"
@@ -71,7 +71,6 @@ def count_switches(pid: int) -> tuple[int, int]:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent."""
     try:
         # "pid (name) state parent ...": the name may contain blanks and parentheses.
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
@@ -113,8 +112,8 @@ def observe_processes(pid: int) -> Processes:
 
 # --- stacks --------------------------------------------------------------------------------------------------
 
+# Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor.
 ANSWER_SECONDS = 1.0
-"""Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor."""
 # A file that does not grow for so long is complete.
 _QUIET_SECONDS = 0.05
 _MOST_FRAMES = 30
@@ -178,7 +177,6 @@ def is_waiting_for_ranks(stack: Stack) -> bool:
 
 
 def excerpt(stack: Stack, frames: int = 12) -> str:
-    """The innermost frames, one per line."""
     rest = len(stack) - frames
     return "\n".join([*map(str, stack[:frames]), *([f"... and {rest} more"] if rest > 0 else [])])
 
@@ -227,7 +225,6 @@ def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], 
 
 
 def main_stack(stacks: Sequence[Stack]) -> Stack | None:
-    """The stack of the main thread."""
     found = [stack for stack in stacks if stack and stack[-1].function == "<module>"] or stacks
     return found[-1] if found else None
 
@@ -260,7 +257,7 @@ class Evidence:
     children: tuple[ChildProcess, ...] = ()
     """Stopped children, or children that wait in the kernel."""
     stack: Stack | None = None
-    """Of the main thread; None if the rank has given none."""
+    """The stack of the main thread; None if the rank has written none."""
     waits_for_lock: bool = False
     """Whether the main thread tries all the time to get the interpreter's lock."""
     committed_iteration: int | None = None

@@ -83,7 +83,6 @@ class Failure:
     """Iteration of the newest checkpoint that the run is known to have committed."""
 
     def to_json(self, attempt: int) -> dict[str, Any]:
-        """The content of failure.json."""
         head = {"schema": SCHEMA, "attempt": attempt, "time": time.time()}
         return {**head, **asdict(self), "advice": advice(self.cause)}
 
@@ -296,7 +295,7 @@ class RankStart:
     number: int | None = None
     """Number of the attempt in the run directory, from the first report."""
     settings: RunSettings | None = None
-    """Of the first rank that has written them."""
+    """The settings of the first rank that has written them."""
 
 
 class FailureReports:
@@ -319,7 +318,6 @@ class FailureReports:
         self._out_of_memory = OutOfMemoryKills()
 
     def begin(self, start: RankStart) -> None:
-        """The ranks of a new attempt have started."""
         self.start, self.failure, self.hang_lasts = start, None, False
         self._out_of_memory.rose()  # since now
         if start.nodes is not None:

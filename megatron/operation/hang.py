@@ -38,16 +38,16 @@ from megatron.operation.heartbeat import HeartbeatMemory, run_directory_in
 from megatron.operation.nodes import Nodes
 from megatron.operation.watchdog import Limits, Overrun, Watchdog
 
+# A script, or a module after -m, whose ranks have heartbeats.
 SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
-"""A script, or a module after ``-m``, whose ranks have heartbeats."""
+# Time for the other launchers to say what they know of their ranks.
 NODES_SECONDS = 5.0
-"""Time for the other launchers to say what they know of their ranks."""
 # Time for the first launcher to decide, after which another one decides alone.
 _DECISION_SECONDS = 15.0
+# Seconds between two signs of life of a launcher, which the launcher of the first node reads.
 BEAT_SECONDS = 5.0
-"""Between two signs of life of a launcher, which the launcher of the first node reads."""
+# A launcher without a sign of life for so long is gone.
 LOST_SECONDS = 45.0
-"""A launcher without a sign of life for so long is gone."""
 # Between two writes of what the ranks' stays teach.
 _STAYS_SECONDS = 30.0
 # Last sign of life of a launcher, in an attempt that ends.
@@ -84,7 +84,7 @@ class _Attempt(RankStart):
 
     @property
     def topic(self) -> str:
-        """Of the next hang, between launchers."""
+        """Topic of the next hang in the store of the launchers."""
         return f"hang{self.hangs or ''}"
 
 
@@ -335,7 +335,6 @@ def _word_after(flag: str, words: Sequence[str]) -> str | None:
 
 
 def _number_after(flag: str, words: Sequence[str]) -> float | None:
-    """The value of a flag as a number; None if it is none."""
     with suppress(ValueError, TypeError):
         return float(_word_after(flag, words) or "")
     return None
@@ -351,7 +350,7 @@ _COMMAND = "command"
 
 
 def command_key(words: Sequence[str], world_size: int) -> str:
-    """Another one for every command: nothing is learned from attempts of another model, batch or number of ranks."""
+    """A digest of the command: nothing is learned from attempts of another model, batch or number of ranks."""
     return hashlib.sha256("\0".join([str(world_size), *words]).encode(errors="surrogateescape")).hexdigest()[:16]
 
 

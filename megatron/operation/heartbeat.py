@@ -139,7 +139,6 @@ class Heartbeat:
     """A rank's own slot. Only its main thread writes, or autograd's thread while the main thread waits for it."""
 
     def __init__(self, memory: "memoryview | None" = None, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """``now_ns`` reads the monotonic clock."""
         self._now_ns = now_ns
         self._memory = memoryview(bytearray(_SLOT_BYTES)) if memory is None else memory
         self.is_private = memory is None
@@ -149,7 +148,7 @@ class Heartbeat:
         self._words = self._memory.cast("q")
         self._stacks: int | None = None
         self.settings: dict[str, Any] = {}
-        """As of :meth:`write_settings`."""
+        """What :meth:`write_settings` has written."""
         self.begin()
 
     def begin(self) -> None:
@@ -207,7 +206,6 @@ class Heartbeat:
         return Span(self, section)
 
     def start_iteration(self, iteration: int) -> None:
-        """``iteration`` begins; the first one is 1."""
         self._words[_ITERATION] = iteration
         self._words[_MICROBATCH] = 0
 
@@ -247,7 +245,6 @@ class Heartbeat:
         words[_DONE] = iteration
 
     def finish_iteration(self, iteration: int) -> None:
-        """``iteration`` is done."""
         self._words[_DONE] = iteration
 
     def busy_ns(self) -> dict[Section, int]:
@@ -264,7 +261,6 @@ class Heartbeat:
         self._words[_SAVES] += 1
 
     def snapshot(self) -> Snapshot:
-        """The slot now."""
         snapshot = _read(self._memory)
         assert snapshot is not None
         return snapshot
@@ -400,7 +396,7 @@ def run_directory_in(arguments: Sequence[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Written by each rank into its slot (:mod:`megatron.operation.heartbeat`)."""
+    """The settings of a run, which each rank writes into its slot for the launcher."""
 
     rank: int
     world_size: int
@@ -421,7 +417,6 @@ class RunSettings:
         return cls(rank, world_size, place, config.operation, dataloader_timeout=config.data.dataloader_timeout)
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of :meth:`from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod

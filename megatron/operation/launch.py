@@ -37,8 +37,8 @@ from megatron.operation.signals import StopSignals
 from megatron.operation.warm import WarmProcesses
 from megatron.torch_compat import LOOPBACK, listen_on_loopback, start_ranks_by
 
+# Default of --shutdown-timeout: time for the ranks to finish an iteration and save.
 SAVE_SECONDS = 600
-"""Default of --shutdown-timeout: time for the ranks to finish an iteration and save."""
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -54,7 +54,6 @@ def parse(arguments: Sequence[str]) -> Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job; returns its exit code."""
     options = parse(arguments)
     try:
         is_elastic = prepare_elastic(options)

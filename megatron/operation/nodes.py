@@ -98,7 +98,6 @@ class Nodes(_SharedKeys):
         self.count = count
 
     def end_job(self, code: ExitCode) -> None:
-        """End the job on all nodes with this exit code."""
         self._set("exit_code", str(int(code)))
 
     def agree(self, rank: int, restarts: int, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -201,10 +200,10 @@ class Nodes(_SharedKeys):
 # --- nodes that were named -----------------------------------------------------------------------------------
 
 NAMED_NODES = "named_nodes.jsonl"
+# Causes that may lie in the node: not an exception of the program, nor lack of memory.
 CAUSES = frozenset({Cause.HANG, Cause.STOPPED_PROCESS, Cause.SILENT_CORRUPTION, Cause.STRAGGLER, Cause.NODE_LOST})
-"""Causes that may lie in the node: not an exception of the program, nor lack of memory."""
+# A node is a suspect when so many attempts have named it.
 TIMES = 2
-"""A node is a suspect when so many attempts have named it."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +300,6 @@ class NodeReport:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "NodeReport":
-        """The inverse of ``asdict``."""
         return NodeReport(values["host"], values["num_ranks"], tuple(Naming(**naming) for naming in values["namings"]))
 
 
@@ -314,19 +312,18 @@ class NodeOrder:
     first_ranks: tuple[int, ...]
     """The global rank of the first process of each node."""
     namings: tuple[Naming, ...]
-    """All that any launcher knows."""
+    """The namings that any launcher has."""
     sentences: tuple[str, ...] = ()
-    """For the log."""
+    """Sentences for the log."""
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "NodeOrder":
-        """The inverse of ``asdict``."""
         namings = tuple(Naming(**naming) for naming in values["namings"])
         return NodeOrder(values["attempt"], tuple(values["first_ranks"]), namings, tuple(values["sentences"]))
 
 
 def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
-    """The order of the nodes, by the reports of all launchers; ``named`` learns what they know."""
+    """The order of the nodes, by the reports of all launchers, whose namings are added to ``named``."""
     for report in reports:
         named.add(report.namings)
     hosts = {report.host for report in reports}
@@ -373,8 +370,8 @@ class Backoff:
         return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))
 
 
+# Seconds between two questions.
 ASK_SECONDS = 2.0
-"""Between two questions."""
 _TICK_SECONDS = 0.5
 # Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped.
 _LONGEST_TICK = 2.0
@@ -392,7 +389,6 @@ class StoreWatch:
             threading.Thread(target=target, name="store watch", daemon=True).start()
 
     def end(self) -> None:
-        """Ask no more."""
         self._is_over.set()
 
     def _ask(self) -> None:

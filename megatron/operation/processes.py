@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+# Environment variable with the process id of megatron.operation.launch, for its ranks.
 LAUNCHER = "MEGATRON_LAUNCHER_PID"
-"""Environment variable with the process id of ``megatron.operation.launch``, for its ranks."""
 
 
 def die_with_parent(ancestor: int | None = None) -> None:

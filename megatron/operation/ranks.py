@@ -11,12 +11,12 @@ from typing import Protocol
 from megatron.errors import ExitCode
 from megatron.operation.heartbeat import HeartbeatMemory, Section
 
+# Time for other ranks to end after a crash; none of their collectives can complete.
 CRASH_SECONDS = 5
-"""Time for other ranks to end after a crash; none of their collectives can complete."""
+# Time for a killed process to end; it needs longer only if it waits in the kernel for a device.
 KILL_SECONDS = 10
-"""Time for a killed process to end; it needs longer only if it waits in the kernel for a device."""
+# Time for ranks to begin a save when a node joins.
 JOIN_SECONDS = 30
-"""Time for ranks to begin a save when a node joins."""
 # A failure of ranks without a heartbeat after so long is not counted as one at once.
 _LONG_ATTEMPT_SECONDS = 60.0
 # What poll returns for a process that runs or has not crashed.

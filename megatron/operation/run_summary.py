@@ -76,7 +76,7 @@ class SaveIntervals:
 
     costs: Costs
     own_s: float | None
-    """Of the run; None with fewer than two saves."""
+    """The run's own interval; None with fewer than two saves."""
     young_s: float
     nvidia_s: float
     daly_s: float
@@ -121,7 +121,6 @@ class RunSummary:
 
 
 def summarize(run: RecordedRun) -> RunSummary:
-    """The figures of a run with at least one attempt."""
     attempts = run.attempts
     interruptions = sum(attempt.is_interruption for attempt in attempts)
     running_s = sum(attempt.wall_s for attempt in attempts)
@@ -162,7 +161,6 @@ def summarize(run: RecordedRun) -> RunSummary:
 
 
 def cause_of(attempt: Attempt, run: RecordedRun) -> str:
-    """Cause class of a failed attempt."""
     if attempt.cause is not None:
         return attempt.cause
     cause = run.failures.get(attempt.attempt, {}).get("cause")
@@ -170,13 +168,12 @@ def cause_of(attempt: Attempt, run: RecordedRun) -> str:
 
 
 def host_of(attempt: Attempt, run: RecordedRun) -> str | None:
-    """Host that caused the failure of an attempt."""
     host = attempt.host or run.failures.get(attempt.attempt, {}).get("host")
     return host if isinstance(host, str) else None
 
 
 def _mean_restart_s(attempts: Sequence[Attempt]) -> float | None:
-    """From a failure to the first new step: hang, end of the processes, gap, and start and load of the next attempt.
+    """Mean seconds from a failure to the first new step: hang, end of the processes, gap, next start and load.
 
     Without a failure, start and load of all attempts that came to a step.
     """
@@ -240,7 +237,6 @@ def _worst_hosts(run: RecordedRun) -> list[HostRecord]:
 
 
 def to_json(summary: RunSummary) -> dict[str, Any]:
-    """The figures for programs; None where there is no number."""
     intervals, rate = summary.intervals, None
     if summary.interruptions:
         rate = summary.gpu_hours / summary.interruptions

@@ -148,8 +148,6 @@ class MeteredCommunicator(Communicator):
 
 
 class MeteredTopology(Topology):
-    """A topology whose collectives are counted and measured."""
-
     def __init__(
         self,
         heartbeat: Heartbeat,
@@ -195,8 +193,6 @@ class Sections(Timers):
 
 
 class _TimedSpan(Span):
-    """A section with its timer."""
-
     __slots__ = ("_timer",)
 
     def __init__(self, heartbeat: Heartbeat, section: Section, timer: AbstractContextManager[None]) -> None:

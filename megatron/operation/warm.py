@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 Execute = Callable[..., dict[str, Any]]
 """Runs a script or module under a name, and returns its globals."""
 
+# Function of the script.
 HOOK = "import_for_training"
-"""Function of the script."""
 _READY = b"ready"
 # Seconds of training after which standby processes start.
 _AFTER_SECONDS = 3.0
@@ -141,22 +141,18 @@ class Standby:
         return self.process
 
     def end(self) -> None:
-        """Kill the process."""
         self._connection.close()
         self.process.kill()
         self.process.wait()
 
 
 class WarmProcesses:
-    """The standby processes of a node."""
-
     def __init__(self) -> None:
         self._commands: dict[int, tuple[RankCommand, dict[str, str]]] = {}
         self._standby: dict[int, Standby] = {}
         self._failed = False
 
     def started(self, local_rank: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Note how a rank was started."""
         command = RankCommand.parse(words)
         if command is not None:
             self._commands[local_rank] = command, dict(environment)
@@ -191,7 +187,6 @@ class WarmProcesses:
         return None
 
     def end(self) -> None:
-        """Kill all standby processes."""
         for warm in self._standby.values():
             warm.end()
         self._standby.clear()

@@ -17,26 +17,26 @@ from dataclasses import dataclass, field
 from megatron.config.operation import OperationConfig
 from megatron.operation.heartbeat import STEP_SECTIONS, Section, Snapshot
 
+# Limit of a section relative to the longest of its last stays.
 FACTOR = 5.0
-"""Limit of a section relative to the longest of its last stays."""
+# Limit relative to the longest stay outside of iterations, where it replaces a long limit and not a short one.
 LEARNED_FACTOR = 10.0
-"""The same outside of iterations, where it replaces a long limit and not a short one."""
+# Factors for a stay that has not ended: if that was no hang, the next limit is longer. In the first iterations, where
+# another node may compile everything anew, by more; but collectives time out after ten minutes.
 AGAIN_FACTOR, COMPILE_FACTOR = 2.0, 5.0
-"""The same for a stay that has not ended: if that was no hang, the next limit is longer. In the first iterations, where
-another node may compile everything anew, by more; but collectives time out after ten minutes."""
+# Smallest limit that replaces a long one.
 LEARNED_SECONDS = 60.0
-"""Smallest limit that replaces a long one."""
+# Number of stays in an attempt from which the limits of saves and evaluations are learned.
 FEW = 3
-"""Number of stays in an attempt from which the limits of saves and evaluations are learned."""
+# Limit of a process that is stopped, in every section: a debugger that attaches stops it for less.
 STOPPED_SECONDS = 30.0
-"""Limit of a process that is stopped, in every section: a debugger that attaches stops it for less."""
+# Number of stays from which a limit is learned.
 SPANS = 20
-"""Number of stays from which a limit is learned."""
+# Number of iterations from which nothing is learned, because they may compile kernels. They and as many after them have
+# a limit of their own.
 FIRST_ITERATIONS = 3
-"""Number of iterations from which nothing is learned, because they may compile kernels. They and as many after them
-have a limit of their own."""
+# Seconds between two samples, unless a limit is short.
 LONGEST_PERIOD = 1.0
-"""Seconds between two samples, unless a limit is short."""
 _SAMPLES_PER_LIMIT = 10
 # A rank without progress for so many periods is looked at more closely.
 _STUCK_PERIODS = 5
@@ -59,13 +59,13 @@ class Limits:
     half an hour."""
 
     step: float = 60.0
-    """For every section of an iteration; 0 disables the watchdog."""
+    """The limit of every section of an iteration; 0 disables the watchdog."""
     start: float | None = None
     load: float | None = None
     save: float | None = None
     evaluation: float | None = None
     data: float = 600.0
-    """For waiting for data, and for the time for which waiting for storage is no hang."""
+    """The limit of a wait for data, and the time for which waiting for storage is no hang."""
 
     @staticmethod
     def of_flags(operation: OperationConfig, dataloader_timeout: float | None) -> "Limits":
@@ -86,31 +86,18 @@ class Limits:
 
     def given(self, section: Section) -> float | None:
         """The flag's limit of a section outside of iterations, if it is given."""
-        match section:
-            case Section.START:
-                return self.start
-            case Section.LOAD:
-                return self.load
-            case Section.SAVE:
-                return self.save
-            case Section.EVALUATION:
-                return self.evaluation
-            case _:
-                return None
+        flags = {Section.START: self.start, Section.LOAD: self.load, Section.SAVE: self.save}
+        return {**flags, Section.EVALUATION: self.evaluation}.get(section)
 
     def of(self, section: Section) -> float | None:
         """The limit of ``section`` before anything is learned; None for a section without a limit."""
-        match section:
-            case Section.SPARE:
-                return None  # waits until the job restarts
-            case Section.END:
-                return max(self.start or _UNLEARNED, self.save or _UNLEARNED)  # waits for background saves
-            case Section.DATA:
-                return self.data
-            case Section.START | Section.LOAD | Section.SAVE | Section.EVALUATION:
-                return self.given(section) or _UNLEARNED
-            case _:
-                return self.step
+        if section == Section.SPARE:
+            return None  # waits until the job restarts
+        if section == Section.END:
+            return max(self.start or _UNLEARNED, self.save or _UNLEARNED)  # waits for background saves
+        if section in (Section.START, Section.LOAD, Section.SAVE, Section.EVALUATION):
+            return self.given(section) or _UNLEARNED
+        return self.data if section == Section.DATA else self.step
 
 
 @dataclass(frozen=True)
@@ -137,8 +124,6 @@ class Overrun:
 
 @dataclass
 class _Rank:
-    """What the samples of a rank have shown."""
-
     # Time of the last progress that was seen.
     progress_ns: int
     last: Snapshot | None = None
@@ -304,7 +289,6 @@ class Watchdog:
                     rank.first_span = max(rank.first_span, span)
 
     def _look_at(self, rank: _Rank, found: Processes, now_ns: int) -> None:
-        """Record what the kernel says of a rank without progress."""
         if not found.is_stopped:
             rank.stopped_ns = None
         elif rank.stopped_ns is None:

@@ -194,7 +194,6 @@ def package_versions() -> dict[str, str]:
 
 
 def gpu_driver() -> str | None:
-    """The version of NVIDIA's driver; None without one."""
     try:
         match = re.search(r"Kernel Module[\w ]*?\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -323,7 +322,6 @@ def run_files(
 
 
 def describe_accelerator(device: "torch.device") -> dict[str, Any]:
-    """The device of this rank, and the versions of the libraries with which torch was built."""
     import torch
 
     from megatron.core.device import device_name
