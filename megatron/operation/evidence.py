@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -264,12 +264,9 @@ class Evidence:
     is_lost: bool = False
     """Whether the launcher of the rank does not answer, so that nothing else is known."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Evidence":
-        """The inverse of :meth:`to_json`."""
+        """The inverse of ``asdict``."""
         children = tuple(ChildProcess(**child) for child in values["children"])
         stack = None if values["stack"] is None else tuple(Frame(**frame) for frame in values["stack"])
         return Evidence(**{**values, "children": children, "stack": stack})

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ class RankWatch:
     def _publish_evidence(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         attempt.has_published = True
         own = self._evidence(attempt, ended)
-        nodes.publish(attempt.topic, attempt.restarts, attempt.node, [one.to_json() for one in own])
+        nodes.publish(attempt.topic, attempt.restarts, attempt.node, [asdict(one) for one in own])
         return own
 
     def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
