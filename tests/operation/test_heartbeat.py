@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from megatron.config.operation import OperationConfig
 from megatron.metrics.timers import Timers
-from megatron.operation.heartbeat import DUMP_SIGNAL, HEARTBEATS, STEP_SECTIONS, Heartbeat, HeartbeatMemory, Section
+from megatron.operation.heartbeat import (
+    DUMP_SIGNAL,
+    HEARTBEATS,
+    STEP_SECTIONS,
+    Heartbeat,
+    HeartbeatMemory,
+    RunSettings,
+    Section,
+)
 from megatron.operation.waits import SECTION_OF_TIMER, Sections
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 from tests.forked import fork_context
@@ -152,6 +161,15 @@ def test_without_the_memory_of_a_launcher_a_rank_trains_all_the_same(
     wanted = f"WARNING: the launcher's heartbeat memory {path} cannot be opened (No such file or directory)"
     assert said.startswith(wanted) if path is not None else not said
     assert not said or said.endswith("start the launcher and its ranks in one PID namespace.\n")
+
+
+def test_ranks_may_have_newer_code_than_their_launcher() -> None:
+    settings = RunSettings(0, 2, "/run", OperationConfig(max_failed_attempts=7), hosts=("a",))
+    written = settings.to_json()
+    assert RunSettings.from_json(written) == settings
+    written["operation"]["a_later_flag"] = 1
+    written["a_later_setting"] = 2
+    assert RunSettings.from_json(written) == settings
 
 
 # --- its cost ------------------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ BORDERS = (
         "the pause before a restart doubles a failure late",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 3))",
-        ("operation/test_elastic.py",),
+        ("operation/test_nodes.py",),
     ),
     Fault(
         "a ramp of batch sizes counts a batch that crosses a step twice",
