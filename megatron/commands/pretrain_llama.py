@@ -99,11 +99,9 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
         on_gpu = choose_device(config.training.device, process).type != "cpu"
         return InProcessRestart(run, process, heartbeat, on_gpu).run()
-    return (
-        Spares(config.training, process.rank, process.world_size, os.environ).end_with(run, heartbeat)
-        if num_spares
-        else run()
-    )
+    if num_spares:
+        return Spares(config.training, rank, process.world_size, os.environ).end_with(run, heartbeat)
+    return run()
 
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:

@@ -30,10 +30,10 @@ from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Snapshot
 
+# Seconds between two writes of the record of the attempt under way.
 WRITE_SECONDS = 30.0
-"""Between two writes of the record of the attempt under way."""
+# Seconds between two looks at the heartbeat.
 POLL_SECONDS = 1.0
-"""Between two looks at the heartbeat."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,13 @@ class FailureFacts:
 def reported_failure(directory: Path, since: float) -> FailureFacts | None:
     """The failure in RUN_DIR/failure.json, if it is not older than ``since`` (seconds since the epoch)."""
     found = read_failure(directory / FILE) or {}
-    moment, cause, rank, host = (found.get(name) for name in ("time", "cause", "rank", "host"))
+    moment, kinds = found.get("time"), {"cause": str, "rank": int, "host": str}
     if not isinstance(moment, int | float) or moment < since:
         return None
-    return FailureFacts(
-        cause if isinstance(cause, str) else None,
-        rank if isinstance(rank, int) else None,
-        host if isinstance(host, str) else None,
-    )
+    return FailureFacts(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
 
 
 def outcome_of(exit_codes: Iterable[int]) -> Outcome:
-    """How an attempt ended whose ranks ended with ``exit_codes``."""
     codes = set(exit_codes)
     if codes <= {ExitCode.COMPLETE}:
         return "complete"
@@ -183,10 +178,10 @@ class LaunchedAttempts:
         self._memory, self._run_dir, self._warn = memory, run_dir, warn
         self._beginning = Beginning.now()
         self._world_size = 1
+        # Local rank of rank 0 in the attempt under way.
         self._local_rank: int | None = None
-        """Local rank of rank 0 in the attempt under way."""
+        # The last snapshot of rank 0 in the attempt under way.
         self._seen: Snapshot | None = None
-        """The last snapshot of rank 0 in the attempt under way."""
         self._is_stopping = False
         self._recorder: AttemptRecorder | None = None
         self._polled = 0.0
@@ -245,7 +240,7 @@ class LaunchedAttempts:
         self._open(local_rank)
 
     def _open(self, local_rank: int) -> None:
-        """Begin the record when rank 0 has told the hosts of the run, which it does when it holds the lock."""
+        """Begin the record when rank 0 has written the hosts of the run, which it does when it holds the lock."""
         settings = RunSettings.from_json(self._memory.settings(local_rank))
         if settings is None:
             return
@@ -277,7 +272,6 @@ class RecorderThread:
             self._recorder.update(self._heartbeat.snapshot())
 
     def finish(self, outcome: Outcome, exit_code: int | None, failure: FailureFacts | None = None) -> None:
-        """End the thread and the record."""
         self._is_over.set()
         self._thread.join()
         self._recorder.finish(self._heartbeat.snapshot(), outcome, exit_code, failure)

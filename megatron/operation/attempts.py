@@ -131,14 +131,13 @@ def measured(attempt: Attempt, snapshot: Snapshot | None, start_ns: int, now_ns:
     dropped_s = min(snapshot.dropped_ns / 1e9, seconds["step"])
     seconds["step"] -= dropped_s
     seconds["lost"] += dropped_s
-    committed, done = snapshot.committed_iteration, snapshot.done_iteration
     return replace(
         attempt,
         end=end,
         seconds=seconds,
         first_iteration=snapshot.first_iteration,
-        last_iteration=done,
-        committed_iteration=committed,
+        last_iteration=snapshot.done_iteration,
+        committed_iteration=snapshot.committed_iteration,
         saves=snapshot.saves,
         uncommitted_s=max(0.0, seconds["step"] - snapshot.step_ns_at_commit / 1e9),
         dropped_s=dropped_s,
@@ -163,13 +162,11 @@ def lose_uncommitted(attempt: Attempt) -> Attempt:
 
 
 def with_commit(attempt: Attempt, now_s: float, iteration: int) -> Attempt:
-    """The attempt with a further entry of ``commits``."""
     commits = (*attempt.commits, (round(now_s, 1), iteration))
     return replace(attempt, commits=commits if len(commits) <= _MOST_COMMITS else commits[1::2])
 
 
 def to_json(attempt: Attempt) -> str:
-    """One line of JSON, without a line break."""
     record = asdict(attempt)
     record["seconds"] = {name: round(attempt.second(name), 3) for name in TIME_CLASSES}
     record |= {name: round(record[name], 3) for name in ("start", "end", "uncommitted_s", "dropped_s")}
@@ -181,24 +178,16 @@ def from_json(text: str) -> Attempt | None:
     try:
         found = json.loads(text)
         known = {item.name: found[item.name] for item in fields(Attempt) if item.name in found}
-        seconds = {name: float(found["seconds"][name]) for name in TIME_CLASSES if name in found["seconds"]}
-        known["seconds"] = seconds
+        known["seconds"] = {name: float(found["seconds"][name]) for name in TIME_CLASSES if name in found["seconds"]}
         known["hosts"] = tuple(str(host) for host in known.get("hosts", ()))
         known["commits"] = tuple((float(moment), int(iteration)) for moment, iteration in known.get("commits", ()))
-        attempt = Attempt(**known)
-        return attempt if _is_valid(attempt) else None
+        one = Attempt(**known)
+        numbers = (one.attempt, one.start, one.end, one.world_size, one.saves, one.uncommitted_s)
+        iterations = (one.first_iteration, one.last_iteration, one.committed_iteration, one.counts_from)
+        is_valid = all(isinstance(number, int | float) for number in numbers) and one.outcome in get_args(Outcome)
+        return one if is_valid and all(isinstance(number, int | None) for number in iterations) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-
-
-def _is_valid(attempt: Attempt) -> bool:
-    numbers = (attempt.attempt, attempt.start, attempt.end, attempt.world_size, attempt.saves, attempt.uncommitted_s)
-    iterations = (attempt.first_iteration, attempt.last_iteration, attempt.committed_iteration)
-    return (
-        all(isinstance(number, int | float) for number in numbers)
-        and all(iteration is None or isinstance(iteration, int) for iteration in iterations)
-        and attempt.outcome in get_args(Outcome)
-    )
 
 
 def read_attempts(directory: Path) -> list[Attempt]:
@@ -384,9 +373,9 @@ class EffectiveTimeMeter:
     def __init__(self, directory: Path, start: float, start_ns: int) -> None:
         self._directory, self._start_ns = directory, start_ns
         self._attempt = Attempt(attempt=0, start=start, end=start, outcome="running")
+        # First iteration of this attempt, on which it depends what earlier ones kept; their seconds of wall time, with
+        # the gap before this attempt, and in kept steps.
         self._earlier: tuple[int | None, float, float] | None = None
-        """First iteration of this attempt, on which it depends what earlier ones kept; their seconds of wall time,
-        with the gap before this attempt, and in kept steps."""
 
     def read(self, snapshot: Snapshot, now_ns: int) -> float | None:
         """The effective time at ``now_ns``, of which ``snapshot`` is."""

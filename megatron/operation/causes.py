@@ -97,7 +97,7 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
     ),
     Cause.NO_PROGRESS: Explanation(
         "Several attempts in a row ended without a new checkpoint.",
-        "Find the cause in the failures before this one, then remove the file that the message names.",
+        "Find the cause in the failures before this one, then start once with a larger --max-failed-attempts.",
         (ExitCode.NO_PROGRESS,),
     ),
     Cause.NODE_LOST: Explanation(

@@ -12,7 +12,7 @@ not for all. The first that keeps a part of the ranks is the reason in the repor
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.errors import ExitCode
 from megatron.operation.causes import Cause
@@ -28,10 +28,10 @@ from megatron.operation.evidence import (
 from megatron.operation.failure import MOST_LISTED, Failure, ranks_text
 from megatron.operation.heartbeat import Section
 
+# A heartbeat that is older by less proves nothing: ranks of one step stop within it.
 _OLDER_SECONDS = 1.0
-"""A heartbeat that is older by less proves nothing: ranks of one step stop within it."""
+# Ranks of the same role have started equal numbers of collectives, except for the last. Other ranks differ by more.
 _MOST_BEHIND = 2
-"""Ranks of the same role have started equal numbers of collectives, except for the last. Other ranks differ by more."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
 
 
 class _Criterion(NamedTuple):
+    # Whether it holds for a rank, among all candidates.
     holds: Callable[[Evidence, Sequence[Evidence]], bool]
-    """Whether it holds for a rank, among all candidates."""
     reason: Callable[[Evidence], str]
+    # Of a criterion that alone is proof, also where it holds for all ranks.
     cause: Cause | None = None
-    """Of a criterion that alone is proof, also where it holds for all ranks."""
 
 
 def _is_behind(one: Evidence, others: Sequence[Evidence]) -> bool:
@@ -161,7 +161,7 @@ def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: flo
     if culprit is None:
         section = _only([one.section for one in evidence])
         what = f"The ranks hang{f' in {section}' if section else ''}"
-        place = {"section": section}
+        place: dict[str, Any] = {"section": section}
     else:
         where = culprit.section if not culprit.iteration else f"{culprit.section} of iteration {culprit.iteration}"
         what = f"Rank {culprit.rank} on {culprit.host} hangs in {where}"
@@ -187,7 +187,6 @@ def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: flo
 
 
 def _only(values: Sequence[str]) -> str | None:
-    """The value, if all are equal."""
     return values[0] if len(set(values)) == 1 else None
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -19,8 +20,31 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.signals import watch_signals
 
+# Environment variable of the ranks: set if the number of nodes may change.
 ELASTIC = "MEGATRON_ELASTIC"
-"""Environment variable of the ranks: set if the number of nodes may change."""
+
+
+# Seconds for further nodes to join once MIN of --nnodes MIN:MAX is reached: torch notices a lost node after as long.
+LAST_CALL_SECONDS = 15
+
+
+def prepare_elastic(options: Namespace) -> bool:
+    """Whether the number of nodes may change; raises :class:`ConfigError`."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    try:
+        smallest, largest = parse_min_max_nnodes(options.nnodes)
+    except (RuntimeError, ValueError):
+        raise ConfigError(f"--nnodes {options.nnodes} is neither a number nor MIN:MAX: use one of them.") from None
+    if smallest == largest:
+        return False
+    if options.rdzv_backend == "static" and not options.standalone:
+        raise ConfigError(
+            f"--nnodes {options.nnodes} needs a rendezvous that nodes can join later: add --rdzv-backend c10d."
+        )
+    if "last_call_timeout" not in options.rdzv_conf:
+        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"last_call_timeout={LAST_CALL_SECONDS}"]))
+    return True
 
 
 def usable_world_size(config: RunConfig, world_size: int, check_batches: Callable[[int], None]) -> int:

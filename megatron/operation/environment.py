@@ -13,13 +13,13 @@ from megatron.errors import ConfigError
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+# Two ranks of a gloo group connect at the first message between them. Otherwise every rank connects to all others: of
+# 16,384 ranks each would have 16,383 connections, only for the control group.
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
-"""Two ranks of a gloo group connect at the first message between them. Otherwise every rank connects to all others: of
-16,384 ranks each would have 16,383 connections, only for the control group."""
+# CUDA's default.
 SEVERAL = 8
-"""CUDA's default."""
+# Inductor's default for a process on a machine with as many cores.
 MOST_COMPILE_THREADS = 32
-"""Inductor's default for a process on a machine with as many cores."""
 
 
 @dataclass(frozen=True)

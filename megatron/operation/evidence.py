@@ -1,23 +1,24 @@
-"""What the system shows of the ranks that hang: stacks, and states of processes (Linux)."""
+"""What the system shows of the ranks that hang: states of their processes, and the stacks of their threads (Linux)."""
 
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.operation.heartbeat import DUMP_SIGNAL, HeartbeatMemory
+from megatron.operation.processes import is_running
 from megatron.operation.watchdog import Processes
 
 # --- processes -----------------------------------------------------------------------------------------------
 
+# Stopped by a signal, or by a debugger.
 STOPPED = "Tt"
-"""Stopped by a signal, or by a debugger."""
+# Waits for a device; no signal ends it.
 UNINTERRUPTIBLE = "D"
-"""Waits for a device; no signal ends it."""
 ENDED = "ZX"
 BACKGROUND_WRITER, HELPER = "background writer", "helper process"
 _WRITER = "megatron.checkpoint.background_main"
@@ -39,22 +40,17 @@ def process_state(pid: int) -> str | None:
     stat = _stat(pid)
     if stat is not None:
         return stat[0]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "?"
+    return "?" if is_running(pid) else None
 
 
 def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     """Children, grandchildren and so on."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for name in _pids():
-        stat = _stat(name)
-        if stat is not None:
-            children.setdefault(stat[1], []).append((name, stat[0]))
+    with suppress(OSError):  # no /proc
+        for name in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            stat = _stat(name)
+            if stat is not None:
+                children.setdefault(stat[1], []).append((name, stat[0]))
     found, unseen = [], [pid]
     while unseen:
         for child, state in children.get(unseen.pop(), []):
@@ -63,43 +59,18 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     return tuple(sorted(found, key=lambda child: child.pid))
 
 
-def transferred_bytes(pid: int) -> int:
-    """Bytes that the process has read from and written to files, also through mappings; 0 where the system does not
-    tell."""
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b")))
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def context_switches(pid: int) -> int:
-    """How often the main thread has given up the processor of its own accord."""
-    try:
+def count_switches(pid: int) -> tuple[int, int]:
+    """How often the main thread has given up the processor of its own accord, and the number of threads."""
+    found = {}
+    with suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("voluntary_ctxt_switches:"):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
-
-
-def _pids() -> Iterable[int]:
-    try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    except OSError:
-        return []
+            name, _, text = line.partition(":")
+            if name in ("voluntary_ctxt_switches", "Threads"):
+                found[name] = int(text)
+    return found.get("voluntary_ctxt_switches", 0), found.get("Threads", 0)
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """State and parent."""
     try:
         # "pid (name) state parent ...": the name may contain blanks and parentheses.
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
@@ -124,25 +95,32 @@ def observe_processes(pid: int) -> Processes:
     children = [child for child in child_processes(pid) if child.role != HELPER]
     state = process_state(pid) or "Z"
     states = [state, *(child.state for child in children)]
-    writers = [child.pid for child in children if child.role == BACKGROUND_WRITER]
+    transferred = 0
+    for one in [pid, *(child.pid for child in children if child.role == BACKGROUND_WRITER)]:
+        with suppress(OSError, ValueError, IndexError):
+            # Bytes read from and written to files, also through mappings.
+            lines = Path(f"/proc/{one}/io").read_text().splitlines()
+            wanted = [line for line in lines if line.startswith(("rchar", "wchar", "read_b", "write_b"))]
+            transferred += sum(int(line.split()[1]) for line in wanted)
     return Processes(
         # Not of a child that has ended: what the rank does with it is its own matter.
         is_stopped=state in ENDED or any(one in STOPPED for one in states),
         waits_for_storage=any(one in UNINTERRUPTIBLE for one in states),
-        transferred=sum(map(transferred_bytes, [pid, *writers])),
+        transferred=transferred,
     )
 
 
 # --- stacks --------------------------------------------------------------------------------------------------
 
+# Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor.
 ANSWER_SECONDS = 1.0
-"""Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor."""
+# A file that does not grow for so long is complete.
 _QUIET_SECONDS = 0.05
-"""A file that does not grow for so long is complete."""
 _MOST_FRAMES = 30
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _REPOSITORY = f"{Path(__file__).parents[2]}{os.sep}"
+# Modules in which a rank waits for other ranks.
 _COLLECTIVES = (
     "torch/distributed/distributed_c10d.py",
     "torch/distributed/rendezvous.py",
@@ -153,7 +131,6 @@ _COLLECTIVES = (
     "megatron/operation/namespace.py",
     "megatron/operation/waits.py",
 )
-"""Modules in which a rank waits for other ranks."""
 _PYTHON_WAITS = ("threading.py", "queue.py", "selectors.py")
 
 
@@ -183,16 +160,10 @@ def parse_stacks(text: str) -> list[Stack]:
             threads.append([])
         elif threads and (found := _FRAME.match(line)):
             file, number, function = found.groups()
+            short = file.rpartition("/site-packages/")[2].removeprefix(_REPOSITORY)
             if len(threads[-1]) < _MOST_FRAMES:
-                threads[-1].append(Frame(_short(file), int(number) if number.isdigit() else 0, function))
+                threads[-1].append(Frame(short, int(number) if number.isdigit() else 0, function))
     return [tuple(frames) for frames in threads]
-
-
-def _short(file: str) -> str:
-    _, _, below_packages = file.rpartition("/site-packages/")
-    if below_packages != file:
-        return below_packages
-    return file.removeprefix(_REPOSITORY)
 
 
 def is_waiting_for_ranks(stack: Stack) -> bool:
@@ -206,7 +177,6 @@ def is_waiting_for_ranks(stack: Stack) -> bool:
 
 
 def excerpt(stack: Stack, frames: int = 12) -> str:
-    """The innermost frames, one per line."""
     rest = len(stack) - frames
     return "\n".join([*map(str, stack[:frames]), *([f"... and {rest} more"] if rest > 0 else [])])
 
@@ -232,7 +202,10 @@ def request_stacks(
             sizes, changed_at = found, time.monotonic()
         elif all(sizes[rank] > offsets[rank] for rank in offsets) and time.monotonic() - changed_at > _QUIET_SECONDS:
             break
-    texts = {rank: _read_from(files[rank], offset) for rank, offset in offsets.items()}
+    texts = {}
+    for rank, offset in offsets.items():
+        with suppress(OSError), open(files[rank], "rb") as file:
+            texts[rank] = os.pread(file.fileno(), 1 << 20, offset).decode(errors="replace")
     return {rank: text for rank, text in texts.items() if text}
 
 
@@ -241,14 +214,6 @@ def _size(path: str) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-def _read_from(path: str, offset: int) -> str:
-    try:
-        with open(path, "rb") as file:
-            return os.pread(file.fileno(), 1 << 20, offset).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], Stack | None]]:
@@ -260,18 +225,16 @@ def group_by_stack(stacks: Mapping[int, Stack | None]) -> list[tuple[list[int], 
 
 
 def main_stack(stacks: Sequence[Stack]) -> Stack | None:
-    """The stack of the main thread."""
-    return next((stack for stack in reversed(stacks) if stack and stack[-1].function == "<module>"), None) or (
-        stacks[-1] if stacks else None
-    )
+    found = [stack for stack in stacks if stack and stack[-1].function == "<module>"] or stacks
+    return found[-1] if found else None
 
 
 # --- evidence ------------------------------------------------------------------------------------------------
 
+# For so long the wait for the interpreter's lock is observed.
 _LOCK_SECONDS = 0.3
-"""For so long the wait for the interpreter's lock is observed."""
+# Context switches per second of a thread that waits for the lock: it wakes up every 5 ms.
 _LOCK_RATES = 20.0, 400.0
-"""Context switches per second of a thread that waits for the lock: it wakes up every 5 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,37 +257,30 @@ class Evidence:
     children: tuple[ChildProcess, ...] = ()
     """Stopped children, or children that wait in the kernel."""
     stack: Stack | None = None
-    """Of the main thread; None if the rank has given none."""
+    """The stack of the main thread; None if the rank has written none."""
     waits_for_lock: bool = False
     """Whether the main thread tries all the time to get the interpreter's lock."""
     committed_iteration: int | None = None
     is_lost: bool = False
     """Whether the launcher of the rank does not answer, so that nothing else is known."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Evidence":
-        """The inverse of :meth:`to_json`."""
+        """The inverse of ``asdict``."""
         children = tuple(ChildProcess(**child) for child in values["children"])
         stack = None if values["stack"] is None else tuple(Frame(**frame) for frame in values["stack"])
         return Evidence(**{**values, "children": children, "stack": stack})
 
 
 def gather_evidence(
-    heartbeats: HeartbeatMemory,
-    ranks: Mapping[int, int],
-    pids: Mapping[int, int],
-    host: str,
-    now_ns: Callable[[], int],
+    heartbeats: HeartbeatMemory, ranks: Mapping[int, int], pids: Mapping[int, int], host: str, now_ns: Callable[[], int]
 ) -> list[Evidence]:
     """What is known of the ranks of this node that still run.
 
     ``ranks`` are global ranks and ``pids`` the processes that run, both by local rank; ``now_ns`` reads the monotonic
     clock. Takes a third of a second, and longer if a rank does not write its stacks.
     """
-    before = {rank: (process_state(pid), context_switches(pid)) for rank, pid in pids.items()}
+    before = {rank: (process_state(pid), count_switches(pid)[0]) for rank, pid in pids.items()}
     began = time.monotonic()
     files = {}
     for rank in pids:
@@ -339,7 +295,8 @@ def gather_evidence(
         state, (state_before, switches) = process_state(pid), before[rank]
         if state == UNINTERRUPTIBLE and state_before != UNINTERRUPTIBLE:
             state = state_before  # a short wait for a disk is no evidence
-        rate = (context_switches(pid) - switches) / seconds
+        switches_now, threads = count_switches(pid)
+        rate = (switches_now - switches) / seconds
         snapshot = heartbeats.read(rank)
         evidence.append(
             Evidence(
@@ -352,7 +309,7 @@ def gather_evidence(
                 state=state,
                 children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
                 stack=main_stack(parse_stacks(texts.get(rank, ""))),
-                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and num_threads(pid) > 1,
+                waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and threads > 1,
                 **({"section": "start"} if snapshot is None else snapshot.position()),
             )
         )

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 FILE = "failure.json"
 DIRECTORY = "failures"
 SCHEMA = 1
+# Characters of a traceback that are kept, from its end.
 _MOST_TEXT = 8000
-"""Characters of a traceback that are kept, from its end."""
 MOST_LISTED = 8
 
+# What a rank reports when another one has gone.
 _CONSEQUENCE = re.compile(
     "|".join(
         (
@@ -57,7 +58,6 @@ _CONSEQUENCE = re.compile(
         )
     )
 )
-"""What a rank reports when another one has gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,6 @@ class Failure:
     """Iteration of the newest checkpoint that the run is known to have committed."""
 
     def to_json(self, attempt: int) -> dict[str, Any]:
-        """The content of failure.json."""
         head = {"schema": SCHEMA, "attempt": attempt, "time": time.time()}
         return {**head, **asdict(self), "advice": advice(self.cause)}
 
@@ -296,7 +295,7 @@ class RankStart:
     number: int | None = None
     """Number of the attempt in the run directory, from the first report."""
     settings: RunSettings | None = None
-    """Of the first rank that has written them."""
+    """The settings of the first rank that has written them."""
 
 
 class FailureReports:
@@ -319,7 +318,6 @@ class FailureReports:
         self._out_of_memory = OutOfMemoryKills()
 
     def begin(self, start: RankStart) -> None:
-        """The ranks of a new attempt have started."""
         self.start, self.failure, self.hang_lasts = start, None, False
         self._out_of_memory.rose()  # since now
         if start.nodes is not None:

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,22 @@ from megatron.operation.heartbeat import HeartbeatMemory, run_directory_in
 from megatron.operation.nodes import Nodes
 from megatron.operation.watchdog import Limits, Overrun, Watchdog
 
+# A script, or a module after -m, whose ranks have heartbeats.
 SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
-"""A script, or a module after ``-m``, whose ranks have heartbeats."""
+# Time for the other launchers to say what they know of their ranks.
 NODES_SECONDS = 5.0
-"""Time for the other launchers to say what they know of their ranks."""
+# Time for the first launcher to decide, after which another one decides alone.
 _DECISION_SECONDS = 15.0
-"""Time for the first launcher to decide, after which another one decides alone."""
+# Seconds between two signs of life of a launcher, which the launcher of the first node reads.
 BEAT_SECONDS = 5.0
-"""Between two signs of life of a launcher, which the launcher of the first node reads."""
+# A launcher without a sign of life for so long is gone.
 LOST_SECONDS = 45.0
-"""A launcher without a sign of life for so long is gone."""
+# Between two writes of what the ranks' stays teach.
 _STAYS_SECONDS = 30.0
-"""Between two writes of what the ranks' stays teach."""
+# Last sign of life of a launcher, in an attempt that ends.
 _OVER = "over"
-"""Last sign of life of a launcher, in an attempt that ends."""
+# Seconds of silence of the store that mean nothing: torch needs as long to notice a lost node.
 _LEAST_SILENCE = 15.0
-"""Seconds of silence of the store that mean nothing: torch needs as long to notice a lost node."""
 
 
 @dataclass(kw_only=True)
@@ -61,30 +61,30 @@ class _Attempt(RankStart):
     """One start of the ranks of this node, and what was seen of them."""
 
     watchdog: Watchdog
+    # Of the command, for stays.json.
     key: str
-    """Of the command, for ``stays.json``."""
+    # When stays were written last; before that, when the attempt began.
     stays_at: float
-    """When :attr:`stays` were written last; before that, when the attempt began."""
+    # As written last.
     stays: Mapping[str, float] = field(default_factory=dict)
-    """As written last."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))
     sample_at: float = 0.0
+    # When a rank of this node exceeded its limit, while another launcher decides.
     exceeded_at: float | None = None
-    """When a rank of this node exceeded its limit, while another launcher decides."""
     has_published: bool = False
+    # When a hang was reported that lasts, with --on-hang report.
     hang_at: float | None = None
-    """When a hang was reported that lasts, with ``--on-hang report``."""
+    # Hangs that are over.
     hangs: int = 0
-    """Hangs that are over."""
     beat_at: float = 0.0
+    # By node: its last sign of life, and when it was first read.
     beats: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By node: its last sign of life, and when it was first read."""
+    # Whether a rank of any node waited for storage at the last sign of life.
     others_wait: bool = False
-    """Whether a rank of any node waited for storage at the last sign of life."""
 
     @property
     def topic(self) -> str:
-        """Of the next hang, between launchers."""
+        """Topic of the next hang in the store of the launchers."""
         return f"hang{self.hangs or ''}"
 
 
@@ -234,7 +234,7 @@ class RankWatch:
     def _publish_evidence(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
         attempt.has_published = True
         own = self._evidence(attempt, ended)
-        nodes.publish(attempt.topic, attempt.restarts, attempt.node, [one.to_json() for one in own])
+        nodes.publish(attempt.topic, attempt.restarts, attempt.node, [asdict(one) for one in own])
         return own
 
     def _evidence_of_all(self, attempt: _Attempt, ended: Collection[int], nodes: Nodes) -> list[Evidence]:
@@ -245,8 +245,10 @@ class RankWatch:
         ending = {node for node, text in nodes.beats(attempt.restarts).items() if text == _OVER}
         for node, (host, ranks) in self.reports.missing_nodes(found.keys() | ending).items():
             print(f"The launcher of node {node} ({host}) does not answer.", file=sys.stderr, flush=True)
-            unknown = {"local_rank": 0, "pid": None, "section": "start", "seconds": 0.0}
-            others += [Evidence(rank=rank, host=host, is_lost=True, **unknown) for rank in ranks]
+            others += [
+                Evidence(rank=rank, local_rank=0, host=host, pid=None, section="start", seconds=0.0, is_lost=True)
+                for rank in ranks
+            ]
         return sorted([*own, *others], key=lambda one: one.rank)
 
     # --- nodes that are lost ---------------------------------------------------------------------------------
@@ -333,7 +335,6 @@ def _word_after(flag: str, words: Sequence[str]) -> str | None:
 
 
 def _number_after(flag: str, words: Sequence[str]) -> float | None:
-    """The value of a flag as a number; None if it is none."""
     with suppress(ValueError, TypeError):
         return float(_word_after(flag, words) or "")
     return None
@@ -343,13 +344,13 @@ def _number_after(flag: str, words: Sequence[str]) -> float | None:
 
 STAYS = "stays.json"
 _STAYS_SCHEMA = 1
+# Attempts that are kept.
 _MOST_ATTEMPTS = 20
-"""Attempts that are kept."""
 _COMMAND = "command"
 
 
 def command_key(words: Sequence[str], world_size: int) -> str:
-    """Another one for every command: nothing is learned from attempts of another model, batch or number of ranks."""
+    """A digest of the command: nothing is learned from attempts of another model, batch or number of ranks."""
     return hashlib.sha256("\0".join([str(world_size), *words]).encode(errors="surrogateescape")).hexdigest()[:16]
 
 

@@ -66,12 +66,19 @@ class Section(IntEnum):
 STEP_SECTIONS = (Section.STEP, Section.FORWARD_BACKWARD, Section.GRADS_REDUCE, Section.OPTIMIZER)
 """The sections whose seconds are training."""
 
-# Words of a slot.
+# The slot of a rank, in words of 8 bytes:
+#
+#     word 0      pid, last written at the start: a slot with a process id is complete
+#          1..12  when the rank attached, section, ... (the names below)
+#         16..26  nanoseconds in each section that was left
+#         32..42  nanoseconds of them in which the rank waited in a collective
+#         64      length of the settings, in bytes
+#         65..    the settings as JSON, to the end of the slot
+#
+# Words are written one after the other, without a lock: a reader may see the first of two and not the second.
 _PID, _ATTACHED, _SECTION, _ENTERED, _ITERATION, _MICROBATCH, _COLLECTIVES = range(7)
 _COMMITTED, _STEP_AT_COMMIT, _SAVES, _FIRST, _DONE, _DROPPED = range(7, 13)
-_SUMS = 16  # first of the words with the nanoseconds of each section
-_WAITS = 32  # first of the words with the nanoseconds of each section in which the rank waited in a collective
-_SETTINGS = 64  # word with the length of the settings, which follow as JSON
+_SUMS, _WAITS, _SETTINGS = 16, 32, 64
 _SLOT_BYTES = 8192
 _WORD = 8
 _NONE = -1
@@ -132,7 +139,6 @@ class Heartbeat:
     """A rank's own slot. Only its main thread writes, or autograd's thread while the main thread waits for it."""
 
     def __init__(self, memory: "memoryview | None" = None, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """``now_ns`` reads the monotonic clock."""
         self._now_ns = now_ns
         self._memory = memoryview(bytearray(_SLOT_BYTES)) if memory is None else memory
         self.is_private = memory is None
@@ -142,14 +148,14 @@ class Heartbeat:
         self._words = self._memory.cast("q")
         self._stacks: int | None = None
         self.settings: dict[str, Any] = {}
-        """As of :meth:`write_settings`."""
+        """What :meth:`write_settings` has written."""
         self.begin()
 
     def begin(self) -> None:
         """An attempt begins; the settings stay."""
         self._section = Section.START
+        # step_ns at the state of each iteration to which training can return.
         self._step_ns_at: dict[int, int] = {}
-        """:attr:`step_ns` at the state of each iteration to which training can return."""
         self._words[:_SETTINGS] = memoryview(bytearray(_WORD * _SETTINGS)).cast("q")
         now = self._now_ns()
         self._entered = now
@@ -200,7 +206,6 @@ class Heartbeat:
         return Span(self, section)
 
     def start_iteration(self, iteration: int) -> None:
-        """``iteration`` begins; the first one is 1."""
         self._words[_ITERATION] = iteration
         self._words[_MICROBATCH] = 0
 
@@ -240,7 +245,6 @@ class Heartbeat:
         words[_DONE] = iteration
 
     def finish_iteration(self, iteration: int) -> None:
-        """``iteration`` is done."""
         self._words[_DONE] = iteration
 
     def busy_ns(self) -> dict[Section, int]:
@@ -257,13 +261,12 @@ class Heartbeat:
         self._words[_SAVES] += 1
 
     def snapshot(self) -> Snapshot:
-        """The slot now."""
         snapshot = _read(self._memory)
         assert snapshot is not None
         return snapshot
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
-        """Tell the launcher what it must know of the run, as JSON."""
+        """Write the settings of the run for the launcher, as JSON (:class:`RunSettings`)."""
         stacks = {} if self._stacks is None else {"stacks": f"/proc/{os.getpid()}/fd/{self._stacks}"}
         self.settings = {**settings, **stacks}
         text = json.dumps(self.settings).encode()
@@ -340,7 +343,7 @@ class HeartbeatMemory:
         return {}
 
     def clear(self) -> None:
-        """Forget the ranks of the last attempt; call it before new ones start."""
+        """Clear the slots of the last attempt; call it before new ranks start."""
         for slot in self._slots:
             slot.cast("q")[: _SETTINGS + 1] = memoryview(bytearray(_WORD * (_SETTINGS + 1))).cast("q")
 
@@ -393,7 +396,7 @@ def run_directory_in(arguments: Sequence[str]) -> Path | None:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Written by each rank into its slot (:mod:`megatron.operation.heartbeat`)."""
+    """The settings of a run, which each rank writes into its slot for the launcher."""
 
     rank: int
     world_size: int
@@ -414,7 +417,6 @@ class RunSettings:
         return cls(rank, world_size, place, config.operation, dataloader_timeout=config.data.dataloader_timeout)
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of :meth:`from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod

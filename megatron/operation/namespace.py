@@ -13,8 +13,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two checks for new ranks
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two reads of a key
+# Ranks of a world with the longest waits; in a smaller one they are shorter, with the same load of the store.
 _LARGE_WORLD = 10_000
-"""Ranks of a world with the longest waits; in a smaller one they are shorter, with the same load of the store."""
 
 
 def fresh_namespace(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:

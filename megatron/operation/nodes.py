@@ -1,4 +1,10 @@
-"""Agreement between the launchers of several nodes, through their shared store."""
+"""Agreement between the launchers of several nodes, through their shared store, and the nodes that they name.
+
+    RUN_DIR/named_nodes.jsonl    one JSON object each time: {"host", "reason", "attempt", "time"}
+
+The file survives a requeue of the job. A node that two attempts have named is a suspect: a launcher gives its ranks the
+last numbers, so that they become spares if there are any. After a repair, remove its lines from the file.
+"""
 
 import json
 import os
@@ -24,81 +30,90 @@ _PREFIX = "megatron/launch"
 _JOIN_SECONDS = 300.0  # for all launchers to begin an attempt
 
 
-class RunEnd:
+# --- the store -----------------------------------------------------------------------------------------------
+
+
+class _SharedKeys:
+    """The keys of a store below ``prefix``. A store that cannot be reached has no keys, and takes none."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def _set(self, key: str, text: str = "") -> None:
+        with suppress(DistError):
+            self._store.set(f"{self._prefix}/{key}", text)
+
+    def _get(self, key: str) -> str | None:
+        with suppress(DistError):
+            if self._store.check([f"{self._prefix}/{key}"]):
+                return self._store.get(f"{self._prefix}/{key}").decode()
+        return None
+
+    def _add(self, key: str, number: int) -> int:
+        """The new value of a counter; raises :class:`DistError`."""
+        return int(self._store.add(f"{self._prefix}/{key}", number))
+
+    def exit_code(self) -> ExitCode | None:
+        """Exit code with which a launcher ended the job; None if none did."""
+        text = self._get("exit_code")
+        return None if text is None else ExitCode(int(text))
+
+
+class RunEnd(_SharedKeys):
     """How the run ended, for launchers that wait for a place in the rendezvous and share only its ``store``."""
 
     def __init__(self, store: Store, run_id: str) -> None:
-        self._store = store
-        self._prefix = f"{_PREFIX}/end/{run_id}"
+        super().__init__(store, f"{_PREFIX}/end/{run_id}")
 
     def announce(self) -> None:
-        """Say, once, that this launcher will call :meth:`leave`."""
+        """Announce, once, that this launcher will call :meth:`leave`."""
         with suppress(DistError):
-            self._store.add(f"{self._prefix}/announced", 1)
+            self._add("announced", 1)
 
     def publish(self, code: ExitCode) -> None:
-        """Say how the run has ended."""
+        """Publish how the run has ended."""
         with suppress(DistError):
             # Any other code has precedence over 0.
             self._store.compare_set(f"{self._prefix}/exit_code", "", str(int(ExitCode.COMPLETE)))
-            if code != ExitCode.COMPLETE:
-                self._store.set(f"{self._prefix}/exit_code", str(int(code)))
+        if code != ExitCode.COMPLETE:
+            self._set("exit_code", str(int(code)))
 
     def leave(self, seconds: float) -> None:
         """Wait for so long until the other launchers have read the end: this one may take the store with it."""
         deadline = time.monotonic() + seconds
         with suppress(DistError):
-            self._store.add(f"{self._prefix}/ended", 1)
-            while self._count("ended") < self._count("announced") and time.monotonic() < deadline:
+            self._add("ended", 1)
+            while self._add("ended", 0) < self._add("announced", 0) and time.monotonic() < deadline:
                 time.sleep(0.1)
 
-    def read(self) -> ExitCode | None:
-        """The exit code of the run; None if it has not ended, or the store is lost."""
-        with suppress(DistError):
-            if self._store.check([f"{self._prefix}/exit_code"]):
-                return ExitCode(int(self._store.get(f"{self._prefix}/exit_code")))
-        return None
 
-    def _count(self, name: str) -> int:
-        return self._store.add(f"{self._prefix}/{name}", 0)
-
-
-class Nodes:
-    """The launchers of one rendezvous, which share ``store``.
+class Nodes(_SharedKeys):
+    """The launchers of one rendezvous, which share ``store``; ``restarts`` numbers the attempt.
 
     If the store cannot be reached, its launcher has ended, and torch's own rules apply.
     """
 
     def __init__(self, store: Store, count: int) -> None:
-        self._store = store
+        super().__init__(store, _PREFIX)
         self.count = count
 
     def end_job(self, code: ExitCode) -> None:
-        """End the job on all nodes with this exit code."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/exit_code", str(int(code)))
+        self._set("exit_code", str(int(code)))
 
-    def exit_code(self) -> ExitCode | None:
-        """Exit code with which another launcher ended the job; None if none did."""
-        with suppress(DistError):
-            if self._store.check([f"{_PREFIX}/exit_code"]):
-                return ExitCode(int(self._store.get(f"{_PREFIX}/exit_code")))
-        return None
-
-    def agree(self, rank: int, restarts: int, report: str, decide: Callable[[Sequence[str]], str]) -> str:
-        """What the first launcher decides from the reports of all; a collective. ``restarts`` numbers the attempt.
+    def agree(self, rank: int, restarts: int, report: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What the first launcher decides from the reports of all, as JSON; a collective.
 
         Raises torch's ``RendezvousClosedError`` if a launcher ends the job instead, and
         ``RendezvousTimeoutError`` if one does not begin the attempt.
         """
         prefix = f"{_PREFIX}/agree/{restarts}"
-        self._store.set(f"{prefix}/report/{rank}", report)
+        self._store.set(f"{prefix}/report/{rank}", json.dumps(report))
         if rank == 0:
             reports = [self._wait_for(f"{prefix}/report/{other}") for other in range(self.count)]
-            self._store.set(f"{prefix}/decision", decide(reports))
+            self._store.set(f"{prefix}/decision", json.dumps(decide(reports)))
         return self._wait_for(f"{prefix}/decision")
 
-    def _wait_for(self, key: str) -> str:
+    def _wait_for(self, key: str) -> Any:
         """The value of ``key``, once a launcher has set it."""
         deadline = time.monotonic() + _JOIN_SECONDS
         while not self._store.check([key]):
@@ -107,34 +122,26 @@ class Nodes:
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError("Another launcher did not begin this attempt in time.")
             time.sleep(0.05)
-        return self._store.get(key).decode()
+        return json.loads(self._store.get(key))
 
     def stop_for_join(self) -> None:
-        """Say that ranks are being stopped because a node joins, so that their exit codes do not end the job."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/join", "")
+        """Announce that ranks are being stopped because a node joins, so that their exit codes do not end the job."""
+        self._set("join")
 
     def stops_for_join(self) -> bool:
-        """Whether a launcher has called :meth:`stop_for_join`."""
-        with suppress(DistError):
-            return bool(self._store.check([f"{_PREFIX}/join"]))
-        return False
+        return self._get("join") is not None
 
     def restart(self, restarts: int) -> None:
         """Request a restart from all launchers that have restarted ``restarts`` times."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/restart/{restarts}", "")
+        self._set(f"restart/{restarts}")
 
     def must_restart(self, restarts: int) -> bool:
         """Whether another launcher requested this restart."""
-        with suppress(DistError):
-            return bool(self._store.check([f"{_PREFIX}/restart/{restarts}"]))
-        return False
+        return self._get(f"restart/{restarts}") is not None
 
     def publish(self, topic: str, restarts: int, node: int, content: Any) -> None:
-        """Let the other launchers read what ``node`` says on ``topic``, as JSON."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/{topic}/{restarts}/{node}", json.dumps(content))
+        """Publish what ``node`` says on ``topic``, as JSON."""
+        self._set(f"{topic}/{restarts}/{node}", json.dumps(content))
 
     def collect(self, topic: str, restarts: int, seconds: float) -> dict[int, Any]:
         """What the nodes have published on ``topic``; waits up to ``seconds`` for all of them."""
@@ -151,9 +158,8 @@ class Nodes:
         return found
 
     def beat(self, restarts: int, node: int, text: str) -> None:
-        """Show the first launcher that this one lives; ``text`` differs from the last one."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/beat/{restarts}/{node}", text)
+        """Give a sign of life; ``text`` differs from the last one."""
+        self._set(f"beat/{restarts}/{node}", text)
 
     def beats(self, restarts: int) -> dict[int, str]:
         """The last text of each launcher that has called :meth:`beat`."""
@@ -166,44 +172,38 @@ class Nodes:
         return {}
 
     def set_waiting(self, restarts: int, waits: bool) -> None:
-        """Let all launchers know whether a rank of any node waits for storage."""
-        with suppress(DistError):
-            self._store.set(f"{_PREFIX}/waiting/{restarts}", str(int(waits)))
+        """Publish whether a rank of any node waits for storage."""
+        self._set(f"waiting/{restarts}", str(int(waits)))
 
     def is_waiting(self, restarts: int) -> bool:
-        """What :meth:`set_waiting` has said last."""
-        key = f"{_PREFIX}/waiting/{restarts}"
-        with suppress(DistError):
-            return bool(self._store.check([key]) and self._store.get(key) == b"1")
-        return False
+        return self._get(f"waiting/{restarts}") == "1"
 
     def is_first(self, topic: str, restarts: int) -> bool:
         """Whether no other launcher has asked this before; also if the store cannot be reached."""
         with suppress(DistError):
-            return bool(self._store.add(f"{_PREFIX}/{topic}/{restarts}/first", 1) == 1)
+            return self._add(f"{topic}/{restarts}/first", 1) == 1
         return True
 
     def has_started(self, topic: str, restarts: int) -> bool:
         """Whether a launcher has called :meth:`is_first`."""
-        with suppress(DistError):
-            return bool(self._store.check([f"{_PREFIX}/{topic}/{restarts}/first"]))
-        return False
+        return self._get(f"{topic}/{restarts}/first") is not None
 
     def part(self, seconds: float) -> None:
         """Wait until all launchers have read the end of the job, because one of them hosts the store."""
         deadline = time.monotonic() + seconds
         with suppress(DistError):
-            parting = self._store.add(f"{_PREFIX}/parting", 1)
-            while parting < self.count and time.monotonic() < deadline:
+            self._add("parting", 1)
+            while self._add("parting", 0) < self.count and time.monotonic() < deadline:
                 time.sleep(0.1)
-                parting = self._store.add(f"{_PREFIX}/parting", 0)
 
+
+# --- nodes that were named -----------------------------------------------------------------------------------
 
 NAMED_NODES = "named_nodes.jsonl"
+# Causes that may lie in the node: not an exception of the program, nor lack of memory.
 CAUSES = frozenset({Cause.HANG, Cause.STOPPED_PROCESS, Cause.SILENT_CORRUPTION, Cause.STRAGGLER, Cause.NODE_LOST})
-"""Causes that may lie in the node: not an exception of the program, nor lack of memory."""
+# A node is a suspect when so many attempts have named it.
 TIMES = 2
-"""A node is a suspect when so many attempts have named it."""
 
 
 @dataclass(frozen=True)
@@ -221,18 +221,14 @@ class Naming:
     @staticmethod
     def from_json(values: Any) -> "Naming | None":
         """The inverse of ``asdict``; None for anything else."""
-        if not isinstance(values, Mapping):
+        kinds = {"host": str, "reason": str, "attempt": str, "time": int | float}
+        if not isinstance(values, Mapping) or not all(isinstance(values.get(name), kinds[name]) for name in kinds):
             return None
-        texts = [values.get(name) for name in ("host", "reason", "attempt")]
-        time = values.get("time")
-        if not all(isinstance(text, str) for text in texts) or not isinstance(time, int | float):
-            return None
-        host, reason, attempt = (str(text) for text in texts)
-        return Naming(host, reason, attempt, float(time))
+        return Naming(values["host"], values["reason"], values["attempt"], float(values["time"]))
 
 
 class NamedNodes:
-    """What a launcher knows of named nodes: from the file, from itself, and from other launchers."""
+    """The named nodes that a launcher has learned of: from the file, from itself, and from other launchers."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory
@@ -250,18 +246,26 @@ class NamedNodes:
         return list(self._namings.values())
 
     def add(self, namings: Iterable[Naming]) -> None:
-        """Also know ``namings``, which others have recorded."""
+        """Add ``namings`` that others have recorded."""
         for naming in namings:
             self._namings.setdefault((naming.host, naming.attempt), naming)
 
-    def name(self, naming: Naming, directory: Path | None) -> None:
-        """Record ``naming``, also in ``directory`` if it is known; a file system that fails does not end the job."""
+    def name(self, naming: Naming) -> None:
+        """Record ``naming``, also in the file; a file system that fails does not end the job."""
         if (naming.host, naming.attempt) in self._namings:
             return
         self.add([naming])
-        if directory is not None:
-            with suppress(OSError):
-                append_naming(directory / NAMED_NODES, naming)
+        if self._directory is None:
+            return
+        with suppress(OSError):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._directory / NAMED_NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                # With one write, since launchers of several nodes share the file.
+                os.write(descriptor, (json.dumps(asdict(naming)) + "\n").encode())
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def suspects(self) -> dict[str, list[str]]:
         """The reasons for which each suspect was named."""
@@ -282,62 +286,44 @@ def read_namings(path: Path) -> list[Naming]:
     return found
 
 
-def append_naming(path: Path, naming: Naming) -> None:
-    """Add a line with one write, since launchers of several nodes share the file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, (json.dumps(asdict(naming)) + "\n").encode())
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+# --- the order of the ranks ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a launcher tells the first one."""
+    """What a launcher reports to the first one at the start of an attempt."""
 
     host: str
     num_ranks: int
     namings: tuple[Naming, ...]
     """The nodes that it knows to have been named: the run directory need not be on shared storage."""
 
-    def to_text(self) -> str:
-        """The inverse of :meth:`from_text`."""
-        return json.dumps(asdict(self))
-
     @staticmethod
-    def from_text(text: str) -> "NodeReport":
-        values = json.loads(text)
+    def from_json(values: Mapping[str, Any]) -> "NodeReport":
         return NodeReport(values["host"], values["num_ranks"], tuple(Naming(**naming) for naming in values["namings"]))
 
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """What the first launcher tells the others."""
+    """What the first launcher decides for all."""
 
     attempt: str
     """A name of the attempt."""
     first_ranks: tuple[int, ...]
     """The global rank of the first process of each node."""
     namings: tuple[Naming, ...]
-    """All that any launcher knows."""
+    """The namings that any launcher has."""
     sentences: tuple[str, ...] = ()
-    """For the log."""
-
-    def to_text(self) -> str:
-        """The inverse of :meth:`from_text`."""
-        return json.dumps(asdict(self))
+    """Sentences for the log."""
 
     @staticmethod
-    def from_text(text: str) -> "NodeOrder":
-        values = json.loads(text)
+    def from_json(values: Mapping[str, Any]) -> "NodeOrder":
         namings = tuple(Naming(**naming) for naming in values["namings"])
         return NodeOrder(values["attempt"], tuple(values["first_ranks"]), namings, tuple(values["sentences"]))
 
 
 def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
-    """The order of the nodes, by the reports of all launchers; ``named`` learns what they know."""
+    """The order of the nodes, by the reports of all launchers, whose namings are added to ``named``."""
     for report in reports:
         named.add(report.namings)
     hosts = {report.host for report in reports}
@@ -356,6 +342,9 @@ def first_ranks(nodes: Sequence[NodeReport], suspects: Collection[str]) -> tuple
     starts = accumulate((nodes[place].num_ranks for place in order), initial=0)
     first = dict(zip(order, starts))
     return tuple(first[place] for place in range(len(nodes)))
+
+
+# --- waits ---------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -381,11 +370,11 @@ class Backoff:
         return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))
 
 
+# Seconds between two questions.
 ASK_SECONDS = 2.0
-"""Between two questions."""
 _TICK_SECONDS = 0.5
+# Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped.
 _LONGEST_TICK = 2.0
-"""Seconds of a tick that count: after a longer one this process, and so possibly the whole job, was stopped."""
 
 
 class StoreWatch:
@@ -400,7 +389,6 @@ class StoreWatch:
             threading.Thread(target=target, name="store watch", daemon=True).start()
 
     def end(self) -> None:
-        """Ask no more."""
         self._is_over.set()
 
     def _ask(self) -> None:

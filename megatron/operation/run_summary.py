@@ -4,21 +4,12 @@ its own numbers recommend."""
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.operation.attempts import (
-    Attempt,
-    RunTime,
-    account,
-    gaps,
-    newest_run,
-    read_attempts,
-    read_current,
-    settle,
-)
+from megatron.operation.attempts import Attempt, RunTime, account, gaps, newest_run, read_attempts, read_current, settle
 from megatron.operation.causes import Cause
 from megatron.operation.effective_time import (
     Costs,
@@ -50,13 +41,9 @@ def read_run(directory: Path) -> RecordedRun:
     if current is not None and all(current.attempt != attempt.attempt for attempt in attempts):
         attempts.append(current)
     attempts = newest_run(attempts)
-    return RecordedRun(settle(attempts), _failures_by_attempt(_failure_reports(directory), attempts))
-
-
-def _failure_reports(directory: Path) -> list[Mapping[str, Any]]:
-    """The reports of failures, oldest first; damaged ones are left out."""
-    found = (read_failure(path) for path in sorted((directory / DIRECTORY).glob("*.json")))
-    return [report for report in found if report is not None and isinstance(report.get("time"), int | float)]
+    reports = [read_failure(path) for path in sorted((directory / DIRECTORY).glob("*.json"))]
+    whole = [report for report in reports if report is not None and isinstance(report.get("time"), int | float)]
+    return RecordedRun(settle(attempts), _failures_by_attempt(whole, attempts))
 
 
 def _failures_by_attempt(
@@ -89,7 +76,7 @@ class SaveIntervals:
 
     costs: Costs
     own_s: float | None
-    """Of the run; None with fewer than two saves."""
+    """The run's own interval; None with fewer than two saves."""
     young_s: float
     nvidia_s: float
     daly_s: float
@@ -134,7 +121,6 @@ class RunSummary:
 
 
 def summarize(run: RecordedRun) -> RunSummary:
-    """The figures of a run with at least one attempt."""
     attempts = run.attempts
     interruptions = sum(attempt.is_interruption for attempt in attempts)
     running_s = sum(attempt.wall_s for attempt in attempts)
@@ -175,7 +161,6 @@ def summarize(run: RecordedRun) -> RunSummary:
 
 
 def cause_of(attempt: Attempt, run: RecordedRun) -> str:
-    """Cause class of a failed attempt."""
     if attempt.cause is not None:
         return attempt.cause
     cause = run.failures.get(attempt.attempt, {}).get("cause")
@@ -183,13 +168,12 @@ def cause_of(attempt: Attempt, run: RecordedRun) -> str:
 
 
 def host_of(attempt: Attempt, run: RecordedRun) -> str | None:
-    """Host that caused the failure of an attempt."""
     host = attempt.host or run.failures.get(attempt.attempt, {}).get("host")
     return host if isinstance(host, str) else None
 
 
 def _mean_restart_s(attempts: Sequence[Attempt]) -> float | None:
-    """From a failure to the first new step: hang, end of the processes, gap, and start and load of the next attempt.
+    """Mean seconds from a failure to the first new step: hang, end of the processes, gap, next start and load.
 
     Without a failure, start and load of all attempts that came to a step.
     """
@@ -253,47 +237,37 @@ def _worst_hosts(run: RecordedRun) -> list[HostRecord]:
 
 
 def to_json(summary: RunSummary) -> dict[str, Any]:
-    """The figures for programs; None where there is no number."""
-    intervals = summary.intervals
-    return {
+    intervals, rate = summary.intervals, None
+    if summary.interruptions:
+        rate = summary.gpu_hours / summary.interruptions
+    names = ("interruptions", "causes", "gpu_hours", "mtbf_s", "restart_s", "save_s", "saves", "iterations")
+    found = {
         "schema": 1,
         "effective_time": summary.time.effective_time,
         "wall_s": summary.time.wall_s,
         "seconds": dict(summary.time.seconds),
         "attempts": summary.num_attempts,
-        "interruptions": summary.interruptions,
-        "causes": dict(summary.causes),
-        "gpu_hours": summary.gpu_hours,
-        "mtbf_s": summary.mtbf_s,
+        **{name: getattr(summary, name) for name in (*names, "lost_iterations", "iteration_s")},
         "mtbf_bounds_s": [bound if math.isfinite(bound) else None for bound in summary.mtbf_bounds_s],
-        "gpu_hours_per_failure": summary.gpu_hours / summary.interruptions if summary.interruptions else None,
-        "restart_s": summary.restart_s,
-        "save_s": summary.save_s,
-        "saves": summary.saves,
-        "iterations": summary.iterations,
-        "lost_iterations": summary.lost_iterations,
-        "iteration_s": summary.iteration_s,
-        "hosts": [
-            {"host": record.host, "failures": record.failures, "causes": dict(record.causes), "last": record.last}
-            for record in summary.hosts
-        ],
-        "save_interval": None
-        if intervals is None
-        else {
-            "mtbf_s": intervals.costs.mtbf_s,
-            "mtbf_is_assumed": summary.has_assumed_mtbf,
-            **{
-                name: None
-                if seconds is None
-                else {
-                    "seconds": seconds,
-                    "iterations": in_iterations(seconds, summary.iteration_s),
-                    "effective_time": intervals.share(seconds),
-                }
-                for name, seconds in interval_choices(intervals)
-            },
-        },
+        "gpu_hours_per_failure": rate,
+        "hosts": [asdict(record) for record in summary.hosts],
+        "save_interval": None,
     }
+    if intervals is None:
+        return found
+    choices: dict[str, Any] = {
+        "mtbf_s": intervals.costs.mtbf_s,
+        "mtbf_is_assumed": summary.has_assumed_mtbf,
+        **dict.fromkeys(name for name, _ in interval_choices(intervals)),
+    }
+    for name, seconds in interval_choices(intervals):
+        if seconds is not None:
+            choices[name] = {
+                "seconds": seconds,
+                "iterations": in_iterations(seconds, summary.iteration_s),
+                "effective_time": intervals.share(seconds),
+            }
+    return {**found, "save_interval": choices}
 
 
 def interval_choices(intervals: SaveIntervals) -> list[tuple[str, float | None]]:

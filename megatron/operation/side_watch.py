@@ -12,26 +12,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.operation.evidence import ENDED, process_state
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings
 
 if TYPE_CHECKING:
     from megatron.operation.nodes import Nodes
 
+# For all ranks of the node to move their heartbeats here.
 _ATTACH_SECONDS = 300.0
-"""For all ranks of the node to move their heartbeats here."""
 _STORE_SECONDS = 60.0
 _PERIOD = 0.2
-
-
-def attempt_of(environment: Mapping[str, str]) -> int:
-    """The number of restarts by a launcher that counts them as torchrun does."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def join(
@@ -46,7 +41,8 @@ def join(
 ) -> None:
     """Let a process of this node read ``heartbeat``; local rank 0 starts it. ``store`` is that of the ranks, and
     ``words`` is their command. A rank that cannot join says so, and trains."""
-    node, attempt = rank // local_world_size, attempt_of(os.environ)
+    # The number of restarts, by a launcher that counts them as torchrun does.
+    node, attempt = rank // local_world_size, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     key = f"megatron/side_watch/{attempt}/{node}/{socket.gethostname()}"
     if local_rank == 0:
         numbers = [local_world_size, node, -(-world_size // local_world_size), attempt]
@@ -77,7 +73,6 @@ def watch(num_ranks: int, node: int, count: int, attempt: int, words: Sequence[s
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     # Only now: the ranks wait for the path, and this imports torch.
     from megatron.operation.hang import RankWatch
-    from megatron.operation.heartbeat import RunSettings
 
     deadline = time.monotonic() + _ATTACH_SECONDS
     settings: list[RunSettings | None] = []
@@ -90,7 +85,7 @@ def watch(num_ranks: int, node: int, count: int, attempt: int, words: Sequence[s
     pids = {rank: found.pid for rank in range(num_ranks) if (found := memory.read(rank)) is not None}
     ranks = RankWatch(memory, words)
     ranks.start([one.rank for one in known], known[0].world_size, pids, _nodes(count), node, attempt)
-    while len(ended := _ended(pids)) < num_ranks:
+    while len(ended := [rank for rank, pid in pids.items() if (process_state(pid) or "Z") in ENDED]) < num_ranks:
         ranks.find_hang(ended)
         time.sleep(_PERIOD)
     ranks.leave()
@@ -106,10 +101,6 @@ def _nodes(count: int) -> "Nodes | None":
 
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return Nodes(TCPStore(*place, is_master=False, timeout=timedelta(seconds=_STORE_SECONDS)), count)
-
-
-def _ended(pids: Mapping[int, int]) -> list[int]:
-    return [rank for rank, pid in pids.items() if (process_state(pid) or "Z") in ENDED]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collectives that a rank has started, and the time that it has waited for other ranks in them.
+"""What a rank adds to its heartbeat while it trains: sections of an iteration, collectives, and waits in them.
 
 On a CPU a wait blocks the host. On a GPU it blocks a stream: two events around it measure for how long, and the host
 reads them later. The times of a GPU are measured only in some iterations, because a step of a large model has thousands
@@ -20,7 +20,7 @@ from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Message, Reduction, Transport
 from megatron.metrics.timers import Timers
-from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.heartbeat import Heartbeat, Section, Span
 
 
 class Stopwatch(Protocol):
@@ -148,8 +148,6 @@ class MeteredCommunicator(Communicator):
 
 
 class MeteredTopology(Topology):
-    """A topology whose collectives are counted and measured."""
-
     def __init__(
         self,
         heartbeat: Heartbeat,
@@ -194,22 +192,19 @@ class Sections(Timers):
         return timer if section is None else _TimedSpan(self._heartbeat, section, timer)
 
 
-class _TimedSpan(AbstractContextManager[None]):
-    """A section with its timer."""
-
-    __slots__ = ("_heartbeat", "_previous", "_section", "_timer")
+class _TimedSpan(Span):
+    __slots__ = ("_timer",)
 
     def __init__(self, heartbeat: Heartbeat, section: Section, timer: AbstractContextManager[None]) -> None:
-        self._heartbeat, self._section, self._timer = heartbeat, section, timer
+        super().__init__(heartbeat, section)
+        self._timer = timer
 
     def __enter__(self) -> None:
-        self._previous = self._heartbeat.enter(self._section)
+        super().__enter__()
         self._timer.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.__exit__(kind, error, trace)
-        # After an error the rank stays in the section where it failed, for the report.
-        if kind is None:
-            self._heartbeat.enter(self._previous)
+        super().__exit__(kind, error, trace)

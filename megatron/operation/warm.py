@@ -16,23 +16,30 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.operation.processes import LAUNCHER, die_with_parent
+
+if TYPE_CHECKING:
+    from megatron.operation.heartbeat import HeartbeatMemory
 
 Execute = Callable[..., dict[str, Any]]
 """Runs a script or module under a name, and returns its globals."""
 
+# Function of the script.
 HOOK = "import_for_training"
-"""Function of the script."""
 _READY = b"ready"
+# Seconds of training after which standby processes start.
+_AFTER_SECONDS = 3.0
 _REPOSITORY = Path(__file__).resolve().parents[2]
+# Variables that a standby must not have: it is not a rank yet.
 _OF_ONE_RANK = (
     "RANK",
     "LOCAL_RANK",
@@ -41,7 +48,6 @@ _OF_ONE_RANK = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_ERROR_FILE",
 )
-"""Variables that a standby must not have: it is not a rank yet."""
 
 
 # --- launcher ------------------------------------------------------------------------------------------------
@@ -135,29 +141,33 @@ class Standby:
         return self.process
 
     def end(self) -> None:
-        """Kill the process."""
         self._connection.close()
         self.process.kill()
         self.process.wait()
 
 
 class WarmProcesses:
-    """The standby processes of a node."""
-
     def __init__(self) -> None:
         self._commands: dict[int, tuple[RankCommand, dict[str, str]]] = {}
         self._standby: dict[int, Standby] = {}
         self._failed = False
 
     def started(self, local_rank: int, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Note how a rank was started."""
         command = RankCommand.parse(words)
         if command is not None:
             self._commands[local_rank] = command, dict(environment)
 
+    def prepare_when_training(self, heartbeats: "HeartbeatMemory") -> None:
+        """:meth:`prepare`, once all ranks have trained for a moment: before, they need the cores themselves."""
+        begun = time.monotonic_ns() - int(_AFTER_SECONDS * 1e9)
+        for rank in range(heartbeats.num_ranks):
+            snapshot = heartbeats.read(rank)
+            if snapshot is None or snapshot.attached_ns > begun or snapshot.section.label in ("start", "load"):
+                return
+        self.prepare()
+
     def prepare(self) -> None:
-        """Start a standby for each rank that has none. Call it from a thread that lives as long as the launcher, when
-        the ranks train: before, they need the cores themselves."""
+        """Start a standby for each rank that has none. Call it from a thread that lives as long as the launcher."""
         # One that ends by itself cannot import, and the next could not either.
         self._failed = self._failed or any(warm.process.poll() is not None for warm in self._standby.values())
         if self._failed:
@@ -165,10 +175,6 @@ class WarmProcesses:
         for local_rank, (command, environment) in self._commands.items():
             if local_rank not in self._standby:
                 self._standby[local_rank] = Standby(command, environment)
-
-    def are_ready(self) -> bool:
-        """Whether every rank has a standby that is ready."""
-        return bool(self._standby) and all(warm.is_ready() for warm in self._standby.values())
 
     def take(self, local_rank: int, words: Sequence[str]) -> Standby | None:
         """The standby for a rank with this command, if it is ready; otherwise its cores are freed."""
@@ -181,7 +187,6 @@ class WarmProcesses:
         return None
 
     def end(self) -> None:
-        """Kill all standby processes."""
         for warm in self._standby.values():
             warm.end()
         self._standby.clear()
@@ -210,10 +215,14 @@ def main(arguments: Sequence[str]) -> None:
     if not text:
         return  # the launcher has closed the connection
     order = json.loads(text)
-    _take_environment(order["environment"])
-    for descriptor_to, path in zip((1, 2), order["outputs"]):
+    for name in set(os.environ) - set(order["environment"]):
+        del os.environ[name]
+    os.environ.update(order["environment"])
+    for output, path in zip((1, 2), order["outputs"]):
         if path is not None:
-            _redirect(descriptor_to, path)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(file, output)
+            os.close(file)
     sys.argv = [script, *order["arguments"]]
     execute(script, run_name="__main__")
 
@@ -235,18 +244,6 @@ def _import_at_low_priority(execute: Execute) -> None:
     thread.join()
     if errors:
         os._exit(1)  # silently: the rank that starts instead says what is wrong
-
-
-def _take_environment(environment: Mapping[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
-
-
-def _redirect(descriptor: int, path: str) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, descriptor)
-    os.close(file)
 
 
 if __name__ == "__main__":

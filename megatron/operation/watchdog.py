@@ -17,37 +17,37 @@ from dataclasses import dataclass, field
 from megatron.config.operation import OperationConfig
 from megatron.operation.heartbeat import STEP_SECTIONS, Section, Snapshot
 
+# Limit of a section relative to the longest of its last stays.
 FACTOR = 5.0
-"""Limit of a section relative to the longest of its last stays."""
+# Limit relative to the longest stay outside of iterations, where it replaces a long limit and not a short one.
 LEARNED_FACTOR = 10.0
-"""The same outside of iterations, where it replaces a long limit and not a short one."""
+# Factors for a stay that has not ended: if that was no hang, the next limit is longer. In the first iterations, where
+# another node may compile everything anew, by more; but collectives time out after ten minutes.
 AGAIN_FACTOR, COMPILE_FACTOR = 2.0, 5.0
-"""The same for a stay that has not ended: if that was no hang, the next limit is longer. In the first iterations, where
-another node may compile everything anew, by more; but collectives time out after ten minutes."""
+# Smallest limit that replaces a long one.
 LEARNED_SECONDS = 60.0
-"""Smallest limit that replaces a long one."""
+# Number of stays in an attempt from which the limits of saves and evaluations are learned.
 FEW = 3
-"""Number of stays in an attempt from which the limits of saves and evaluations are learned."""
+# Limit of a process that is stopped, in every section: a debugger that attaches stops it for less.
 STOPPED_SECONDS = 30.0
-"""Limit of a process that is stopped, in every section: a debugger that attaches stops it for less."""
+# Number of stays from which a limit is learned.
 SPANS = 20
-"""Number of stays from which a limit is learned."""
+# Number of iterations from which nothing is learned, because they may compile kernels. They and as many after them have
+# a limit of their own.
 FIRST_ITERATIONS = 3
-"""Number of iterations from which nothing is learned, because they may compile kernels. They and as many after them
-have a limit of their own."""
+# Seconds between two samples, unless a limit is short.
 LONGEST_PERIOD = 1.0
-"""Seconds between two samples, unless a limit is short."""
 _SAMPLES_PER_LIMIT = 10
+# A rank without progress for so many periods is looked at more closely.
 _STUCK_PERIODS = 5
-"""A rank without progress for so many periods is looked at more closely."""
+# Seconds between two samples that count: after a longer gap this process, and so possibly the whole job, was stopped or
+# had no processor.
 _LONGEST_GAP = 10.0
-"""Seconds between two samples that count: after a longer gap this process, and so possibly the whole job, was stopped
-or had no processor."""
+# Bytes to and from files that are progress: the thread that renews a lock writes some hundred in a minute.
 _LEAST_BYTES = 2**20
-"""Bytes to and from files that are progress: the thread that renews a lock writes some hundred in a minute."""
 _LEARNED = frozenset({*STEP_SECTIONS, Section.DATA})
+# Sections that read or write files. In the others a process that waits in the kernel waits for a device.
 _READS_AND_WRITES = frozenset(set(Section) - {*STEP_SECTIONS, Section.DATA, Section.SPARE} | {Section.STEP})
-"""Sections that read or write files. In the others a process that waits in the kernel waits for a device."""
 _FIRST = "first-iterations"
 _UNLEARNED = 1800.0
 _NS = 1e-9
@@ -59,13 +59,13 @@ class Limits:
     half an hour."""
 
     step: float = 60.0
-    """For every section of an iteration; 0 disables the watchdog."""
+    """The limit of every section of an iteration; 0 disables the watchdog."""
     start: float | None = None
     load: float | None = None
     save: float | None = None
     evaluation: float | None = None
     data: float = 600.0
-    """For waiting for data, and for the time for which waiting for storage is no hang."""
+    """The limit of a wait for data, and the time for which waiting for storage is no hang."""
 
     @staticmethod
     def of_flags(operation: OperationConfig, dataloader_timeout: float | None) -> "Limits":
@@ -86,31 +86,18 @@ class Limits:
 
     def given(self, section: Section) -> float | None:
         """The flag's limit of a section outside of iterations, if it is given."""
-        match section:
-            case Section.START:
-                return self.start
-            case Section.LOAD:
-                return self.load
-            case Section.SAVE:
-                return self.save
-            case Section.EVALUATION:
-                return self.evaluation
-            case _:
-                return None
+        flags = {Section.START: self.start, Section.LOAD: self.load, Section.SAVE: self.save}
+        return {**flags, Section.EVALUATION: self.evaluation}.get(section)
 
     def of(self, section: Section) -> float | None:
         """The limit of ``section`` before anything is learned; None for a section without a limit."""
-        match section:
-            case Section.SPARE:
-                return None  # waits until the job restarts
-            case Section.END:
-                return max(self.start or _UNLEARNED, self.save or _UNLEARNED)  # waits for background saves
-            case Section.DATA:
-                return self.data
-            case Section.START | Section.LOAD | Section.SAVE | Section.EVALUATION:
-                return self.given(section) or _UNLEARNED
-            case _:
-                return self.step
+        if section == Section.SPARE:
+            return None  # waits until the job restarts
+        if section == Section.END:
+            return max(self.start or _UNLEARNED, self.save or _UNLEARNED)  # waits for background saves
+        if section in (Section.START, Section.LOAD, Section.SAVE, Section.EVALUATION):
+            return self.given(section) or _UNLEARNED
+        return self.data if section == Section.DATA else self.step
 
 
 @dataclass(frozen=True)
@@ -137,30 +124,28 @@ class Overrun:
 
 @dataclass
 class _Rank:
-    """What the samples of a rank have shown."""
-
+    # Time of the last progress that was seen.
     progress_ns: int
-    """Time of the last progress that was seen."""
     last: Snapshot | None = None
+    # Iterations that the rank has done in this attempt.
     iterations: int = 0
-    """Iterations that the rank has done in this attempt."""
     spans: dict[Section, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=SPANS)))
+    # The longest stay in a section of the first iterations.
     first_span: float = 0.0
-    """The longest stay in a section of the first iterations."""
+    # From the start of the attempt until the rank attached.
     unattached_ns: int = 0
-    """From the start of the attempt until the rank attached."""
+    # Whether the last two samples agree: the words of a heartbeat are read one after the other.
     is_confirmed: bool = False
-    """Whether the last two samples agree: the words of a heartbeat are read one after the other."""
+    # When its process was first seen stopped.
     stopped_ns: int | None = None
-    """When its process was first seen stopped."""
+    # When it was last seen to wait for storage, or to read or write.
     storage_ns: int | None = None
-    """When it was last seen to wait for storage, or to read or write."""
+    # Bytes that it had transferred at the last progress.
     transferred: int | None = None
-    """Bytes that it had transferred at the last progress."""
+    # Time since the last progress in which a rank of the job waited for storage.
     excused_ns: int = 0
-    """Time since the last progress in which a rank of the job waited for storage."""
+    # Time of the stay under way in which storage was waited for, or read and written: it teaches nothing.
     slow_ns: int = 0
-    """Time of the stay under way in which storage was waited for, or read and written: it teaches nothing."""
 
     @property
     def section(self) -> Section:
@@ -190,8 +175,8 @@ class Watchdog:
         self._earlier = {} if earlier is None else earlier
         self._ranks = [_Rank(started_ns) for _ in range(num_ranks)]
         self._started_ns = self._sampled_ns = started_ns
+        # (end, nanoseconds that do not count) of long gaps between samples.
         self._gaps: list[tuple[int, int]] = []
-        """(end, nanoseconds that do not count) of long gaps between samples."""
 
     def period(self) -> float:
         """Seconds until the next sample."""
@@ -304,7 +289,6 @@ class Watchdog:
                     rank.first_span = max(rank.first_span, span)
 
     def _look_at(self, rank: _Rank, found: Processes, now_ns: int) -> None:
-        """Record what the kernel says of a rank without progress."""
         if not found.is_stopped:
             rank.stopped_ns = None
         elif rank.stopped_ns is None:
@@ -358,12 +342,10 @@ class Watchdog:
             return None
         seconds = self._since(rank.progress_ns, now_ns)
         if rank.section != Section.DATA:
-            seconds -= min(rank.excused_ns * _NS, self._longest_excuse(rank.section))
+            # For so long the rank may wait for another that waits for storage.
+            other = None if rank.section in _LEARNED else self.limits.of(rank.section)
+            seconds -= min(rank.excused_ns * _NS, max(self.limits.data, other or 0.0))
         return Overrun(number, rank.section, seconds, limit) if seconds > limit else None
-
-    def _longest_excuse(self, section: Section) -> float:
-        """Seconds for which a rank in ``section`` may wait for another that waits for storage."""
-        return max(self.limits.data, (0.0 if section in _LEARNED else self.limits.of(section)) or 0.0)
 
     def _since(self, moment_ns: int, now_ns: int) -> float:
         return (now_ns - moment_ns - self._missed_since(moment_ns)) * _NS

@@ -39,14 +39,14 @@ from megatron.operation.processes import LAUNCHER
 from megatron.training.initialize import Process, leave_groups
 
 PACKAGE = "nvidia_resiliency_ext.inprocess"
+# Between two looks of a rank at the store for exceptions of others; in a large world _LONGEST_POLL_SECONDS.
 _POLL_SECONDS = 0.1
-"""Between two looks of a rank at the store for exceptions of others; in a large world :data:`_LONGEST_POLL_SECONDS`."""
 _LONGEST_POLL_SECONDS = 1.0
 _LARGE_WORLD = 1000
 _DAY = timedelta(days=1)
 _START = timedelta(minutes=10)
+# For all ranks to leave the training after the first.
 _LEAVE = timedelta(seconds=30)
-"""For all ranks to leave the training after the first."""
 
 
 class EndProcess(BaseException):
@@ -118,8 +118,10 @@ class InProcessRestart:
     def _attempt(self, call: Any) -> ExitCode:
         if int(os.environ["WORLD_SIZE"]) < self._process.world_size:
             _end_process(call)
-        if call.iteration > 0:
-            self._begin_again(call.iteration - 1)
+        if call.iteration > 0:  # record why the last attempt of these processes failed
+            if self._process.rank == 0:
+                self._record(call.iteration - 1)
+            self._heartbeat.begin()
         # The package raises its exception in a rank at any line, which has aborted a process that was in a library
         # written in C++; not while the rank holds this lock. Collectives of gloo fail when another rank leaves its
         # groups, those of NCCL wait until the package has aborted them.
@@ -155,12 +157,6 @@ class InProcessRestart:
         if not end.is_consequence:
             print(text, file=sys.stderr, flush=True)
         self._ends.set(f"end/{number}/{end.rank}", json.dumps(asdict(end)))
-
-    def _begin_again(self, number: int) -> None:
-        """Record why attempt ``number`` of these processes failed, on rank 0, and begin the next one."""
-        if self._process.rank == 0:
-            self._record(number)
-        self._heartbeat.begin()
 
     def _record(self, number: int) -> None:
         keys = [f"end/{number}/{rank}" for rank in range(self._process.world_size)]

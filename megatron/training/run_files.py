@@ -37,6 +37,8 @@ FILES = (COMMAND, FLAGS, ENVIRONMENT, PATCH)
 EARLIER = "earlier"
 REDACTED = "REDACTED"
 
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_LONGEST_WAIT_S = 10.0  # for the thread that writes the files, at the end of the run
 _LARGEST_PATCH = 2**20
 _GIT_SECONDS = 20.0
 _SECRET_NAME = re.compile(r"key|token|secret|passw|credential", re.IGNORECASE)
@@ -192,7 +194,6 @@ def package_versions() -> dict[str, str]:
 
 
 def gpu_driver() -> str | None:
-    """The version of NVIDIA's driver; None without one."""
     try:
         match = re.search(r"Kernel Module[\w ]*?\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     except OSError:
@@ -262,35 +263,25 @@ def write_run_files(directory: Path, contents: Mapping[str, str]) -> None:
         return
     directory.mkdir(parents=True, exist_ok=True)
     if found:
-        _keep_earlier(directory, list(found))
+        parent = directory / EARLIER
+        parent.mkdir(exist_ok=True)
+        number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0) + 1
+        target = parent / f"{number:04d}"
+        target.mkdir()
+        for name in found:
+            os.replace(directory / name, target / name)
     for name, text in wanted.items():
         drafts[name].write_text(text, encoding="utf-8")
         drafts[name].chmod(0o755 if name == COMMAND else 0o644)
         os.replace(drafts[name], directory / name)
 
 
-def _keep_earlier(directory: Path, names: Sequence[str]) -> None:
-    """Move files into the next numbered directory below ``earlier``."""
-    parent = directory / EARLIER
-    parent.mkdir(exist_ok=True)
-    number = max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0) + 1
-    target = parent / f"{number:04d}"
-    target.mkdir()
-    for name in names:
-        os.replace(directory / name, target / name)
-
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
-_LONGEST_WAIT_S = 10.0
-
-
 @contextmanager
 def run_files_written(context: "RunContext", command: StartedCommand) -> Iterator[Callable[[], None]]:
-    """Gives a function that writes the files on rank 0 in a thread, once; an error is a warning.
+    """A context with a function that writes the files on rank 0 in a thread, once; an error is a warning.
 
-    It is called when the run is built, so that a start with a mistake changes no file.
-
-    The directories of the run must be locked. Without a run directory nothing is written.
+    Call it when the run is built, so that a start with a mistake changes no file. The directories of the run must be
+    locked. Without a run directory nothing is written.
     """
     directory = run_directory(context.config)
     if directory is None or context.control.rank > 0 or context.config.validation.skip_train:
@@ -331,7 +322,6 @@ def run_files(
 
 
 def describe_accelerator(device: "torch.device") -> dict[str, Any]:
-    """The device of this rank, and the versions of the libraries with which torch was built."""
     import torch
 
     from megatron.core.device import device_name

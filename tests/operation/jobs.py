@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from megatron.operation import heartbeat, launch
+from megatron.operation import agent, heartbeat, launch
 from megatron.operation.heartbeat import Snapshot
 from megatron.torch_compat import redirected_to
 from tests.end_to_end.run_process import (
@@ -286,7 +286,7 @@ def _run_launcher(
     os.environ.update(variables)
     tempfile.tempdir = None
     if forks:
-        vars(launch)["start_rank"] = lambda handler, rank_words, rank_variables: ForkedRank(
+        vars(agent)["start_rank"] = lambda handler, rank_words, rank_variables: ForkedRank(
             rank_words, rank_variables, redirected_to(handler)
         )
     if prepare is not None:

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -18,11 +18,10 @@ from megatron.operation.evidence import (
     Evidence,
     Frame,
     child_processes,
-    context_switches,
+    count_switches,
     group_by_stack,
     is_waiting_for_ranks,
     main_stack,
-    num_threads,
     parse_stacks,
     process_state,
 )
@@ -181,7 +180,7 @@ def test_ranks_in_different_collectives_are_reported_with_their_numbers() -> Non
 
 def test_evidence_travels_as_json() -> None:
     one = rank(3, children=(STOPPED_LOADER,))
-    assert Evidence.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert Evidence.from_json(json.loads(json.dumps(asdict(one)))) == one
 
 
 def test_ranks_are_grouped_by_stack() -> None:
@@ -204,14 +203,14 @@ subprocess.run([sys.executable, "-c", "import time; time.sleep(600)"])
 def test_stopped_processes_and_their_children() -> None:
     process = subprocess.Popen([sys.executable, "-c", THREADS], start_new_session=True)
     try:
-        wait_until(lambda: len(child_processes(process.pid)) == 1 and num_threads(process.pid) == 2, PATIENCE)
+        wait_until(lambda: len(child_processes(process.pid)) == 1 and count_switches(process.pid)[1] == 2, PATIENCE)
         (child,) = child_processes(process.pid)
         assert child.role == "loader process" and child.state not in STOPPED
         os.kill(child.pid, signal.SIGSTOP)
         wait_until(lambda: child_processes(process.pid)[0].state in STOPPED, PATIENCE)
         assert process_state(process.pid) not in (None, *STOPPED)
         assert {one.pid for one in child_processes(os.getpid())} >= {process.pid, child.pid}
-        assert context_switches(process.pid) > 0
+        assert count_switches(process.pid)[0] > 0
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -11,17 +11,15 @@ import pytest
 from megatron.operation.attempts import Attempt, account, append_attempt, settle, write_current
 from megatron.operation.effective_time import (
     Costs,
-    SimulatedJob,
-    approximate_effective_time,
     daly_interval_s,
     effective_time,
     job_mtbf_s,
     mean_bounds,
     nvidia_interval_s,
-    simulate,
     young_interval_s,
 )
 from megatron.operation.run_summary import RecordedRun, cause_of, host_of, read_run, summarize, to_json
+from tests.operation.simulated_job import SimulatedJob, simulate
 
 SETTINGS = ((60.0, 900.0), (5.0, 900.0), (5.0, 300.0), (2.0, 120.0))
 """Seconds for which a save blocks, and of a restart."""
@@ -48,7 +46,8 @@ def test_the_table_of_jobs(num_gpus: int, hours: float, costs: Costs, minutes: f
 
 def test_a_fixed_interval_of_half_an_hour_by_the_approximate_form() -> None:
     costs = Costs(job_mtbf_s(16384), 300.0, 5.0)
-    assert approximate_effective_time(1800.0, costs) == pytest.approx(0.889, rel=0.005)
+    approximate = 1.0 - 5.0 / 1805.0 - (900.0 + 300.0) / costs.mtbf_s  # 1 - C/(T+C) - (T/2 + R)/M
+    assert approximate == pytest.approx(0.889, rel=0.005)
     assert 0.889 < effective_time(1800.0, costs) < 0.895
 
 

@@ -1,13 +1,10 @@
 """How many ranks train when nodes are missing, which wait, and which nodes are left out; the losses are the same."""
 
-import dataclasses
 import os
-import random
 import signal
 import socket
 from collections.abc import Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,20 +13,12 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
 from megatron.operation import launch
-from megatron.operation.elastic import usable_world_size
+from megatron.operation.elastic import prepare_elastic, usable_world_size
 from megatron.operation.heartbeat import Section
-from megatron.operation.launch import parse, prepare_elastic
+from megatron.operation.launch import parse
 from megatron.operation.nodes import (
-    NAMED_NODES,
-    Backoff,
     NamedNodes,
     Naming,
-    NodeOrder,
-    NodeReport,
-    append_naming,
-    first_ranks,
-    order_nodes,
-    read_namings,
 )
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
@@ -102,58 +91,6 @@ def test_where_no_size_is_valid(world_size: int, flags: dict[str, FlagValue], na
     assert_helpful(str(caught.value), named)
 
 
-# --- nodes that were named -----------------------------------------------------------------------------------
-
-
-def naming(host: str, attempt: str, reason: str = "hang", time: float = 0.0) -> Naming:
-    return Naming(host, reason, attempt, time)
-
-
-def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> None:
-    nodes = NamedNodes(tmp_path)
-    nodes.name(naming("a", "1"), tmp_path)
-    nodes.name(naming("a", "1", "straggler"), tmp_path)  # by another launcher, for the same failure
-    nodes.name(naming("b", "1"), tmp_path)
-    assert nodes.suspects() == {}
-    # The file survives the job, and lines that are damaged do no harm.
-    with (tmp_path / NAMED_NODES).open("a") as file:
-        file.write('{"host": "b", "reas\n[]\n{"host": 1}\n\0\n')
-    later = NamedNodes(tmp_path)
-    later.name(naming("a", "2", "silent_corruption", 1.0), tmp_path)
-    assert later.suspects() == {"a": ["hang", "silent_corruption"]}
-    assert len(read_namings(tmp_path / NAMED_NODES)) == 3
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    nodes = NamedNodes(tmp_path)
-    nodes.name(naming("a", "1"), tmp_path)
-    assert len(nodes.namings) == 1
-
-
-def test_ranks_of_suspects_are_the_last(chance: random.Random) -> None:
-    """Every rank once, in consecutive numbers on each node, and in the order of the others."""
-    reports = [NodeReport(host, chance.randint(1, 4), ()) for host in "abcde"]
-    suspects = {"b", "d"}
-    first = first_ranks(reports, suspects)
-    ranks = [list(range(start, start + report.num_ranks)) for start, report in zip(first, reports)]
-    assert sorted(chain.from_iterable(ranks)) == list(range(sum(report.num_ranks for report in reports)))
-    assert [report.host for _, report in sorted(zip(first, reports), key=lambda pair: pair[0])] == list("acebd")
-
-
-def test_launchers_share_what_they_know() -> None:
-    """Each has named the node once; together they know that it is a suspect."""
-    reports = [NodeReport(host, 2, (naming("a", host),)) for host in ("a", "b")]
-    texts = [report.to_text() for report in reports]
-    order = order_nodes([NodeReport.from_text(text) for text in texts], NamedNodes())
-    assert order.first_ranks == (2, 0)
-    (sentence,) = order.sentences
-    assert "Node a was named 2 times (hang, hang)" in sentence
-    assert NodeOrder.from_text(order.to_text()) == order
-    assert order_nodes([dataclasses.replace(report, namings=()) for report in reports], NamedNodes()).sentences == ()
-
-
 # --- launchers on fewer nodes than planned -------------------------------------------------------------------
 
 FLAGS = {**MODEL, "fp64": True, "save_interval": 2, "max_failed_attempts": 0}
@@ -223,7 +160,7 @@ def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
 
 def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append_naming(tmp_path / NAMED_NODES, Naming("a", "hang", attempt, 0.0))
+        NamedNodes(tmp_path).name(Naming("a", "hang", attempt, 0.0))
     assert ranks_of(tmp_path, "1:2", "ab") == {"b.0.4", "b.1.4", "a.2.4", "a.3.4"}
     assert "Node a was named 2 times (hang, hang)" in "".join(path.read_text() for path in tmp_path.glob("*.log"))
 
@@ -231,7 +168,7 @@ def test_a_node_that_was_named_twice_has_the_last_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow(reason="waits for a place in the rendezvous")
 def test_a_node_that_was_named_twice_leaves_its_place_to_one_that_waits(tmp_path: Path) -> None:
     for attempt in ("1", "2"):
-        append_naming(tmp_path / NAMED_NODES, Naming("b", "hang", attempt, 0.0))
+        NamedNodes(tmp_path).name(Naming("b", "hang", attempt, 0.0))
     assert {name.partition(".")[0] for name in ranks_of(tmp_path, "2", "abc")} == {"a", "c"}
 
 
@@ -250,14 +187,3 @@ def test_how_long_further_nodes_are_waited_for() -> None:
     assert prepare_elastic(ours) and prepare_elastic(theirs)
     assert ours.rdzv_conf == "read_timeout=9,last_call_timeout=15" and theirs.rdzv_conf == "last_call_timeout=3"
     assert not prepare_elastic(parse(["--nnodes", "2", "script.py"]))
-
-
-# --- the pause before a restart ------------------------------------------------------------------------------
-
-
-def test_pauses() -> None:
-    """None before the first restart, then doubling up to a limit; progress starts the count anew."""
-    backoff = Backoff(first_s=1.0, longest_s=30.0)
-    assert [backoff.pause_after_failure(False) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert backoff.pause_after_failure(True) == 0
-    assert [backoff.pause_after_failure(False) for _ in range(3)] == [0, 1, 2]

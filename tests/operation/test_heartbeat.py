@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 
+from megatron.config.operation import OperationConfig
 from megatron.metrics.timers import Timers
-from megatron.operation.heartbeat import DUMP_SIGNAL, HEARTBEATS, STEP_SECTIONS, Heartbeat, HeartbeatMemory, Section
+from megatron.operation.heartbeat import (
+    DUMP_SIGNAL,
+    HEARTBEATS,
+    STEP_SECTIONS,
+    Heartbeat,
+    HeartbeatMemory,
+    RunSettings,
+    Section,
+)
 from megatron.operation.waits import SECTION_OF_TIMER, Sections
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 from tests.forked import fork_context
@@ -103,14 +112,6 @@ def test_the_launcher_reads_a_rank_while_it_hangs_and_after_it_is_killed(tmp_pat
     memory.close()
 
 
-def test_without_a_launcher_or_with_one_that_is_gone_the_memory_is_private() -> None:
-    for environment in ({}, {HEARTBEATS: "/proc/1/fd/999999"}):
-        heartbeat = Heartbeat.attach(environment, 0)
-        heartbeat.start_iteration(3)
-        assert heartbeat.snapshot().iteration == 3
-        assert heartbeat.snapshot().committed_iteration is None
-
-
 @pytest.mark.parametrize("level", [0, 2])
 def test_the_timers_mark_sections_at_every_level(level: int) -> None:
     heartbeat = Heartbeat()
@@ -147,13 +148,28 @@ def test_a_rollback_drops_the_time_since_the_checkpoint() -> None:
     assert heartbeat.snapshot().first_iteration == 8
 
 
-def test_memory_that_cannot_be_opened_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    """As for a rank in a container of its own; it trains all the same."""
-    heartbeat = Heartbeat.attach({HEARTBEATS: "/proc/1/fd/nothing"}, 0)
-    assert heartbeat.is_private
+@pytest.mark.parametrize("path", [None, "/proc/1/fd/nothing"], ids=["no launcher", "its memory cannot be opened"])
+def test_without_the_memory_of_a_launcher_a_rank_trains_all_the_same(
+    capsys: pytest.CaptureFixture[str], path: str | None
+) -> None:
+    """As in a container of its own, which is said."""
+    heartbeat = Heartbeat.attach({} if path is None else {HEARTBEATS: path}, 0)
+    heartbeat.start_iteration(3)
+    assert heartbeat.is_private and heartbeat.snapshot().iteration == 3
+    assert heartbeat.snapshot().committed_iteration is None
     said = capsys.readouterr().err
-    assert said.startswith("WARNING: the launcher's heartbeat memory /proc/1/fd/nothing cannot be opened (No such file")
-    assert said.endswith("start the launcher and its ranks in one PID namespace.\n")
+    wanted = f"WARNING: the launcher's heartbeat memory {path} cannot be opened (No such file or directory)"
+    assert said.startswith(wanted) if path is not None else not said
+    assert not said or said.endswith("start the launcher and its ranks in one PID namespace.\n")
+
+
+def test_ranks_may_have_newer_code_than_their_launcher() -> None:
+    settings = RunSettings(0, 2, "/run", OperationConfig(max_failed_attempts=7), hosts=("a",))
+    written = settings.to_json()
+    assert RunSettings.from_json(written) == settings
+    written["operation"]["a_later_flag"] = 1
+    written["a_later_setting"] = 2
+    assert RunSettings.from_json(written) == settings
 
 
 # --- its cost ------------------------------------------------------------------------------------------------

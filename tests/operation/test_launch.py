@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode
-from megatron.operation import launch
+from megatron.operation import agent, ranks
 from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
@@ -56,7 +56,7 @@ def test_the_command_restarts_its_ranks_and_ends_with_their_code(tmp_path: Path)
 
 
 def shorten_waits() -> None:
-    launch.CRASH_SECONDS = 1
+    ranks.CRASH_SECONDS = 1
 
 
 def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path
     wait_until((tmp_path / "waits.1").exists, PATIENCE)
     started = time.monotonic()
     assert node.exit_code() == ExitCode.CRASH
-    assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
+    assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_pa
     started = time.monotonic()
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
-    assert time.monotonic() - started < 5 * launch.CRASH_SECONDS
+    assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
 
 
 def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_all_nodes_end_or_restart_together(
 
 
 def never_read_nodes() -> None:
-    launch._NODES_SECONDS = 1e9
+    agent._NODES_SECONDS = 1e9
 
 
 @pytest.mark.slow(reason="launchers on two nodes")

@@ -14,7 +14,6 @@ import pytest
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK, acquire
-from megatron.config.operation import OperationConfig
 from megatron.errors import ExitCode
 from megatron.operation.attempts import (
     ATTEMPTS,
@@ -27,7 +26,6 @@ from megatron.operation.attempts import (
     settle,
 )
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
-from megatron.operation.heartbeat import RunSettings
 from tests.end_to_end.run_process import (
     call_training,
     descendants,
@@ -154,15 +152,6 @@ def check_sums(attempts: list[Attempt]) -> None:
         assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, rel=0.01)
         assert min(attempt.seconds.values()) >= 0.0
         assert attempt.second("start") > 0.0
-
-
-def test_ranks_may_have_newer_code_than_their_launcher() -> None:
-    settings = RunSettings(0, 2, "/run", OperationConfig(max_failed_attempts=7), hosts=("a",))
-    written = settings.to_json()
-    assert RunSettings.from_json(written) == settings
-    written["operation"]["a_later_flag"] = 1
-    written["a_later_setting"] = 2
-    assert RunSettings.from_json(written) == settings
 
 
 def test_a_job_whose_rank_is_killed(tmp_path: Path) -> None:

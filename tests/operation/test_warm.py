@@ -41,12 +41,17 @@ def words(directory: Path, *arguments: str, hook: str = "pass") -> list[str]:
     return [sys.executable, "-u", str(script), *arguments]
 
 
+def are_ready(warm: WarmProcesses) -> bool:
+    """Whether every rank has a standby that is ready."""
+    return bool(warm._standby) and all(standby.is_ready() for standby in warm._standby.values())
+
+
 def test_a_standby_becomes_a_rank(tmp_path: Path, warm: WarmProcesses) -> None:
     command, environment = words(tmp_path, "--lr", "1"), dict(os.environ, RANK="0", OLD="1")
     warm.started(0, command, environment)
     warm.prepare()
     warm.prepare()  # has no effect
-    wait_until(warm.are_ready, PATIENCE)
+    wait_until(lambda: are_ready(warm), PATIENCE)
     standby = warm.take(0, command)
     assert standby is not None and "RANK" not in environment_of(standby.process.pid)
     new = {**{name: value for name, value in environment.items() if name != "OLD"}, "RANK": "3"}
@@ -64,17 +69,17 @@ def test_ranks_that_start_as_usual(tmp_path: Path, warm: WarmProcesses) -> None:
     slow = words(tmp_path, hook="import time; time.sleep(600)")
     warm.started(0, slow, os.environ)
     warm.prepare()
-    assert not warm.are_ready() and warm.take(0, slow) is None
+    assert not are_ready(warm) and warm.take(0, slow) is None
     quick = words(tmp_path)
     warm.prepare()
-    wait_until(warm.are_ready, PATIENCE)
+    wait_until(lambda: are_ready(warm), PATIENCE)
     assert warm.take(0, [*quick, "--other"]) is None
     words(tmp_path, hook="raise ImportError")
     warm.prepare()
     wait_until(lambda: not standby_processes(os.getpid()), PATIENCE)
     warm.prepare()
     assert not standby_processes(os.getpid())
-    assert not warm.are_ready() and warm.take(0, quick) is None
+    assert not are_ready(warm) and warm.take(0, quick) is None
 
 
 def test_a_standby_becomes_a_rank_of_a_module(tmp_path: Path, warm: WarmProcesses) -> None:

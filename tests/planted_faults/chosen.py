@@ -195,7 +195,7 @@ BORDERS = (
         "the pause before a restart doubles a failure late",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))",
         "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 3))",
-        ("operation/test_elastic.py",),
+        ("operation/test_nodes.py",),
     ),
     Fault(
         "a ramp of batch sizes counts a batch that crosses a step twice",
@@ -240,7 +240,7 @@ STALE = (
         "iterations before a restart in the process set the limit of a hang",
         "snapshot.section in (Section.START, Section.LOAD):\n            rank.spans.clear()",
         "snapshot.section in (Section.START, Section.LOAD):\n            pass",
-        ("operation/test_watchdog_limits.py",),
+        ("operation/test_watchdog.py",),
     ),
 )
 
@@ -255,7 +255,7 @@ DEFAULTS = (
         "another default of the hang limit",
         "    step: float = 60.0\n",
         "    step: float = 600.0\n",
-        ("operation/test_watchdog_limits.py",),
+        ("operation/test_watchdog.py",),
     ),
     Fault(
         "another surplus of blended corpora",

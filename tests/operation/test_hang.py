@@ -19,7 +19,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import hang, launch, side_watch, watchdog
+from megatron.operation import hang, ranks, side_watch, watchdog
 from megatron.operation.causes import Cause
 from megatron.operation.hang import STAYS, command_key, longest_stays, write_stays
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
@@ -84,7 +84,7 @@ def test_a_stopped_rank_is_named_in_the_last_box_and_in_a_section_of_which_nothi
 
 def let_rank_1_remain() -> None:
     """It seems so, as of a process that waits in the kernel."""
-    vars(launch)["end_processes"] = lambda *arguments, **keywords: [*end_processes(*arguments, **keywords), 1]
+    vars(ranks)["end_processes"] = lambda *arguments, **keywords: [*end_processes(*arguments, **keywords), 1]
 
 
 def test_a_rank_that_cannot_be_killed_is_named_and_its_launcher_ends(tmp_path: Path) -> None:
