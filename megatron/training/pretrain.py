@@ -62,6 +62,8 @@ def pretrain(
         if process.rank == 0:
             print_above_bar(sys.stdout, f"> {text}")
 
+    # The order of these steps decides what a failure costs: the locks come before any record in the directories, and
+    # the nodes are checked before the model is built.
     faults = build_fault_injector(config, process.rank)
     reach(faults, START)
     device = choose_device(config.training.device, process)

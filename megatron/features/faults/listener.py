@@ -242,6 +242,8 @@ class SaveFaults:
         self._armed: list[Fault] = []
         self._sync = os.fsync
 
+    # A save writes its files, syncs each, and commits. os.fsync is replaced from begin_save on, so that a fault comes
+    # when the content of the first file is written, and nothing is committed.
     def begin_save(self) -> None:
         self._saves += 1
         self._armed = self._injector.due(SAVE, self._saves)
@@ -308,7 +310,8 @@ class FaultInjection(Listener):
 
     def after_backward(self, trainer: Trainer) -> None:
         seconds = _clock(trainer)() - self._started
-        # As if the rank were slow, or failed, in its forward and backward passes.
+        # As if the rank were slow, or failed, in its forward and backward passes: the watchdog and the comparison of
+        # ranks measure that section.
         with trainer.context.heartbeat.section(Section.FORWARD_BACKWARD):
             for fault in self._due:
                 if fault.kind == "slow" and fault.number is not None:

@@ -352,6 +352,10 @@ class Links(Check):
         expected = _message(peer, site.rank, size, site.device)
         best, is_right = speeds.get(str(peer), 0.0), speeds.get(str(peer)) != _WRONG
         deadline = time.perf_counter() + _PAIR_SECONDS
+        # Each repetition: a word, which says whether this rank ends, and then the data unless one of the two ends.
+        #
+        #     rank a   word ->  data ->  word -> ... end        the time of the data alone counts
+        #     rank b   <- word  <- data  <- word     break
         for repetition in range(times * _REPETITIONS[site.device.type]):
             received = torch.zeros_like(sent)
             # The time must not include waiting for the other rank, which may come from a slow pair. Both end together.

@@ -75,6 +75,7 @@ def run_preflight(
     ``place`` is used instead of the true one.
     """
     started = time.monotonic()
+    # All ranks learn all places: the first answer of each rank, for which the others wait longest.
     place = place or this_place(device)
     try:
         found = board.agree("places", asdict(place), _node_lists, _START_SECONDS)

@@ -131,6 +131,7 @@ class StateCheck(Listener):
         disagreeing = self._groups.disagreeing(folds)
         if not disagreeing and not bool(flags.any()):
             return
+        # All ranks have the same table, so all are here: the second round is a collective, too.
         report = RankReport(
             socket.gethostname(),
             {axes: digests.by_key(axes) for axes, ranks in disagreeing if digests and self.topology.rank in ranks},

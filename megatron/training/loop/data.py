@@ -168,6 +168,10 @@ class CyclicOrder:
     def _samples_of(self, epoch: int) -> Integers:
         if epoch != self._epoch:
             ranks, size = self._shape[0], self._epoch_samples // self._shape[0]
+            # Each rank has a range of its own, and all permute their ranges alike:
+            #
+            #     rank 0: 0 1 2 3 4 5   ->  3 0 5 | 1 4 2       microbatches of 3
+            #     rank 1: 6 7 8 9 ...   ->  9 6 11 | 7 10 8     read in the order 3 0 5 9 6 11 1 4 2 7 10 8
             permutation = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()
             by_rank = permutation + np.arange(ranks)[:, None] * size  # [ranks, size]: the same permutation for each
             self._samples = by_rank.reshape(self._shape).transpose(1, 0, 2).ravel()
