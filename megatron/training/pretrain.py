@@ -53,8 +53,7 @@ def pretrain(
     """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
     ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). ``queues`` are
-    set in the environment already. ``command`` is what started this process. ``heartbeat`` is this rank's.
-    ``parts`` replaces parts of the run. Raises
+    set in the environment already. ``command`` is what started this process. Raises
     :class:`~megatron.errors.UserError`.
     """
 

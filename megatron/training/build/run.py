@@ -54,8 +54,7 @@ def build_trainer(
     """Build this rank's part of the run; ``at_end`` frees resources that must outlive the trainer.
 
     ``started`` is the reading of the monotonic clock when the run began. ``returned`` is the checkpoint to continue
-    from after a rollback. ``parts`` replaces parts of the run. Raises :class:`~megatron.errors.UserError` on every rank
-    alike.
+    from after a rollback. Raises :class:`~megatron.errors.UserError` on every rank alike.
     """
     parts = parts or RunParts()
     if returned is not None:

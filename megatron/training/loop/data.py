@@ -10,7 +10,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.data.block_use import Integers
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, SampleRange
+from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Digests, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError
@@ -112,18 +112,15 @@ class DataCheck(RankAlarm):
 
     def _sentence(self) -> str | None:
         found = None if self._background is None else self._background.found
-        if isinstance(found, DataError):
-            return str(found)
+        if found is None or isinstance(found, DataError):
+            return None if found is None else str(found)
         if isinstance(found, Exception):
             raise found
-        return None if found is None else self._describe(found)
-
-    def _describe(self, damage: Damage) -> str:
-        remedy = remedy_of(damage.path)
-        if damage.split != "train":
-            return f"{damage.description}; the {damage.split} split reads it: {remedy}."
+        remedy = remedy_of(found.path)
+        if found.split != "train":
+            return f"{found.description}; the {found.split} split reads it: {remedy}."
         return (
-            f"{damage.description}; {self._describe_iteration(damage.position)} is the first to train on it: "
+            f"{found.description}; {self._describe_iteration(found.position)} is the first to train on it: "
             f"{remedy}. Checkpoints from that iteration on depend on it: continue from an earlier one."
         )
 
