@@ -104,7 +104,7 @@ def hold_interpreter_lock(fault: Fault) -> None:
 
 
 def read_silent_file(fault: Fault) -> None:
-    """Read a FIFO to which nobody writes. It has no name any more, so nothing remains of it."""
+    """Read a FIFO without a writer. It has no name any more, so nothing remains of it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "fifo"
         os.mkfifo(path)

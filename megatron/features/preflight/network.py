@@ -207,7 +207,7 @@ def rounds_of(count: int) -> list[list[Pair]]:
 
 
 def rounds_again(pairs: Collection[Pair], most: int) -> list[list[Pair]]:
-    """At most ``most`` rounds with some of these ``pairs``, as many as fit."""
+    """Rounds with as many of these ``pairs`` as fit into ``most`` rounds."""
     rounds: list[list[Pair]] = [[] for _ in range(most)]
     busy: list[set[int]] = [set() for _ in range(most)]
     for pair in sorted(pairs):

@@ -30,7 +30,7 @@ class TokenLoss:
     """UTF-8 bytes of their text; 0 if they are not known."""
 
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
-        """Over the tokens of both; the bytes are known if both know their bytes."""
+        """The sums over the tokens of both; 0 bytes if those of one are not known."""
         num_bytes = self.num_bytes + other.num_bytes if self.num_bytes and other.num_bytes else 0.0
         return TokenLoss(self.total + other.total, self.num_tokens + other.num_tokens, num_bytes)
 

@@ -96,7 +96,7 @@ class Trainer:
     timers: Timers
     listeners: Sequence[Listener]
     writers: Sequence[MetricsWriter]
-    """On rank 0; empty on other ranks."""
+    """The writers on rank 0; none on other ranks."""
     started: float = field(default_factory=time.monotonic)
     """Reading of the monotonic clock when this process was ready to train, in seconds."""
     is_after_rollback: bool = False
