@@ -10,7 +10,7 @@ import pytest
 from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
 from megatron.metrics.record import EvaluationRecord
 from megatron.metrics.timers import Timers, combine, format_timer_report
-from tests.training.reported_run import iteration_record
+from tests.metrics.reported_run import iteration_record
 
 
 def evaluation_record(**changes: Any) -> EvaluationRecord:

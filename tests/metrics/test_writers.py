@@ -26,7 +26,7 @@ from megatron.metrics.jsonl import JsonlWriter
 from megatron.metrics.progress_bar import ProgressBar
 from megatron.metrics.tensorboard import WINDOW, TensorBoardWriter, rewind_events, start_of_search
 from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
-from tests.training.reported_run import evaluation_record, iteration_record, reported_run
+from tests.metrics.reported_run import evaluation_record, iteration_record, reported_run
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
 
