@@ -66,21 +66,8 @@ def reach(injector: FaultInjector, moment: str) -> None:
 # --- faults of the process -----------------------------------------------------------------------------------
 
 
-def signal_self(number: signal.Signals, fault: Fault) -> None:
-    os.kill(os.getpid(), number)
-
-
-def exit_at_once(fault: Fault) -> NoReturn:
-    assert fault.number is not None
-    os._exit(int(fault.number))
-
-
 def raise_exception(fault: Fault) -> NoReturn:
     raise InjectedError(f"Injected fault: {fault}")
-
-
-def run_out_of_memory(fault: Fault) -> None:
-    torch.empty(_TOO_MUCH, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def sleep(fault: Fault) -> None:
@@ -113,13 +100,15 @@ def read_silent_file(fault: Fault) -> None:
         os.read(descriptor, 1)
 
 
-EVENT_FAULTS: Mapping[str, Callable[[Fault], None]] = {
-    "kill": partial(signal_self, signal.SIGKILL),
-    "stop": partial(signal_self, signal.SIGSTOP),
-    "sigterm": partial(signal_self, signal.SIGTERM),
-    "exit": exit_at_once,
+EVENT_FAULTS: Mapping[str, Callable[[Fault], object]] = {
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
+    "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
+    "exit": lambda fault: os._exit(int(fault.number or 0)),
     "exception": raise_exception,
-    "oom": run_out_of_memory,
+    "oom": lambda fault: torch.empty(
+        _TOO_MUCH, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu"
+    ),
     "sleep": sleep,
     "gil": hold_interpreter_lock,
     "fifo": read_silent_file,
@@ -128,10 +117,6 @@ EVENT_FAULTS: Mapping[str, Callable[[Fault], None]] = {
 
 
 # --- faults of an iteration ----------------------------------------------------------------------------------
-
-
-def call_wrong_collective(fault: Fault, site: Site) -> None:
-    site.world.all_reduce(torch.zeros(7, device=site.device))
 
 
 def flip_bit(fault: Fault, site: Site) -> None:
@@ -205,8 +190,8 @@ def _children(module: str) -> list[int]:
     return found
 
 
-ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], None]] = {
-    "collective": call_wrong_collective,
+ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {
+    "collective": lambda fault, site: site.world.all_reduce(torch.zeros(7, device=site.device)),
     "flip": flip_bit,
     "nan": spoil_gradient,
     "stoploader": partial(signal_loaders, signal.SIGSTOP),
@@ -224,7 +209,7 @@ def fail_sync(number: int, fault: Fault) -> NoReturn:
     raise OSError(number, os.strerror(number))
 
 
-SAVE_FAULTS: Mapping[str, Callable[[Fault], None]] = {
+SAVE_FAULTS: Mapping[str, Callable[[Fault], object]] = {
     **EVENT_FAULTS,
     "enospc": partial(fail_sync, errno.ENOSPC),
     "eio": partial(fail_sync, errno.EIO),
