@@ -133,14 +133,11 @@ def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -
 
 def describe_activations(activations: ActivationConfig) -> str:
     """What the forward pass saves, and where."""
-    words = []
-    if activations.granularity == "full":
-        count = activations.recompute_num_layers
-        words.append(
-            f"only the input of every {count} layers is saved"
-            if activations.recompute_method == "uniform"
-            else f"only the inputs of the first {count} layers of a chunk are saved"
-        )
+    words, count = [], activations.recompute_num_layers
+    if activations.granularity == "full" and activations.recompute_method == "uniform":
+        words.append(f"only the input of every {count} layers is saved")
+    elif activations.granularity == "full":
+        words.append(f"only the inputs of the first {count} layers of a chunk are saved")
     elif activations.modules:
         words.append(f"{', '.join(sorted(activations.modules))} recomputed")
     if activations.distribute_saved_activations:
