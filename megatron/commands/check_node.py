@@ -20,7 +20,7 @@ from typing import Literal
 import tyro
 
 from megatron.errors import ExitCode, UserError, report
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 

@@ -20,19 +20,18 @@ from megatron.commands import pretrain_llama
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.evaluate import EvaluateConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import changed_flags, values_of
+from megatron.flags import changed_flags, require_at_least, values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
-from megatron.operation.run_files import StartedCommand, words_of_process
-from megatron.ranges import require_at_least
 from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.training.run_files import StartedCommand, words_of_process
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from megatron.features.replay.flags import ReplayFlags
 from megatron.features.replicas.flags import ReplicaFlags
 from megatron.features.spikes.flags import SpikeFlags
 from megatron.features.stragglers.flags import StragglerFlags
-from megatron.flags import values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive, values_of
 from megatron.urls import refuse_urls
 
 HANG_LIMITS = (

@@ -8,8 +8,8 @@ from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.signals import SignalWatch
 from megatron.operation.waits import MeteredTopology
-from megatron.training.signals import SignalWatch
 
 _logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.lock import RunLock
 from megatron.config.checks import check_resolved_architecture
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError, ExitCode
 from megatron.features.faults.flags import START
 from megatron.features.faults.listener import build_fault_injector, reach
@@ -24,18 +24,21 @@ from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.processes import LAUNCHER
-from megatron.operation.run_files import StartedCommand
+from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_counted, attempt_recorded
 from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.build.vocabulary import load_vocabulary
-from megatron.training.checkpoints.comparison import check_architecture, given_architecture
-from megatron.training.checkpoints.locks import save_directories_locked
-from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
+from megatron.training.checkpoints.save_directories import save_directories_locked
+from megatron.training.checkpoints.saved_run import (
+    check_architecture,
+    check_may_begin,
+    given_architecture,
+    look_up_saved_run,
+)
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
-from megatron.training.run_files import run_files_written
-from megatron.training.signals import StopRequested, watch_signals
+from megatron.training.run_files import StartedCommand, run_files_written
 
 FlagsOver = Callable[[ModelConfig], RunConfig]
 """Parses the command line again with other defaults of the model's flags."""

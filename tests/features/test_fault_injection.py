@@ -39,7 +39,7 @@ from megatron.features.faults.listener import (
     Site,
     flip,
 )
-from megatron.operation.accounting import read_attempts
+from megatron.operation.attempts import read_attempts
 from megatron.operation.heartbeat import Heartbeat
 from tests.end_to_end.run_process import (
     TINY_RUN,

@@ -29,7 +29,7 @@ from megatron.features.replicas.state import (
     key_of,
     list_ranks,
 )
-from megatron.intervals import IntervalSchedule
+from megatron.flags import IntervalSchedule
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from((1023, 2048, 2049, 5000, 9217)))

@@ -34,8 +34,8 @@ from megatron.features.spikes.flags import (
 )
 from megatron.features.spikes.listener import RollbackRequested, in_order_of_preference, set_later_aside, skipped_after
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints import pruning
-from megatron.training.checkpoints.pruning import Pruning
+from megatron.training.checkpoints import save_directories as pruning
+from megatron.training.checkpoints.save_directories import Pruning
 from megatron.training.checkpoints.saved_run import Progress
 
 WINDOW = 20

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.features.faults.flags import parse_fault, parse_faults
-from megatron.operation import accounting
+from megatron.operation import attempts as accounting
 from tests.operation import campaign
 from tests.operation.campaign import (
     LAYOUTS,

@@ -11,8 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
-from megatron.data.block_use import block_uses
-from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
+from megatron.data.corpus_check import BlockComparison, SampleRange, Share, block_uses, check_indexes
 from megatron.data.corpus_digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset

@@ -33,7 +33,7 @@ from megatron.features.preflight.network import Clocks, Links, Sums
 from megatron.operation.causes import Cause
 from megatron.torch_compat import ranks_store
 from megatron.training.context import RunContext
-from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import build_rule
 
 CHECKS: tuple[Check, ...] = (
     Identity(),

@@ -24,7 +24,7 @@ from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replay.flags import INTERVAL
 from megatron.features.replicas.state import digest, key_of, list_ranks
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
+from megatron.training.checkpoints.tensors import random_tensors, restore_random
 from megatron.training.context import RunContext
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.train_module import TrainModule

@@ -26,7 +26,7 @@ from megatron.features.replicas.state import (
     find_odd,
     list_ranks,
 )
-from megatron.intervals import IntervalSchedule
+from megatron.flags import IntervalSchedule
 from megatron.training.context import RunContext
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 

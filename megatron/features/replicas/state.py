@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ShardingStrategy
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, whole_params
+from megatron.core.data_parallel.buffered import BufferedDataParallel
+from megatron.core.data_parallel.strategy import DataParallel, whole_params
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.optimizer.optimizer import Optimizer

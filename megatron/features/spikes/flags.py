@@ -15,8 +15,7 @@ from statistics import median
 from typing import Any, Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least
+from megatron.flags import changed_flags, require_at_least, require_flag, values_of
 
 MAX_SCORE = 6.0
 STEPS = 3

@@ -20,13 +20,12 @@ from megatron.checkpoint.directory import MANIFEST, iteration_directory, saved_i
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.remote_path import RemotePath
 from megatron.checkpoint.schema import DataStage, Rollback
+from megatron.core.control import run_on_rank0
 from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.run_on_ranks import run_on_rank0
 from megatron.errors import CheckpointError, NotFiniteError, UnstableError
 from megatron.features.spikes.flags import Action, Verdict
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.resume import Start
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, find_saved_run
 from megatron.training.context import RunContext
 from megatron.training.loop.step import StepOutcome
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer

@@ -9,19 +9,18 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.evaluate import EvaluateConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
-from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
-from megatron.data.evaluation_samples import WholePasses, Windows
-from megatron.data.evaluation_text import EvaluationText, names_of, read_text
+from megatron.data.dataset_builder import Sources, read_sources
+from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
 from megatron.data.loader import Microbatch, build_datasets, build_loader, build_validation_sets
 from megatron.data.loader_processes import Patience
 from megatron.data.packed_dataset import describe_packing
-from megatron.data.sources import Sources, read_sources
 from megatron.data.text_inputs import InputFormat
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.device import device_name
-from megatron.data.token_bytes import TokenBytes
+from megatron.data.evaluation_data import TokenBytes
 from megatron.features.faults.listener import FaultInjection
 from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replay.listener import ReplayCheck

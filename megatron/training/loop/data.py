@@ -9,8 +9,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.data.block_use import Integers
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Digests, SampleRange
+from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Digests, Integers, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError

@@ -20,13 +20,13 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.logging import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
-from megatron.data.token_bytes import TokenBytes
-from megatron.intervals import IntervalSchedule
+from megatron.data.evaluation_data import TokenBytes
+from megatron.flags import IntervalSchedule
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
-from megatron.metrics.validation import ValidationHistory
-from megatron.operation.accounting import EffectiveTimeMeter
-from megatron.operation.run_settings import run_directory
+from megatron.operation.attempts import EffectiveTimeMeter
+from megatron.operation.heartbeat import run_directory
 from megatron.reports.svg import duration, percentage
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
