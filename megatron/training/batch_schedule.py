@@ -169,6 +169,12 @@ def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[
     increments = growth // increment
     if increments == 0 or samples == 0:
         return ((0, global_batch_size),)
+    #     8 |          ______     START 2, INCREMENT 2, SAMPLES 30, --global-batch-size 8
+    #     6 |       __|
+    #     4 |    __|
+    #     2 | __|
+    #       0  10 20 30  consumed samples
+    #
     # Keyed by threshold, because a ramp with fewer samples than increments applies several at once.
     sizes = {-(-k * samples // increments): start + k * increment for k in range(increments + 1)}
     return tuple(sizes.items())

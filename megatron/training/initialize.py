@@ -39,7 +39,7 @@ class Process:
 
     @staticmethod
     def from_environment(environment: Mapping[str, str], num_spares: int = 0) -> "Process":
-        """From the variables of torchrun; without them a single process. The last ``num_spares`` ranks do not train."""
+        """The ranks in the variables of torchrun, or a single process. The last ``num_spares`` ranks do not train."""
         return Process(
             int(environment.get("RANK", 0)),
             int(environment.get("LOCAL_RANK", 0)),

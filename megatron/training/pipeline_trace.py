@@ -136,7 +136,7 @@ def _time(event: Mapping[str, Any], key: str, least: float, where: str) -> float
 
 
 def median_durations(schedule: Schedule, timeline: Timeline) -> Durations:
-    """By virtual stage, the median over microbatches of the duration of each pass; 0 for passes that did not run."""
+    """The median over microbatches of each pass's duration, by virtual stage; 0 for passes that did not run."""
     measured: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for span in timeline.spans:
         kind, _, virtual_stage = schedule.result(span.stage, span.action)

@@ -56,8 +56,7 @@ def pretrain(
     """Run this rank's part of the training; returns COMPLETE or STOPPED.
 
     ``flags_over`` parses the same flags over other defaults of the model (``--use-checkpoint-args``). ``queues`` are
-    set in the environment already. ``command`` is what started this process. ``heartbeat`` is this rank's.
-    ``parts`` replaces parts of the run. Raises
+    set in the environment already. ``command`` is what started this process. Raises
     :class:`~megatron.errors.UserError`.
     """
 
@@ -65,6 +64,8 @@ def pretrain(
         if process.rank == 0:
             print_above_bar(sys.stdout, f"> {text}")
 
+    # The order of these steps decides what a failure costs: the locks come before any record in the directories, and
+    # the nodes are checked before the model is built.
     faults = build_fault_injector(config, process.rank)
     reach(faults, START)
     device = choose_device(config.training.device, process)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests.checkpoint.locking import acquire
 
 from megatron.checkpoint import checkpointing
 from megatron.checkpoint import lock as lock_module
@@ -24,7 +25,6 @@ from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
 from tests.checkpoint.file_faults import raise_error
-from tests.checkpoint.locking import acquire
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

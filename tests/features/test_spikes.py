@@ -235,16 +235,12 @@ def test_a_skipped_spike_is_counted_and_does_not_enter_the_window() -> None:
 
 
 @pytest.mark.parametrize(("policy", "end"), [("skip", STOP), ("rollback", BACK)])
-def test_too_many_faults_in_a_row(policy: str, end: Action) -> None:
+def test_too_many_faults_in_a_row_or_in_a_thousand_iterations(policy: str, end: Action) -> None:
     steps = run(guard_with(nan_policy=policy), "nn" + "x" * MAX_SKIPPED_IN_ROW + "n" + "x" * (MAX_SKIPPED_IN_ROW + 1))
     assert actions(steps) == [GO] * (len(steps) - 1) + [end]
     last = steps[-1].verdict
     assert (last.cause, last.first_iteration) == ("not_finite", 3 + MAX_SKIPPED_IN_ROW + 1)
     assert last.message is not None and f"--nan-policy {policy}" in last.message
-
-
-@pytest.mark.parametrize(("policy", "end"), [("skip", STOP), ("rollback", BACK)])
-def test_too_many_faults_in_a_thousand_iterations(policy: str, end: Action) -> None:
     pairs = "xn" * MAX_SKIPPED
     assert actions(run(guard_with(nan_policy=policy), pairs + "x"))[-1] is end
     # One iteration more than a thousand after the first.

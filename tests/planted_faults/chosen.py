@@ -234,7 +234,7 @@ STALE = (
         "timers add the spans that were reported before",
         "            spans.clear()\n        return measured",
         "            pass\n        return measured",
-        ("training/test_metrics.py",),
+        ("metrics/test_metrics.py",),
     ),
     Fault(
         "iterations before a restart in the process set the limit of a hang",
@@ -393,19 +393,19 @@ SENTENCES = (
         "Megatron-LM's line with a field in another order",
         '    "loss_scale": "loss scale: {:.1f}",\n    "grad_norm": "grad norm: {:.3f}",\n',
         '    "grad_norm": "grad norm: {:.3f}",\n    "loss_scale": "loss scale: {:.1f}",\n',
-        ("training/test_writers.py",),
+        ("metrics/test_writers.py",),
     ),
     Fault(
         "the slowest rank is shown as the fastest",
         'ends[name] = (slowest if option == "max" else min(times.values()), slowest)',
         'ends[name] = (slowest, slowest if option == "max" else min(times.values()))',
-        ("training/test_metrics.py",),
+        ("metrics/test_metrics.py",),
     ),
     Fault(
         "the seconds left of a run are those that have passed",
         "        remaining = self.train_iters - record.iteration\n",
         "        remaining = record.iteration\n",
-        ("training/test_writers.py",),
+        ("metrics/test_writers.py",),
     ),
 )
 

@@ -11,7 +11,7 @@ from megatron.metrics.jsonl import ValidationHistory
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.training.loop.listeners import Conclusion, tokens_of
 from megatron.training.loop.trainer import Trainer
-from tests.training.reported_run import evaluation_record
+from tests.metrics.reported_run import evaluation_record
 
 
 def stage(first_sample: int, length: int) -> DataStage:

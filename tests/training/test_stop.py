@@ -121,11 +121,10 @@ def test_without_the_handler_signals_act_as_usual(usual: list[int]) -> None:
 @pytest.mark.parametrize("signals", [0, 1, 2, 3])
 def test_afterwards_every_handler_is_back(usual: list[int], signals: int) -> None:
     before = [signal.getsignal(number) for number in WATCHED]
-    with pytest.raises(ZeroDivisionError):
-        with watch_signals(TrainingConfig()):
-            for _ in range(signals):
-                signal.raise_signal(signal.SIGTERM)
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), watch_signals(TrainingConfig()):
+        for _ in range(signals):
+            signal.raise_signal(signal.SIGTERM)
+        raise ZeroDivisionError
     assert [signal.getsignal(number) for number in WATCHED] == before
 
 

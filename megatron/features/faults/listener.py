@@ -66,21 +66,8 @@ def reach(injector: FaultInjector, moment: str) -> None:
 # --- faults of the process -----------------------------------------------------------------------------------
 
 
-def signal_self(number: signal.Signals, fault: Fault) -> None:
-    os.kill(os.getpid(), number)
-
-
-def exit_at_once(fault: Fault) -> NoReturn:
-    assert fault.number is not None
-    os._exit(int(fault.number))
-
-
 def raise_exception(fault: Fault) -> NoReturn:
     raise InjectedError(f"Injected fault: {fault}")
-
-
-def run_out_of_memory(fault: Fault) -> None:
-    torch.empty(_TOO_MUCH, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu")
 
 
 def sleep(fault: Fault) -> None:
@@ -104,7 +91,7 @@ def hold_interpreter_lock(fault: Fault) -> None:
 
 
 def read_silent_file(fault: Fault) -> None:
-    """Read a FIFO to which nobody writes. It has no name any more, so nothing remains of it."""
+    """Read a FIFO without a writer. It has no name any more, so nothing remains of it."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "fifo"
         os.mkfifo(path)
@@ -113,13 +100,15 @@ def read_silent_file(fault: Fault) -> None:
         os.read(descriptor, 1)
 
 
-EVENT_FAULTS: Mapping[str, Callable[[Fault], None]] = {
-    "kill": partial(signal_self, signal.SIGKILL),
-    "stop": partial(signal_self, signal.SIGSTOP),
-    "sigterm": partial(signal_self, signal.SIGTERM),
-    "exit": exit_at_once,
+EVENT_FAULTS: Mapping[str, Callable[[Fault], object]] = {
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
+    "sigterm": lambda fault: os.kill(os.getpid(), signal.SIGTERM),
+    "exit": lambda fault: os._exit(int(fault.number or 0)),
     "exception": raise_exception,
-    "oom": run_out_of_memory,
+    "oom": lambda fault: torch.empty(
+        _TOO_MUCH, dtype=torch.uint8, device="cuda" if torch.cuda.is_initialized() else "cpu"
+    ),
     "sleep": sleep,
     "gil": hold_interpreter_lock,
     "fifo": read_silent_file,
@@ -128,10 +117,6 @@ EVENT_FAULTS: Mapping[str, Callable[[Fault], None]] = {
 
 
 # --- faults of an iteration ----------------------------------------------------------------------------------
-
-
-def call_wrong_collective(fault: Fault, site: Site) -> None:
-    site.world.all_reduce(torch.zeros(7, device=site.device))
 
 
 def flip_bit(fault: Fault, site: Site) -> None:
@@ -205,8 +190,8 @@ def _children(module: str) -> list[int]:
     return found
 
 
-ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], None]] = {
-    "collective": call_wrong_collective,
+ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {
+    "collective": lambda fault, site: site.world.all_reduce(torch.zeros(7, device=site.device)),
     "flip": flip_bit,
     "nan": spoil_gradient,
     "stoploader": partial(signal_loaders, signal.SIGSTOP),
@@ -224,7 +209,7 @@ def fail_sync(number: int, fault: Fault) -> NoReturn:
     raise OSError(number, os.strerror(number))
 
 
-SAVE_FAULTS: Mapping[str, Callable[[Fault], None]] = {
+SAVE_FAULTS: Mapping[str, Callable[[Fault], object]] = {
     **EVENT_FAULTS,
     "enospc": partial(fail_sync, errno.ENOSPC),
     "eio": partial(fail_sync, errno.EIO),
@@ -242,6 +227,8 @@ class SaveFaults:
         self._armed: list[Fault] = []
         self._sync = os.fsync
 
+    # A save writes its files, syncs each, and commits. os.fsync is replaced from begin_save on, so that a fault comes
+    # when the content of the first file is written, and nothing is committed.
     def begin_save(self) -> None:
         self._saves += 1
         self._armed = self._injector.due(SAVE, self._saves)
@@ -308,7 +295,8 @@ class FaultInjection(Listener):
 
     def after_backward(self, trainer: Trainer) -> None:
         seconds = _clock(trainer)() - self._started
-        # As if the rank were slow, or failed, in its forward and backward passes.
+        # As if the rank were slow, or failed, in its forward and backward passes: the watchdog and the comparison of
+        # ranks measure that section.
         with trainer.context.heartbeat.section(Section.FORWARD_BACKWARD):
             for fault in self._due:
                 if fault.kind == "slow" and fault.number is not None:

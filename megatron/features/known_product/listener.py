@@ -113,6 +113,7 @@ class KnownAnswer(Listener, RankAlarm):
 
     def test(self) -> None:
         """Compute the products; sets :attr:`failure`."""
+        # On each rank alone: a collective here would wait for ranks whose interval has not passed.
         self._tested = self._clock()
         for product in self._products:
             wrong = product.count_errors()

@@ -207,7 +207,7 @@ def rounds_of(count: int) -> list[list[Pair]]:
 
 
 def rounds_again(pairs: Collection[Pair], most: int) -> list[list[Pair]]:
-    """At most ``most`` rounds with some of these ``pairs``, as many as fit."""
+    """Rounds with as many of these ``pairs`` as fit into ``most`` rounds."""
     rounds: list[list[Pair]] = [[] for _ in range(most)]
     busy: list[set[int]] = [set() for _ in range(most)]
     for pair in sorted(pairs):
@@ -352,6 +352,10 @@ class Links(Check):
         expected = _message(peer, site.rank, size, site.device)
         best, is_right = speeds.get(str(peer), 0.0), speeds.get(str(peer)) != _WRONG
         deadline = time.perf_counter() + _PAIR_SECONDS
+        # Each repetition: a word, which says whether this rank ends, and then the data unless one of the two ends.
+        #
+        #     rank a   word ->  data ->  word -> ... end        the time of the data alone counts
+        #     rank b   <- word  <- data  <- word     break
         for repetition in range(times * _REPETITIONS[site.device.type]):
             received = torch.zeros_like(sent)
             # The time must not include waiting for the other rank, which may come from a slow pair. Both end together.

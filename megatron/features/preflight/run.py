@@ -76,8 +76,14 @@ def run_preflight(
     """
     started = time.monotonic()
     place = place or this_place(device)
+
+    # The first answer of each rank, for which the others wait longest. Every rank reads the decision: the nodes alone,
+    # because the places of 16,384 ranks are megabytes.
+    def decide(places: Sequence[dict[str, str]]) -> list[tuple[str, tuple[int, ...]]]:
+        return [(node.host, node.ranks) for node in nodes_of([Place(**one) for one in places])]
+
     try:
-        found = board.agree("places", asdict(place), _node_lists, _START_SECONDS)
+        found = board.agree("places", asdict(place), decide, _START_SECONDS)
     except MissingRanksError as missing:
         return Preflight(_missing("start", missing.ranks, [], _START_SECONDS), time.monotonic() - started, [])
     nodes = [Node(host, tuple(ranks)) for host, ranks in found]
@@ -150,10 +156,6 @@ def _missing(name: str, ranks: Sequence[int], nodes: Sequence[Node], seconds: fl
     ]
 
 
-def _node_lists(places: Sequence[dict[str, str]]) -> list[tuple[str, tuple[int, ...]]]:
-    return [(node.host, node.ranks) for node in nodes_of([Place(**one) for one in places])]
-
-
 def check_nodes(context: RunContext, vocabulary_size: Callable[[], int]) -> None:
     """Check the nodes if ``--preflight`` is given; a collective.
 
@@ -162,11 +164,19 @@ def check_nodes(context: RunContext, vocabulary_size: Callable[[], int]) -> None
     """
     if not context.config.operation.preflight:
         return
-    topology = context.topology
+    topology, config, needs = context.topology, context.config.checkpoint, Needs()
+    if config.save is not None:
+        size = checkpoint_bytes(context.config, vocabulary_size())
+        needs = Needs(Path(config.save), size, size // topology.grid.world_size if config.async_save else 0)
     board = Board(ranks_store(), topology.rank, topology.grid.world_size)
-    needs = needs_of(context, vocabulary_size)
     preflight = run_preflight(board, topology.device, Network(topology.world), needs)
-    for line in summary(preflight):
+    bad = [one for one in preflight.results if one.verdict is not Verdict.OK]
+    hosts = ", ".join(failed_hosts(bad))
+    context.log_rank0(
+        f"pre-flight: {len(preflight.results) - len(bad)} checks ok, {len(bad)} results not ok, in "
+        f"{preflight.seconds:.1f} s" + (f"; nodes with failures: {hosts}" if hosts else "")
+    )
+    for line in table(bad):
         context.log_rank0(line)
     # A rank that ends lets a launcher kill the others.
     board.wait_for_rank0("printed")
@@ -184,23 +194,6 @@ def error_of(results: Sequence[Result]) -> PreflightError | None:
     more = f" ({len(failures)} failures, the table above lists all)" if len(failures) > 1 else ""
     message = f"--preflight failed: {first.sentence()}{more}."
     return PreflightError(message, first.rank, first.cause) if first.cause else PreflightError(message)
-
-
-def summary(preflight: Preflight) -> list[str]:
-    """One line, and a table of what is not ok."""
-    bad = [one for one in preflight.results if one.verdict is not Verdict.OK]
-    hosts = ", ".join(failed_hosts(bad))
-    lines = [f"pre-flight: {len(preflight.results) - len(bad)} checks ok, {len(bad)} results not ok, in "
-             f"{preflight.seconds:.1f} s" + (f"; nodes with failures: {hosts}" if hosts else "")]  # fmt: skip
-    return lines + table(bad)
-
-
-def needs_of(context: RunContext, vocabulary_size: Callable[[], int]) -> Needs:
-    config = context.config.checkpoint
-    if config.save is None:
-        return Needs()
-    num_bytes = checkpoint_bytes(context.config, vocabulary_size())
-    return Needs(Path(config.save), num_bytes, num_bytes // context.control.size if config.async_save else 0)
 
 
 def checkpoint_bytes(config: RunConfig, vocabulary_size: int) -> int:

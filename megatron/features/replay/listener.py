@@ -126,6 +126,7 @@ class Replay:
         """The verdict on ``number`` microbatches, which are empty on ranks that read none; ``expected_tokens`` divide
         the loss."""
         with self._unchanged(module):
+            # Two passes over the own microbatches, one over those of the neighbour before: [3] integers each.
             passes = [self._digest(module, microbatches, number, expected_tokens) for _ in range(2)]
             if self.distance is not None:
                 theirs = [self._exchange(microbatch, self.distance) for microbatch in microbatches]
@@ -179,6 +180,7 @@ class Replay:
     def _exchange(self, microbatch: Microbatch, distance: int) -> Mapping[str, Tensor]:
         """Send ``microbatch`` to the rank ``distance`` replicas further, and receive another one."""
         ranks, device = self._topology.data_parallel, self._topology.device
+        # All tensors of the microbatch as one message of bytes, sorted by name.
         octets = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in sorted(microbatch.items())]
         sent = torch.cat(octets).to(device)
         target, source = (ranks.rank + distance) % ranks.size, (ranks.rank - distance) % ranks.size

@@ -131,6 +131,7 @@ class StateCheck(Listener):
         disagreeing = self._groups.disagreeing(folds)
         if not disagreeing and not bool(flags.any()):
             return
+        # All ranks have the same table, so all are here: the second round is a collective, too.
         report = RankReport(
             socket.gethostname(),
             {axes: digests.by_key(axes) for axes, ranks in disagreeing if digests and self.topology.rank in ranks},
@@ -187,11 +188,11 @@ def raise_findings(
             for rank, tensors in changed.items()
         ]
         for odd, tensors in differing.items():
-            where = f"{list_names(tensors)} on {with_host(reports, odd.ranks)} differs from {list_ranks(odd.others)}"
-            if not odd.is_by_vote:
-                places = with_host(reports, odd.ranks)
-                where = f"{list_names(tensors)} differs between {places}, any of which may be wrong"
-            findings.append(where)
+            names, places = list_names(tensors), with_host(reports, odd.ranks)
+            if odd.is_by_vote:
+                findings.append(f"{names} on {places} differs from {list_ranks(odd.others)}")
+            else:
+                findings.append(f"{names} differs between {places}, any of which may be wrong")
         found = "; ".join(findings) or "replicas differed, but not when they were read again"
         ranks = sorted({*changed, *(rank for odd in differing for rank in odd.ranks)})
         raise SilentCorruptionError(

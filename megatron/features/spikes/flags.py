@@ -29,7 +29,7 @@ with it, a score of 6 is 3 % above the median."""
 _NORMAL = 1.4826
 MAX_SKIPPED_IN_ROW = 3
 MAX_SKIPPED = 10
-"""At most so many updates are skipped in :data:`RECENT` iterations."""
+"""Limit of the updates that are skipped in :data:`RECENT` iterations."""
 RECENT = 1000
 DETECTION_DELAY = MAX_SKIPPED_IN_ROW + 1
 """Iterations, at most, from the first of a spike or of skipped updates until a rollback is decided."""
@@ -175,7 +175,7 @@ class SpikeDetector:
 
 
 def robust_score(value: float, earlier: Sequence[float] | deque[float]) -> float:
-    """How many deviations the logarithm of ``value`` is above the median of the logarithms of ``earlier``."""
+    """The deviations by which the logarithm of ``value`` is above the median of the logarithms of ``earlier``."""
     if value <= 0:
         return 0.0
     logarithms = [math.log(one) for one in earlier]

@@ -177,6 +177,7 @@ def go_back(context: RunContext, request: RollbackRequested) -> Return:
 def _find_checkpoint(context: RunContext, request: RollbackRequested) -> SavedRun:
     config, stage = context.config.checkpoint, request.stage
     assert config.save is not None
+    # Checkpoints of the current data stage, verified one after the other until one is whole.
     there = run_on_rank0(context.control, lambda: list_checkpoints(Path(str(config.save))))
     # The checkpoint at the beginning of a later data stage belongs to the stage before, and begins this one only with
     # its flag.

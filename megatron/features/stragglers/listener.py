@@ -70,6 +70,7 @@ class Stragglers(Listener):
         self.stopwatch.is_on = self._measures_always
         now, began = context.heartbeat.busy_ns(), self._before
         busy = {section.label: (now[section] - began[section]) / 1e9 for section in _TRAINING}
+        # Busy seconds and length of the interval: [2] of each rank, [ranks, 2] gathered. The longest interval counts.
         own = torch.tensor([sum(busy.values()), self._compared - before], dtype=torch.float64)
         gathered = context.topology.world.all_gather(own.to(context.topology.device)).view(-1, 2)
         of_ranks, seconds = gathered[:, 0].tolist(), float(gathered[:, 1].max())

@@ -89,7 +89,7 @@ def describe_kernels(choices: Sequence[Choice], is_compact: bool, is_on_cpu: boo
 
 
 def describe_attention(model: TransformerConfig) -> str:
-    """How attention differs between layers, and from whole causal attention with rotary position embedding."""
+    """The differences of attention between layers, and from whole causal attention with rotary position embedding."""
     with_rope, without = sum(model.rope_layers()), model.num_layers - sum(model.rope_layers())
     rope = [f"in chunks of {model.attention_chunk_size}"] if model.attention_chunk_size is not None else []
     rope += ["with normed queries and keys"] if model.qk_l2_norm else []
@@ -114,7 +114,7 @@ def describe_mup(model: TransformerConfig) -> str:
 
 
 def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -> str:
-    """How many experts there are, which ranks have them, and what balances their load."""
+    """The number of experts, the ranks that have them, and what balances their load."""
     layers = model.moe_layers()
     balanced_by = [
         f"{kind} {coeff:g}" for kind, coeff in zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff) if coeff
@@ -133,14 +133,11 @@ def describe_experts(model: TransformerConfig, moe: MoEConfig, grid: RankGrid) -
 
 def describe_activations(activations: ActivationConfig) -> str:
     """What the forward pass saves, and where."""
-    words = []
-    if activations.granularity == "full":
-        count = activations.recompute_num_layers
-        words.append(
-            f"only the input of every {count} layers is saved"
-            if activations.recompute_method == "uniform"
-            else f"only the inputs of the first {count} layers of a chunk are saved"
-        )
+    words, count = [], activations.recompute_num_layers
+    if activations.granularity == "full" and activations.recompute_method == "uniform":
+        words.append(f"only the input of every {count} layers is saved")
+    elif activations.granularity == "full":
+        words.append(f"only the inputs of the first {count} layers of a chunk are saved")
     elif activations.modules:
         words.append(f"{', '.join(sorted(activations.modules))} recomputed")
     if activations.distribute_saved_activations:

@@ -15,7 +15,7 @@ from megatron.core.optimizer.hyperparameters import (
     build_weight_decay_schedule,
 )
 from megatron.core.topology import Topology
-from megatron.data.data_record import CorpusRecord, DataRecord, build_record, record_corpus
+from megatron.data.data_record import DataRecord, build_record, record_corpus
 from megatron.data.dataset_builder import Sources, read_sources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError
@@ -77,15 +77,12 @@ def find_data_stages(context: RunContext, vocabulary: Vocabulary, saved: SavedRu
 
     Raises :class:`CheckpointError` if the data of the flags differ from the data of the checkpoint.
     """
-    config = context.config
-    name = config.data.new_data_stage
+    config, name = context.config, context.config.data.new_data_stage
     if config.validation.skip_train:
         return first_stage(None, {"sequence_length": config.seq_length})
     now = record_data(context, vocabulary)
-    if saved is None:
-        return first_stage(name, now)
-    stages = saved.data_stages(config.seq_length)
-    if not stages:
+    stages = () if saved is None else saved.data_stages(config.seq_length)
+    if saved is None or not stages:
         return first_stage(name, now)
     where = f"the checkpoint of iteration {saved.iteration} under {saved.root}"
     return resolve_data_stages(stages, name, now, saved.progress.iteration, saved.progress.consumed_samples, where)
@@ -98,18 +95,18 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
     splits = [0, *((1, 2) if evaluates(config) else ())]
     prefixes = used_prefixes(sources, splits)
 
-    def record_share() -> dict[str, CorpusRecord]:
-        # One after the other, so that few files are open.
-        return {
+    # One corpus after the other, so that few files are open.
+    share = run_on_all_ranks(
+        control,
+        lambda: {
             prefix: record_corpus(IndexedDataset(prefix, data.mmap_bin_files, data.index_cache_path))
             for prefix in prefixes[control.rank :: control.size]
-        }
-
-    shares = control.all_gather_object(run_on_all_ranks(control, record_share))
-    recorded = {prefix: corpus for share in shares for prefix, corpus in share.items()}
-
-    def combine() -> DataRecord:
-        return build_record(
+        },
+    )
+    recorded = {prefix: corpus for one in control.all_gather_object(share) for prefix, corpus in one.items()}
+    return run_on_rank0(
+        control,
+        lambda: build_record(
             data,
             config.tokenizer,
             sources,
@@ -120,9 +117,8 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
             end_of_document=vocabulary.end_of_document,
             micro_batch_size=config.micro_batch_size,
             data_parallel_size=context.topology.grid.dp,
-        )
-
-    return run_on_rank0(control, combine)
+        ),
+    )
 
 
 def used_prefixes(sources: Sources, splits: Sequence[int]) -> list[str]:

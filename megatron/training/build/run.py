@@ -53,15 +53,16 @@ def build_trainer(
     """Build this rank's part of the run; ``at_end`` frees resources that must outlive the trainer.
 
     ``started`` is the reading of the monotonic clock when the run began. ``returned`` is the checkpoint to continue
-    from after a rollback. ``parts`` replaces parts of the run. Raises :class:`~megatron.errors.UserError` on every rank
-    alike.
+    from after a rollback. Raises :class:`~megatron.errors.UserError` on every rank alike.
     """
     parts = parts or RunParts()
     if returned is not None:
         context = after_rollback(context, returned)
     config, topology, control = context.config, context.topology, context.control
+    # What ends a run before it costs anything.
     run_on_rank0(control, lambda: config.logging.check_environment(os.environ))
     run_on_rank0(control, lambda: check_trace_path(config.logging.profile_pipeline))
+    # Where the run starts, and what it reads from there.
     seed_random(config.training.seed)
     vocabulary = run_on_all_ranks(control, lambda: load_vocabulary(config))
     with context.heartbeat.section(Section.LOAD):
@@ -69,6 +70,7 @@ def build_trainer(
     if not config.validation.skip_train and returned is None:
         run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
     plan = plan_run(context, vocabulary, start)
+    # The model in the layout of this rank; its weights have no values before initialize().
     memory_history = start_memory_history(config.logging, topology)
     kernels = run_on_all_ranks(control, lambda: build_kernels(config, topology, vocabulary.size))
     check_kernels_agree(kernels.choices, control)
@@ -76,6 +78,7 @@ def build_trainer(
     parallel = parallelize(config, topology, vocabulary.size, kernels)
     parallel.data_parallel.initialize(config.training.seed)
     model = parallel.model
+    # Optimizer and schedules, and what the checkpoint says of them.
     state = build_state(context, parallel, kernels, plan)
     with context.heartbeat.section(Section.LOAD):
         reach(context.faults, LOAD)
@@ -86,6 +89,7 @@ def build_trainer(
         state.rollbacks = returned.rollbacks
     for notice in plan.stages.notices:
         context.log_rank0(notice)
+    # Data, the checks that all ranks must pass before the first iteration, and the log.
     data = parts.build_data(context, vocabulary, plan)
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, Integers, SampleRange
+from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Digests, Integers, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError
@@ -111,18 +111,15 @@ class DataCheck(RankAlarm):
 
     def _sentence(self) -> str | None:
         found = None if self._background is None else self._background.found
-        if isinstance(found, DataError):
-            return str(found)
+        if found is None or isinstance(found, DataError):
+            return None if found is None else str(found)
         if isinstance(found, Exception):
             raise found
-        return None if found is None else self._describe(found)
-
-    def _describe(self, damage: Damage) -> str:
-        remedy = remedy_of(damage.path)
-        if damage.split != "train":
-            return f"{damage.description}; the {damage.split} split reads it: {remedy}."
+        remedy = remedy_of(found.path)
+        if found.split != "train":
+            return f"{found.description}; the {found.split} split reads it: {remedy}."
         return (
-            f"{damage.description}; {self._describe_iteration(damage.position)} is the first to train on it: "
+            f"{found.description}; {self._describe_iteration(found.position)} is the first to train on it: "
             f"{remedy}. Checkpoints from that iteration on depend on it: continue from an earlier one."
         )
 
@@ -167,6 +164,10 @@ class CyclicOrder:
     def _samples_of(self, epoch: int) -> Integers:
         if epoch != self._epoch:
             ranks, size = self._shape[0], self._epoch_samples // self._shape[0]
+            # Each rank has a range of its own, and all permute their ranges alike:
+            #
+            #     rank 0: 0 1 2 3 4 5   ->  3 0 5 | 1 4 2       microbatches of 3
+            #     rank 1: 6 7 8 9 ...   ->  9 6 11 | 7 10 8     read in the order 3 0 5 9 6 11 1 4 2 7 10 8
             permutation = torch.randperm(size, generator=torch.Generator().manual_seed(epoch)).numpy()
             by_rank = permutation + np.arange(ranks)[:, None] * size  # [ranks, size]: the same permutation for each
             self._samples = by_rank.reshape(self._shape).transpose(1, 0, 2).ravel()

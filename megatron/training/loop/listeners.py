@@ -45,7 +45,7 @@ class Metrics(Listener):
     flops_per_token: float
     peak_tflops: float | None
     effective_time: EffectiveTimeMeter | None = None
-    """On rank 0 of a run with a run directory."""
+    """The meter on rank 0 of a run with a run directory."""
     _pending: list[IterationResult] = field(default_factory=list)
     _num_zeros: int | None = None
 

@@ -30,7 +30,7 @@ class TokenLoss:
     """UTF-8 bytes of their text; 0 if they are not known."""
 
     def __add__(self, other: "TokenLoss") -> "TokenLoss":
-        """Over the tokens of both; the bytes are known if both know their bytes."""
+        """The sums over the tokens of both; 0 bytes if those of one are not known."""
         num_bytes = self.num_bytes + other.num_bytes if self.num_bytes and other.num_bytes else 0.0
         return TokenLoss(self.total + other.total, self.num_tokens + other.num_tokens, num_bytes)
 
@@ -118,12 +118,13 @@ def train_step(
         experts.start_step(scale / expected_tokens)
     module.data_parallel.start_grad_accumulation(num_microbatches)
     with timers("forward-backward"):
+        # [loss, tokens] of this rank's microbatches, and the z-loss if there is one
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
     flags = stop_flags()
     with timers("grads-reduce"):
         # The reduction of the loss overlaps with the reduction of the gradients, and precedes the all-gathers of the
         # updated weights. The stop flags add no collective and no wait for the device.
-        pending_sum = module.start_sum(sums, flags)
+        pending_sum = module.start_sum(sums, flags)  # [sums + flags], over all ranks
         pending_balance = None if experts is None else experts.start_sum()
         module.data_parallel.finish_grad_sync()
         values = pending_sum.wait().tolist()
@@ -147,6 +148,7 @@ def train_step(
             stop_flags=counts,
         )
     before_update()
+    # Gradients are of the loss times the loss scale over the expected tokens; the factor corrects both.
     with timers("optimizer"):
         result = module.optimizer.step(
             hyperparameters,

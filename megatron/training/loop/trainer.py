@@ -33,6 +33,14 @@ class IterationResult:
 class Listener:
     """Receives the events of the loop; every method is called on all ranks."""
 
+    # The events of an iteration, in this order:
+    #
+    #     on_iteration_start ─ forward, backward ─ after_backward ─ gradients reduced ─ before_update ─ update
+    #     ─ after_step ─ the iteration is counted ─ on_iteration
+    #
+    # and of a run: after_rollback, iterations, then on_end or on_nothing_to_train, close. With --skip-train:
+    # on_skip_train, close.
+
     def on_iteration_start(self, trainer: "Trainer") -> None:
         """Before an iteration."""
 
@@ -88,7 +96,7 @@ class Trainer:
     timers: Timers
     listeners: Sequence[Listener]
     writers: Sequence[MetricsWriter]
-    """On rank 0; empty on other ranks."""
+    """The writers on rank 0; none on other ranks."""
     started: float = field(default_factory=time.monotonic)
     """Reading of the monotonic clock when this process was ready to train, in seconds."""
     is_after_rollback: bool = False
@@ -138,6 +146,7 @@ class Trainer:
         self.context.heartbeat.start_iteration(following)
         for listener in self.listeners:
             listener.on_iteration_start(self)
+        # Both follow from the samples consumed, so a resumed run has the same in any layout.
         batch_size = self.batches.global_batch_size(self.state.progress.consumed_samples)
         hyperparameters = self.state.hyperparameters()
         try:
@@ -157,6 +166,7 @@ class Trainer:
                 raise  # the other ranks wait in a collective, so they cannot agree to save
             self._failure = error
             return self.stop.signal_reason() or NO_DATA
+        # Until here an error leaves the iteration untrained: no checkpoint has it.
         for listener in self.listeners:
             listener.after_step(self, outcome)
         self._count_iteration()

@@ -26,7 +26,7 @@ from megatron.metrics.console import (
 from megatron.metrics.jsonl import JsonlWriter
 from megatron.metrics.tensorboard import WINDOW, TensorBoardWriter, rewind_events, start_of_search
 from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
-from tests.training.reported_run import evaluation_record, iteration_record, reported_run
+from tests.metrics.reported_run import evaluation_record, iteration_record, reported_run
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
 
@@ -61,32 +61,16 @@ def test_throughput_of_a_cpu_is_not_rounded_to_nothing(tflops: float, text: str)
 def test_optional_fields_stand_at_megatrons_places() -> None:
     record = iteration_record(skipped_samples=4, params_norm=99.5, num_zeros=12, mfu=None)
     names = [field.split(":")[0].strip() for field in format_console_line(record, NOW).split("|")[1:-1]]
-    assert names == [
-        "consumed samples",
-        "skipped samples",
-        "elapsed time per iteration (ms)",
-        "throughput per GPU (TFLOP/s/GPU)",
-        "learning rate",
-        "global batch size",
-        "lm loss",
-        "loss scale",
-        "grad norm",
-        "num zeros",
-        "params norm",
-        "number of skipped iterations",
-        "number of nan iterations",
-        "tokens/s per GPU",
-    ]
+    assert ", ".join(names) == (
+        "consumed samples, skipped samples, elapsed time per iteration (ms), throughput per GPU (TFLOP/s/GPU), "
+        "learning rate, global batch size, lm loss, loss scale, grad norm, num zeros, params norm, "
+        "number of skipped iterations, number of nan iterations, tokens/s per GPU"
+    )
 
 
 def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers() -> None:
-    balance: dict[str, Any] = {
-        "load_balancing_loss": 1.25,
-        "z_loss": 4.5,
-        "expert_load_max": 1.75,
-        "moe/z_loss_layer_3": 4.25,
-    }
-    line = format_console_line(iteration_record(**balance), NOW)
+    balance: dict[str, Any] = {"load_balancing_loss": 1.25, "z_loss": 4.5, "moe/z_loss_layer_3": 4.25}
+    line = format_console_line(iteration_record(**balance, expert_load_max=1.75), NOW)
     assert " lm loss: 6.912345E+00 | load_balancing_loss: 1.250000E+00 | z_loss: 4.500000E+00 | loss scale: " in line
     assert " | grad norm: 1.234 | number of skipped" in line
     assert line.endswith(" MFU: 41.23% | expert load max: 1.750 |")
@@ -95,9 +79,7 @@ def test_balance_of_experts_stands_where_megatron_has_it_without_single_layers()
 
 def test_a_skipped_iteration_has_no_loss_and_no_norm() -> None:
     line = format_console_line(iteration_record(lm_loss=None, grad_norm=None, skipped=1, nan_iterations=1), NOW, False)
-    assert "lm loss" not in line
-    assert "grad norm" not in line
-    assert "throughput" not in line
+    assert not any(name in line for name in ("lm loss", "grad norm", "throughput"))
     assert line.endswith("number of skipped iterations:   1 | number of nan iterations:   1 |")
 
 
@@ -220,9 +202,8 @@ def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path
         "iteration_time_ms tokens_per_s_per_gpu tflops_per_gpu mfu skipped time elapsed_s"
     )
     assert list(iteration) == agreed.split()
-    assert iteration["lm_loss"] == loss
-    assert iteration["mfu"] == 0.41234
-    assert (iteration["time"], iteration["elapsed_s"]) == (1_800_000_000.5, 60.25)
+    values = [iteration[name] for name in ("lm_loss", "mfu", "time", "elapsed_s")]
+    assert values == [loss, 0.41234, 1_800_000_000.5, 60.25]
     clock = {"time": 1_800_000_001.5, "elapsed_s": 61.25}
     assert evaluations == [
         {"iteration": 5, "validation_loss": loss} | clock,
@@ -266,14 +247,8 @@ def test_a_resumed_run_continues_the_history_of_its_checkpoint(tmp_path: Path) -
     resumed = JsonlWriter(path, resume_iteration=3)
     resumed.write_iteration(iteration_record(4, lm_loss=1.0))
     resumed.close()
-    assert [(line["iteration"], "lm_loss" in line) for line in _lines(path)] == [
-        (1, True),
-        (2, True),
-        (3, True),
-        (3, False),
-        (4, True),
-    ]
-    assert _lines(path)[-1]["lm_loss"] == 1.0
+    found = [(line["iteration"], line.get("lm_loss")) for line in _lines(path)]
+    assert found == [(1, 6.912345), (2, 6.912345), (3, 6.912345), (3, None), (4, 1.0)]
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -303,19 +278,14 @@ def test_a_resume_does_not_read_what_it_keeps(tmp_path: Path, resume: int) -> No
         assert [json.loads(line)["iteration"] for line in file] == list(range(1, min(resume, 2000) + 1))
 
 
-def test_a_resume_before_the_first_record_leaves_an_empty_metrics_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 5, "lm_loss": 2.0}\n{"iteration": 6, "lm_loss": 2.0}\n')
-    JsonlWriter(path, resume_iteration=3).close()
-    assert path.read_text() == ""
-
-
-def test_a_run_from_the_start_sets_the_old_file_aside(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1, "lm_loss": 2.0}\n')
-    JsonlWriter(path, resume_iteration=0).close()
-    assert path.read_text() == ""
-    assert len(_lines(tmp_path / "metrics.jsonl.previous")) == 1
+def test_a_resume_before_the_first_record_leaves_an_empty_file_and_a_start_sets_the_old_one_aside(
+    tmp_path: Path,
+) -> None:
+    path, old = tmp_path / "metrics.jsonl", tmp_path / "metrics.jsonl.previous"
+    for resume, kept in ((3, 0), (0, 1)):
+        path.write_text('{"iteration": 5, "lm_loss": 2.0}\n')
+        JsonlWriter(path, resume_iteration=resume).close()
+        assert path.read_text() == "" and len(_lines(old) if old.exists() else []) == kept
 
 
 def test_a_disk_that_fails_during_the_run_costs_one_warning_and_no_training() -> None:
@@ -354,9 +324,8 @@ def _tensorboard_run(directory: Path, resume: int, iterations: range, loss: floa
 def test_tensorboard_shows_metrics_over_iterations_and_over_samples(tmp_path: Path) -> None:
     _tensorboard_run(tmp_path, 0, range(1, 5), loss=6.0, interval=2)
     points = _points(tmp_path)
-    assert points["lm loss"] == [(2, 6.0), (4, 6.0)]
-    assert points["lm loss vs samples"] == [(32, 6.0), (64, 6.0)]
-    assert points["lm loss validation vs samples"] == [(64, 6.0)]
+    over_samples = points["lm loss vs samples"], points["lm loss validation vs samples"]
+    assert points["lm loss"] == [(2, 6.0), (4, 6.0)] and over_samples == ([(32, 6.0), (64, 6.0)], [(64, 6.0)])
     assert points["grad-norm"][0][1] == pytest.approx(1.2341)
     shown = {"learning-rate", "batch-size", "loss-scale", "world-size", "iteration-time", "throughput"}
     assert shown <= set(points)
