@@ -43,13 +43,14 @@ import numpy as np
 import tyro
 
 from benchmarks.lib.data_rows import HEADER, Row
-from megatron.commands.preprocess_work import EncodeTask, Work, output_of, shared_tokenizer
+from megatron.commands.preprocess_work import EncodeTask, Work, output_of
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
-from megatron.data.indexed_dataset import IndexedDatasetWriter, token_dtype, write_index
+from megatron.data.corpus_writer import IndexedDatasetWriter, write_index
+from megatron.data.indexed_dataset import token_dtype
 from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT, parse_ranks
-from megatron.data.tokenizers import Tokenizer, build_tokenizer
+from megatron.data.tokenizers import Tokenizer, build_tokenizer, shared_tokenizer
 from megatron.data.verified_encoder import fast_sentencepiece, fast_tiktoken, fast_tokenizer_json
 from megatron.errors import DataError, UserError
 from megatron.flags import require_at_least

@@ -57,10 +57,10 @@ class Average:
 
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
-    from megatron.checkpoint.derived_models import AveragedModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import AveragedModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
     from megatron.training.checkpoints.saved_run import check_architecture
 

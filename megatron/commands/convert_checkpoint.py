@@ -340,10 +340,10 @@ def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[Tok
 
 def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; returns the message for the user."""
-    from megatron.checkpoint.derived_models import UpcycledModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import UpcycledModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     root = Path(config.save)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from megatron.commands.report_run import write
+from megatron.commands.tool import write_file
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import PlanConfig
 from megatron.config.run import RunConfig
@@ -174,9 +174,9 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     print_result(result, console, top)
     (json_flag, json_file), (html_flag, html_file) = files.items()
     if json_file is not None:
-        write(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+        write_file(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
     if html_file is not None:
-        write(html_flag, html_file, plan_page(result))
+        write_file(html_flag, html_file, plan_page(result))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

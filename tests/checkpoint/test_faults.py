@@ -15,9 +15,10 @@ import pytest
 
 from megatron.checkpoint.directory import TRACKER, Retention, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints, verify_share
-from megatron.checkpoint.lock import LOCK, acquire
+from megatron.checkpoint.lock import LOCK
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
+from tests.checkpoint.directories import acquire
 from tests.checkpoint.fault_run import (
     ALONE,
     KINDS,

@@ -21,6 +21,7 @@ from megatron.commands import inspect_checkpoint, pretrain_llama
 from megatron.commands.inspect_checkpoint import InspectConfig
 from megatron.data.loader import Microbatch
 from megatron.training.loop import listeners, trainer
+from megatron.training.loop.data import next_microbatch
 from tests.data.corpora import slow_blend, slow_order, write
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -240,7 +241,7 @@ def names_and_starts(directory: Path) -> list[tuple[str, int, int]]:
 @contextmanager
 def recorded_tokens(module: ModuleType) -> Iterator[list[Any]]:
     """The tokens of every microbatch that ``module`` reads."""
-    read, found = trainer.next_microbatch, list[Any]()
+    read, found = next_microbatch, list[Any]()
 
     def record(source: Iterator[Microbatch], rank: int) -> Microbatch:
         microbatch = read(source, rank)

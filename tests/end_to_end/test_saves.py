@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from tests.checkpoint.locking import acquire
 
 from megatron.checkpoint import checkpointing
 from megatron.checkpoint import lock as lock_module
@@ -24,6 +23,7 @@ from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
+from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import raise_error
 from tests.end_to_end.run_process import (
     Corpus,

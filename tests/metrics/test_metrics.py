@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from tests.training.reported_run import iteration_record
 
 from megatron.metrics.record import (
     EvaluationRecord,
@@ -16,6 +15,7 @@ from megatron.metrics.record import (
     iteration_scalars,
 )
 from megatron.metrics.timers import Timers, combine, format_timer_report
+from tests.metrics.reported_run import iteration_record
 
 
 def evaluation_record(**changes: Any) -> EvaluationRecord:

@@ -29,9 +29,8 @@ from pathlib import Path
 from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
 from megatron.errors import ExitCode
-from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault
-from megatron.features.faults.listener import FILE as INJECTED
-from megatron.features.faults.listener import injected
+from megatron.features.faults.flags import FILE as INJECTED
+from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault, injected
 from megatron.operation import attempts
 from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks

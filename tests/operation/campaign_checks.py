@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
+from megatron.features.faults.flags import FILE as INJECTED
 from megatron.features.faults.flags import SAVE, Fault
-from megatron.features.faults.listener import FILE as INJECTED
 from megatron.operation import attempts, failure
 from megatron.operation.causes import Cause
 from megatron.operation.hang import STAYS

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.directory import TRACKER
-from megatron.checkpoint.lock import LOCK, acquire
+from megatron.checkpoint.lock import LOCK
 from megatron.errors import ExitCode
 from megatron.operation.attempts import (
     ATTEMPTS,
@@ -26,6 +26,7 @@ from megatron.operation.attempts import (
     settle,
 )
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
+from tests.checkpoint.directories import acquire
 from tests.end_to_end.run_process import (
     call_training,
     descendants,

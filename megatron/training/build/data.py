@@ -15,10 +15,10 @@ from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
-from megatron.data.dataset_builder import Sources, read_sources
+from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
-from megatron.data.loader import Microbatch, build_datasets, build_loader, build_validation_sets
+from megatron.data.loader import Microbatch, build_loader
 from megatron.data.loader_processes import Patience
 from megatron.data.packed_dataset import describe_packing
 from megatron.data.text_inputs import InputFormat
