@@ -85,8 +85,9 @@ def mutations(path: Path) -> list[Mutation]:
             case ast.BoolOp(op=operator, values=[left, right]):
                 is_and = isinstance(operator, ast.And)
                 yield from between(left, right, *(("and", "or") if is_and else ("or", "and")))
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield span(node)[0], span(operand)[0], "", "not is left out"
+            case ast.UnaryOp(op=ast.Not()):
+                # Without what follows: a parenthesis before the operand belongs to it.
+                yield span(node)[0], span(node)[0] + len("not"), "", "not is left out"
             case ast.Constant(value=bool() as value):
                 yield *span(node), str(not value), f"{value} becomes {not value}"
             case ast.Constant(value=int() as value) if text[slice(*span(node))] == str(value):
