@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -99,7 +98,9 @@ class DifferentiatesWithoutDocuments(ReferenceAttention):
 class WritesNoGradients(ReferenceAttention):
     """But says that it did."""
 
-    def backward(self, *arguments: Any, out: Gradients | None = None, **more: Any) -> Gradients:
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
         assert out is not None
         for place in out:
             place.zero_()
