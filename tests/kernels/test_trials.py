@@ -82,7 +82,8 @@ class IgnoresStridesOfOneRow(ReferenceAttention):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         if inputs.query.shape[0] == 1:
             heads = (inputs.query, inputs.key, inputs.value)
-            inputs = AttentionInputs(*(part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads))
+            query, key, value = (part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads)
+            inputs = AttentionInputs(query, key, value)
         return super().forward(inputs)
 
 
