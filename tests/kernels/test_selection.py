@@ -439,7 +439,7 @@ def test_every_implementation_is_simulated_without_its_package(operation: str, n
     ],
 )
 def test_a_plan_refuses_what_the_run_refuses_on_every_machine(
-    entry: str, more: dict[str, Any], message: str, no_packages: None
+    entry: str, more: dict[str, Any], message: str, triton: object
 ) -> None:
     for machine in (SIMULATED, GPU):
         with pytest.raises(ConfigError) as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -83,7 +82,8 @@ class IgnoresStridesOfOneRow(ReferenceAttention):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         if inputs.query.shape[0] == 1:
             heads = (inputs.query, inputs.key, inputs.value)
-            inputs = AttentionInputs(*(part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads))
+            query, key, value = (part.as_strided(part.shape, torch.empty(part.shape).stride()) for part in heads)
+            inputs = AttentionInputs(query, key, value)
         return super().forward(inputs)
 
 
@@ -99,7 +99,9 @@ class DifferentiatesWithoutDocuments(ReferenceAttention):
 class WritesNoGradients(ReferenceAttention):
     """But says that it did."""
 
-    def backward(self, *arguments: Any, out: Gradients | None = None, **more: Any) -> Gradients:
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
         assert out is not None
         for place in out:
             place.zero_()

@@ -14,7 +14,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
-from megatron.core.kernels.trials import try_fp8_weight_gradient, try_quantization
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
@@ -188,15 +187,6 @@ def check_refusals() -> None:
         triton_quantization().quantize(torch.ones(2, 2).double(), Fp8Format(scale, E4M3, Layout.ROWS), scale)
     with pytest.raises(AssertionError, match="empty"):
         triton_quantization().quantize(torch.ones(0, 2), Fp8Format(scale, E4M3, Layout.ROWS), scale)
-
-
-def check_trial(dtype: torch.dtype) -> None:
-    try_quantization(triton_quantization(), torch.device("cpu"), dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_kernels_pass_their_trial(interpreter: TritonProcess, dtype: torch.dtype) -> None:
-    interpreter.run(check_trial, dtype)
 
 
 def trained(config: PrecisionConfig, kernels: Fp8Kernels) -> list[Tensor]:
@@ -389,15 +379,6 @@ def test_every_tile_is_computed_and_an_overflow_makes_the_gradient_nan(
     interpreter: TritonProcess, check: Callable[[], None]
 ) -> None:
     interpreter.run(check)
-
-
-def check_gemm_trial(buffer_dtype: torch.dtype) -> None:
-    try_fp8_weight_gradient(triton_gemm(), torch.device("cpu"), buffer_dtype)
-
-
-@pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_gemm_passes_its_trial(interpreter: TritonProcess, buffer_dtype: torch.dtype) -> None:
-    interpreter.run(check_gemm_trial, buffer_dtype)
 
 
 def compile_gemm(dtype: torch.dtype, accumulate: bool) -> list[CompiledLaunch]:

@@ -24,7 +24,7 @@ from megatron.core.communication import Communicator
 from megatron.core.device import Unavailable, load
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
-from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention
+from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention, HalfPrecisionGpuKernel
 from megatron.core.ops.norm import NormThenQuantization
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
 from megatron.core.parameter import ParameterInfo
@@ -341,7 +341,7 @@ class TransformerEngineProvider:
         }
 
 
-class TransformerEngineAttention(AutogradAttention):
+class TransformerEngineAttention(AutogradAttention, HalfPrecisionGpuKernel):
     """``DotProductAttention``; it does not return the log-sum-exp."""
 
     name = "Transformer Engine"
@@ -349,9 +349,6 @@ class TransformerEngineAttention(AutogradAttention):
     def __init__(self, engine: TransformerEngine) -> None:
         self._engine = engine
         self._modules: dict[tuple[int, int, int], Any] = {}
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == "cuda" and dtype.itemsize == 2
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         heads, groups, size = shape = inputs.query.shape[1], inputs.key.shape[1], inputs.query.shape[3]

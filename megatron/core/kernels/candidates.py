@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.device import Compiler, Unavailable, inductor, load
 from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
-from megatron.core.ops.attention import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel, HalfPrecisionGpuKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
@@ -118,9 +118,9 @@ def _attention_obstacle(request: KernelRequest, name: str) -> str | None:
     # The planner simulates local layers in place of Transformer Engine's, whose package it does not load.
     if name == "te" and request.engine is None and request.machine.simulated_compiler is None:
         return "it needs --transformer-impl transformer_engine"
-    # Kernels of packages support what torch's FlashAttention supports.
-    kernel = CudaFlashAttention() if name in ("te", "flash3") else _ATTENTION[name][1]()
-    if not kernel.supports(request.device, request.weight):
+    of_package = name in ("te", "flash3")
+    supports = HalfPrecisionGpuKernel().supports if of_package else _ATTENTION[name][1]().supports
+    if not supports(request.device, request.weight):
         return f"it does not support {short_name(request.weight)} on {request.device.type}"
     if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
         return "its backward pass is not deterministic"  # the operator itself does not refuse that

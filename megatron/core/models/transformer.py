@@ -111,14 +111,9 @@ class OutputLayer(nn.Module):
 
     def _chunked_losses(self, normed: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         assert self.loss_chunk_size is not None
-        parallel = self.context.parallel
-        shard = VocabularyShard.of(
-            weight.shape[0],
-            self.vocab_weight.first_id,
-            self.config.vocab_size,
-            parallel.communicator,
-            self.context.kernels.cross_entropy,
-        )
+        parallel, loss_kernel = self.context.parallel, self.context.kernels.cross_entropy
+        ids = weight.shape[0], self.vocab_weight.first_id, self.config.vocab_size
+        shard = VocabularyShard.of(*ids, parallel.communicator, loss_kernel)
         kernel = self.context.weight_gradient or SeparateWeightGradient()
         layer = ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
         return self._losses(*chunked_cross_entropy(normed, weight, labels.t(), layer))  # labels [s/cp, b]
@@ -126,16 +121,9 @@ class OutputLayer(nn.Module):
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``; with
         ``has_z_loss`` ``[2, b, s]``."""
-        return self._losses(
-            *vocab_parallel_cross_entropy(
-                logits,
-                labels.t(),
-                self.vocab_weight.first_id,
-                self.config.vocab_size,
-                self.context.parallel.communicator,
-                self.context.kernels.cross_entropy,
-            )
-        )
+        ids = self.vocab_weight.first_id, self.config.vocab_size
+        ranks, kernel = self.context.parallel.communicator, self.context.kernels.cross_entropy
+        return self._losses(*vocab_parallel_cross_entropy(logits, labels.t(), *ids, ranks, kernel))
 
     def _losses(self, cross_entropy: Tensor, log_sum_exp: Tensor) -> Tensor:
         """The losses that :meth:`token_losses` returns, from two tensors ``[s, b]``."""
@@ -258,13 +246,13 @@ class TransformerModel(nn.Module):
 def frequencies_of(config: TransformerConfig) -> Tensor:
     """Angles per position, ``[head_size / 2]`` in fp64."""
     if config.position_embedding_type == "yarn":
-        assert config.yarn_rotary_scaling_factor is not None
-        assert config.yarn_original_max_position_embeddings is not None
+        factor, length = config.yarn_rotary_scaling_factor, config.yarn_original_max_position_embeddings
+        assert factor is not None and length is not None
         return yarn_frequencies(
             config.kv_channels,
             config.rotary_base,
-            scaling_factor=config.yarn_rotary_scaling_factor,
-            original_length=config.yarn_original_max_position_embeddings,
+            scaling_factor=factor,
+            original_length=length,
             beta_fast=config.yarn_beta_fast,
             beta_slow=config.yarn_beta_slow,
             round_to_int=config.yarn_correction_range_round_to_int,

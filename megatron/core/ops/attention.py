@@ -67,8 +67,20 @@ class AttentionOutput:
     """Further tensors and values for backward."""
 
 
-class AttentionKernel(Protocol):
-    """Attention of ``[b, n, s_q, d]`` queries to ``[b, groups, s_k, d]`` keys and values."""
+class Attention(Protocol):
+    """Attention over whole sequences, of which this rank has some positions, or over one tile."""
+
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        """Output ``[b, n, s_q, d]`` in the dtype of the inputs."""
+
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        """Gradients of query, key and value: ``out`` itself if they are written there, which is optional."""
+
+
+class AttentionKernel(Attention, Protocol):
+    """Attention in one tile. In the backward pass ``attended`` may have the output and log-sum-exp over more keys."""
 
     name: str
     returns_log_sum_exp: bool
@@ -76,15 +88,6 @@ class AttentionKernel(Protocol):
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
-
-    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Attention to all keys of the tile, or to the keys up to the query's position if it is causal."""
-
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        """Gradients of query, key and value; ``attended`` may have the output and log-sum-exp over more keys. A kernel
-        that can write into the views ``out`` does so and returns ``out`` itself; others ignore it."""
 
 
 @runtime_checkable
@@ -197,18 +200,6 @@ class TiledGradients:
             self.query[queries].add_(parts[0])
             grad_key[keys].add_(parts[1])
             grad_value[keys].add_(parts[2])
-
-
-class Attention(Protocol):
-    """Causal attention over whole sequences, of which this rank has some positions."""
-
-    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        """Output ``[b, n, s, d]`` in the dtype of the inputs."""
-
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        """Gradients of query, key and value: ``out`` itself if they are written there, which is optional."""
 
 
 class LocalAttention:

@@ -100,8 +100,8 @@ def _future_or_other_span(packed: AttentionInputs) -> Tensor:
 
 def _one_row(packed: AttentionInputs) -> AttentionInputs:
     """Packed ``[total, heads, d]`` as one sequence ``[1, heads, total, d]``."""
-    heads = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (packed.query, packed.key, packed.value))
-    return AttentionInputs(*heads)
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (packed.query, packed.key, packed.value))
+    return AttentionInputs(query, key, value)
 
 
 def _grouped(inputs: AttentionInputs) -> Gradients:
