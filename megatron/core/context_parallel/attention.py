@@ -160,7 +160,8 @@ class RingAttention(_AttentionOverRanks):
             # Post the next keys, compute with the current ones, merge the two softmaxes, wait.
             arriving = self._ranks.start_shift(key_value) if step < size - 1 else None
             tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
-            tiled.add(tiles, *key_value, is_first=step == 0)
+            key, value = key_value
+            tiled.add(tiles, key, value, is_first=step == 0)
             if arriving is not None:
                 key_value = arriving.wait()
         return tiled.result()

@@ -66,12 +66,16 @@ class _Unit:
     """A module whose weights are gathered at once: all expert parameters of an expert module, or all dense parameters
     of another one. ``infos`` are by the weights' names in the chunk. Weights that are trained have main gradients."""
 
-    def __init__(self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo]) -> None:
+    def __init__(
+        self, chunk: nn.Module, module: nn.Module, infos: Mapping[str, ParameterInfo], sharing: ParallelGroups
+    ) -> None:
         self._chunk, self._names = chunk, list(infos)
         self.fsdp = cast(FSDPModule, module)
         self.infos = list(infos.values())
+        self.group = sharing.of_parameter(self.infos[0])
+        self.parts = [RowPart.of(info, self.group.shards.rank, self.group.shards.size) for info in self.infos]
         self.is_trained = [parameter.requires_grad for parameter in self.parameters]
-        self.trained = [info for info, is_trained in zip(self.infos, self.is_trained) if is_trained]
+        self.trained = [part for part, is_trained in zip(self.parts, self.is_trained) if is_trained]
         self.main_grads = [MainGrad() for _ in self.trained]
 
     @property
@@ -114,44 +118,40 @@ class FullyShardedDataParallel(DataParallel):
         for chunk, modules in chunk_units:
             self._units += _shard_chunk(chunk, modules, formats, sharing, topology.device, config)
         share_comm_ctx([cast(FSDPModule, chunk) for chunk, _ in chunk_units])
-        groups = [sharing.of_parameter(unit.infos[0]) for unit in self._units]
-        parts = [
-            [RowPart.of(info, group.shards.rank, group.shards.size) for info in unit.infos]
-            for unit, group in zip(self._units, groups)
-        ]
-        trained = [
-            [part for part, is_trained in zip(own, unit.is_trained) if is_trained]
-            for unit, own in zip(self._units, parts)
-        ]
-        sizes = [sum(part.padded_size for part in unit_parts) for unit_parts in trained]
+        sizes = [sum(part.padded_size for part in unit.trained) for unit in self._units]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         param_shards: list[ParamShard] = []
+        splits: list[ParameterSplit] = []
         stored: list[tuple[ParameterInfo, int, Tensor]] = []
         buckets: list[RowShardedGradientBucket] = []
-        for number, (unit, group, gradients) in enumerate(zip(self._units, groups, self._gradients.split(sizes))):
+        for unit, gradients in zip(self._units, self._gradients.split(sizes)):
             unit.attach_main_grads()
-            # This rank's rows of every parameter, flat.
-            local = [cast(DTensor, parameter.detach()).to_local().view(-1) for parameter in unit.parameters]
-            weights = [(part.info, part.first * part.width, weight) for part, weight in zip(parts[number], local)]
-            stored += [one for one in weights if one[2].numel()]
-            own = [weight for (_, _, weight), is_trained in zip(weights, unit.is_trained) if is_trained]
-            param_shards += _param_shards(trained[number], own, gradients)
+            shards, start = unit.group.shards, 0
+            for part, parameter, is_trained in zip(unit.parts, unit.parameters, unit.is_trained):
+                weight = cast(DTensor, parameter.detach()).to_local().view(-1)  # this rank's rows
+                first, size = part.first * part.width, part.rows * part.width
+                assert weight.numel() == size, (part, weight.shape)
+                if size:
+                    stored.append((part.info, first, weight))
+                if not is_trained:
+                    continue
+                if size:
+                    gradient = gradients[start : start + size]
+                    param_shards.append(ParamShard(part.info, first, first + size, weight, gradient))
+                start += part.padded_size
+                ranges = ShardRanges(prod(part.info.local_shape), 0, part.padded_size, shards.size)
+                splits.append(ParameterSplit(part.info, ranges))
             if not unit.trained:
                 continue
             # Each parameter is padded so that all ranks have equal parts: | p0: rank 0, rank 1 | p1: rank 0, rank 1 |
-            part_sizes = [part.padded_size for part in trained[number]]
-            whole_sizes = [size * group.shards.size for size in part_sizes]
+            part_sizes = [part.padded_size for part in unit.trained]
+            whole_sizes = [size * shards.size for size in part_sizes]
             starts = accumulate(whole_sizes, initial=0)
-            main_grads = list(zip(unit.trained, unit.main_grads, starts))
+            main_grads = list(zip((part.info for part in unit.trained), unit.main_grads, starts))
             view = GradientView(sum(whole_sizes), None, gradients, main_grads)
-            reduction = GradientReduction(group.shards, group.replicas)
+            reduction = GradientReduction(shards, unit.group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
-        splits = [
-            ParameterSplit(part.info, ShardRanges(prod(part.info.local_shape), 0, part.padded_size, group.shards.size))
-            for group, unit_parts in zip(groups, trained)
-            for part in unit_parts
-        ]
         parameters = [pair for unit in self._units for pair in zip(unit.infos, unit.parameters)]
         # The backward pass runs the last unit first.
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits, parameters)
@@ -234,10 +234,10 @@ def _shard_chunk(
         gathered = []
         for module in (*inner, outer):
             mine = [name for name in infos if name.startswith(paths[module])]
-            gathered.append(_Unit(chunk, module, {name: infos.pop(name) for name in mine}))
+            gathered.append(_Unit(chunk, module, {name: infos.pop(name) for name in mine}, sharing))
         units += [gathered[-1], *gathered[:-1]]
     if infos:
-        units.append(_Unit(chunk, chunk, infos))
+        units.append(_Unit(chunk, chunk, infos, sharing))
     _plan_gathers(
         [(cast(FSDPModule, outer), [cast(FSDPModule, one) for one in inner]) for outer, inner in nested.items()],
         root,
@@ -304,15 +304,3 @@ class _Work(dist.Work):
     def wait(self, *_: object) -> bool:
         self._pending.wait()
         return True
-
-
-def _param_shards(parts: Sequence[RowPart], weights: Sequence[Tensor], gradients: Tensor) -> Iterator[ParamShard]:
-    """This rank's shards of a unit's trained parameters, with gradients in ``gradients``, one padded part after
-    another."""
-    start = 0
-    for part, weight in zip(parts, weights):
-        first, size = part.first * part.width, part.rows * part.width
-        assert weight.numel() == size, (part, weight.shape)
-        if size:
-            yield ParamShard(part.info, first, first + size, weight, gradients[start : start + size])
-        start += part.padded_size

@@ -316,9 +316,7 @@ class AllToAllDispatcher:
                 returned = communicate(Adjoint(exchange), communicate(Adjoint(gather), partial))
                 return sum_of_choices(returned, order, weights)
 
-            return Dispatched(
-                rows if by_expert is None else rows_of(rows, by_expert), counts, combine, exchanging.overlap
-            )
+            return Dispatched(rows, counts, combine, exchanging.overlap)
 
         return Work((), finish)
 

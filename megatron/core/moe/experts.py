@@ -6,7 +6,6 @@ parallelism divides ``f`` by ``etp``.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from megatron.core.kernels.selection import LayerKernels
 from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, RowCounts
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
-from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
+from megatron.core.parameter import Division, ParameterInfo, columns_box, sharded_boxes
 from megatron.core.precision import QuantizedTensor
 from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import LayerContext
@@ -36,53 +35,16 @@ class ExpertShard:
     etp_rank: int = 0
     etp_size: int = 1
 
-    def column_weight(
-        self,
-        name: str,
-        num_experts: int,
-        input_size: int,
-        sections: Sequence[int],
-        init_std: float,
-        width_mult: float = 1.0,
-    ) -> ParameterInfo:
-        """The facts of the weight ``[E_l out/etp, in]`` of the column-parallel layer ``name``. The rows of each expert
-        are ``sections``, of which every rank has its part."""
-        local = num_experts // self.ep_size
-        if self.etp_size == 1:
-            sections = (sum(sections) * local,)  # one box
-        else:
-            sections = tuple(sections) * local
-        _, local_shape, boxes = sharded_boxes(sections, (input_size,), self.etp_rank, self.etp_size)
-        global_shape = sum(sections) * self.ep_size, input_size
-        return self._info(name, global_shape, local_shape, boxes, init_std, width_mult)
-
-    def row_weight(
-        self, name: str, num_experts: int, input_size: int, output_size: int, init_std: float, width_mult: float = 1.0
-    ) -> ParameterInfo:
-        """The facts of the weight ``[E_l out, in/etp]`` of the row-parallel layer ``name``."""
-        rows = num_experts // self.ep_size * output_size
-        _, local_shape, boxes = columns_box(rows, input_size, self.etp_rank, self.etp_size)
-        return self._info(name, (rows * self.ep_size, input_size), local_shape, boxes, init_std, width_mult)
-
-    def _info(
-        self,
-        name: str,
-        global_shape: tuple[int, int],
-        local_shape: tuple[int, ...],
-        boxes: tuple[Box, ...],
-        init_std: float,
-        width_mult: float,
-    ) -> ParameterInfo:
-        """``boxes`` are counted from this rank's first expert."""
-        first_row = global_shape[0] // self.ep_size * self.ep_rank
-        moved = tuple(
-            replace(box, global_offset=(box.global_offset[0] + first_row, box.global_offset[1])) for box in boxes
-        )
+    def weight(self, name: str, division: Division, init_std: float, width_mult: float) -> ParameterInfo:
+        """The facts of the weight of the layer ``name``, from the ``division`` of the rows of this rank's experts."""
+        (rows, columns), local_shape, boxes = division
+        first_row = rows * self.ep_rank
+        moved = [replace(box, global_offset=(box.global_offset[0] + first_row, box.global_offset[1])) for box in boxes]
         return ParameterInfo(
             f"{name}.weight",
-            global_shape,
+            (rows * self.ep_size, columns),
             local_shape,
-            moved,
+            tuple(moved),
             init_std,
             weight_decay=True,
             tensor_parallel_sharded=True,
@@ -183,12 +145,13 @@ class Experts(nn.Module):
         super().__init__()
         experts, hidden, width = config.num_experts, config.hidden_size, config.moe_ffn_hidden_size
         assert experts is not None and width is not None
-        fc1 = shard.column_weight(
-            f"{name}.linear_fc1", experts, hidden, (width, width), config.hidden_init_std, config.width_mult
-        )
-        fc2 = shard.row_weight(
-            f"{name}.linear_fc2", experts, width, hidden, config.residual_init_std, config.width_mult
-        )
+        local, rank, size = experts // shard.ep_size, shard.etp_rank, shard.etp_size
+        # Of the gate and the up projection of each expert every etp rank has its part; undivided, all are one box.
+        sections = (width, width) * local if size > 1 else (2 * width * local,)
+        up = sharded_boxes(sections, (hidden,), rank, size)  # [E_l 2 f / etp, h]
+        down = columns_box(local * hidden, width, rank, size)  # [E_l h, f / etp]
+        fc1 = shard.weight(f"{name}.linear_fc1", up, config.hidden_init_std, config.width_mult)
+        fc2 = shard.weight(f"{name}.linear_fc2", down, config.residual_init_std, config.width_mult)
         self.linear_fc1 = GroupedLinear(fc1, context, kernels.grouped_gemm)
         linear_fc2 = GroupedLinear(fc2, context, kernels.grouped_gemm)
         self.swiglu_fc2 = GroupedSwiGLULinear(kernels.swiglu, linear_fc2)

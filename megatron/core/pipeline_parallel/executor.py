@@ -87,9 +87,10 @@ class ActionRecorder:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type != "cpu"
         self._origin = self._mark()
-        self._marks: list[tuple[int, Action, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._marks: list[tuple[int, Action, Any, Any]] = []
 
-    def _mark(self) -> "float | torch.cuda.Event":
+    def _mark(self) -> Any:
+        """The time of the host, or on a GPU an event."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -111,11 +112,8 @@ class ActionRecorder:
             for stage, action, start, end in self._marks
         )
 
-    def _since_origin(self, mark: "float | torch.cuda.Event") -> float:
-        if isinstance(self._origin, float) and isinstance(mark, float):
-            return mark - self._origin
-        assert isinstance(self._origin, torch.cuda.Event) and isinstance(mark, torch.cuda.Event)
-        return float(self._origin.elapsed_time(mark)) / 1e3
+    def _since_origin(self, mark: Any) -> float:
+        return float(self._origin.elapsed_time(mark)) / 1e3 if self._on_gpu else float(mark - self._origin)
 
 
 @dataclass(eq=False)
