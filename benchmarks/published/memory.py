@@ -23,8 +23,6 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PublishedPeak:
-    """A run with its published memory."""
-
     name: str
     flags: str
     num_gpus: int

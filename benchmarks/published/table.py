@@ -34,7 +34,7 @@ def fitted_and_held_back(path: Path = TABLE) -> tuple[list[PublishedRun], list[P
 
 
 def _is_held_back(row: Row) -> bool:
-    """By a digest of what describes the run, without what was measured."""
+    """Whether a digest of what describes the run, without what was measured, holds the row back."""
     stated = "|".join(f"{name}={value}" for name, value in row.items() if name not in _MEASURED and name != "where")
     return int(hashlib.sha256(stated.encode()).hexdigest(), 16) % _HELD_BACK == 0
 
@@ -61,7 +61,7 @@ def run_of(one: PublishedRun) -> Run:
 
 
 def precision(one: PublishedRun) -> str:
-    """As stated; of rows without one fp16 of Megatron-LM before 2023, else bf16, which take the same time."""
+    """The stated precision; without one fp16 for Megatron-LM before 2023, else bf16, which take the same time."""
     is_old = run_of(one).software.elementwise == "megatron-2021"
     return text(one.row, "precision") or ("fp16" if is_old else "bf16")
 

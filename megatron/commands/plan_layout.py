@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 WIDTH = 170
 """Columns of the tables in a narrow terminal or a file."""
-_TOP, _REHEARSED = 10, 5
+_TOP, _SIMULATED = 10, 5
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class PlanLayoutConfig:
     """--metrics-jsonl file of a real run on this cluster, whose step time corrects the level of all predictions."""
     top: int = _TOP
     """Layouts to print."""
-    rehearse: int = _REHEARSED
+    rehearse: int = _SIMULATED
     """Layouts to simulate by the dry run, from the best on."""
     json: str | None = None
     """File for all layouts in JSON."""
@@ -90,7 +90,7 @@ class PlanLayoutConfig:
 
     @property
     def words(self) -> list[str]:
-        """Of the job, for the command line of pretrain_llama.py."""
+        """The words of the job, for the command line of pretrain_llama.py."""
         words = [] if self.model is None else ["--model", self.model]
         words += ["--seq-length", str(self.seq_length), "--global-batch-size", str(self.global_batch_size), "--bf16"]
         return words + (["--fp8-format", "hybrid"] if self.precision == "fp8" else [])
@@ -132,6 +132,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
         yield print_line
         return
+    # On a terminal a bar that is gone at the end.
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
@@ -145,7 +146,7 @@ def plan(config: PlanLayoutConfig, job: Job) -> None:
 
 
 def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
-    """As ``pretrain_llama.py --plan`` with these words."""
+    """Do what ``pretrain_llama.py --plan`` does with these words."""
     assert config.dry_run.num_gpus is not None
     of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
     operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
@@ -154,14 +155,14 @@ def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     show(result, _TOP, {"--plan-json": config.plan.plan_json, "--plan-html": config.plan.plan_html})
 
 
-def _search(job: Job, measured: str | None, measured_flag: str, num_rehearsed: int = _REHEARSED) -> "SearchResult":
+def _search(job: Job, measured: str | None, measured_flag: str, num_simulated: int = _SIMULATED) -> "SearchResult":
     require_layout(job)
     level = None if measured is None else measured_level(Path(measured), job, measured_flag)
     # Only now: torch is not needed to refuse a job.
     from megatron.planner.search.search import search
 
     with progress_bar() as report:
-        return search(job, num_rehearsed, level, report)
+        return search(job, num_simulated, level, report)
 
 
 def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> None:

@@ -44,7 +44,7 @@ def _entry(seconds: float) -> dict[str, float | str]:
 
 
 def report(runs: Sequence[PublishedRun], rows: Sequence[dict[str, float | str]]) -> str:
-    """How many rows are predicted, and their errors where they are measured."""
+    """A sentence on how many rows are predicted, and their errors where they are measured."""
     predicted = [row["step_time_s"] for row in rows if "step_time_s" in row]
     text = f"{len(predicted)} of {len(rows)} runs are predicted"
     errors = [

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
 from megatron.core.recompute import Recomputed
 from megatron.planner.fake_backend import CompletedWork, ShapeTracker
-from megatron.planner.memory import Kind
 from megatron.torch_compat import (
     local_scalar,
     operator_schema,
@@ -62,7 +61,7 @@ class ProductShape:
     columns: int
     depth: int
     dtype: torch.dtype
-    """Of the operands."""
+    """The dtype of the operands."""
     count: int = 1
     is_accumulated: bool = False
     """Whether the result is added to a given tensor, or written to one of another dtype: a main gradient."""
@@ -70,10 +69,8 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class Group:
-    """The group of a collective."""
-
     kind: str
-    """As in :class:`~megatron.core.communication.CollectiveRecord`."""
+    """The kind of its :class:`~megatron.core.communication.CollectiveRecord`."""
     axes: str
     ranks: tuple[int, ...]
     overlaps: bool = False
@@ -93,13 +90,13 @@ class Launch:
     is_recomputed: bool = False
     """Whether it ran before, in the forward pass."""
     product: ProductShape | None = None
-    """Of a GEMM."""
+    """The shape of a GEMM."""
     flops: float = 0.0
-    """Of attention; the masked half of a causal tile is not counted."""
+    """FLOPs of attention; the masked half of a causal tile is not counted."""
     length: int = 0
-    """Of attention over packed sequences: tokens of the longest one; otherwise 0."""
+    """Tokens of the longest sequence of attention over packed ones; otherwise 0."""
     group: Group | None = None
-    """Of a collective."""
+    """The group of a collective."""
 
 
 class LaunchRecorder(ShapeTracker):
@@ -155,31 +152,25 @@ class LaunchRecorder(ShapeTracker):
             assert collective.group is not None
             self.launches[place] = replace(collective, group=replace(collective.group, overlaps=True))
 
-    def mark(self, tensor: Tensor, kind: Kind) -> None:
-        """Memory is not tracked."""
-
-    def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
-        """Memory is not tracked."""
-
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if operator_schema(func).name in _PINNING:
+        name, device = operator_schema(func).name, kwargs.get("device")
+        if name in _PINNING:
             # Host memory cannot be pinned without a GPU.
             return args[0]
-        if not _is_on_device(args, kwargs, self._device):
+        is_made_there = device is not None and torch.device(device) == self._device
+        if not (is_made_there or any(tensor.device == self._device for tensor in _tensors_of((args, kwargs)))):
             return func(*args, **kwargs)
-        result = self._fake(func, args, kwargs)
+        if name == "aten::_to_copy" and device == torch.device("cpu"):
+            # What the host reads is 1.
+            result: Any = torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        else:
+            result = super().run(func, args, kwargs)
         operation = _Operation.of(func, args, kwargs, result)
         if self._kernel is not None:
             self._kernel.add(operation)
         else:
             self._record_operation(operation)
         return result
-
-    def _fake(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of one operator; a copy to the host is of ones."""
-        if operator_schema(func).name == "aten::_to_copy" and kwargs.get("device") == torch.device("cpu"):
-            return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        return super().run(func, args, kwargs)
 
     def fused(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._kernel is not None:
@@ -201,7 +192,9 @@ class LaunchRecorder(ShapeTracker):
     def _record_operation(self, operation: "_Operation") -> None:
         devices = {tensor.device.type for tensor in operation.tensors}
         name = operation.name
-        if self._device.type not in devices or operation.is_free:
+        # Queries and allocations launch nothing, and neither does an operator without an element.
+        is_free = name.startswith("prim::") or name in _ALLOCATIONS
+        if self._device.type not in devices or is_free or not any(tensor.numel() for tensor in operation.tensors):
             return
         if operation.operator is local_scalar:
             address = _address(operation.tensors[0])
@@ -209,7 +202,7 @@ class LaunchRecorder(ShapeTracker):
                 self._record("host sync", name)
                 self._read_on_host = address
         elif name in _COPIES and len(devices) == 2:
-            self._record("host copy" if operation.is_non_blocking else "host sync", name)
+            self._record("host copy" if operation.arguments.get("non_blocking") else "host sync", name)
         elif name in _GEMMS:
             self._record("gemm", name, operation.num_bytes, product=operation.product)
         elif "attention" in name:
@@ -242,18 +235,16 @@ class _Operation:
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             if is_written:
                 written += tensors
+            # `out` and the target of a copy are written without being read.
             is_first = argument is schema.arguments[0]
             if not (is_written and (argument.is_out or (is_first and schema.name in _OVERWRITING))):
                 read += tensors
+        # A view launches nothing. New results are written; results that are arguments have been counted.
         if operator.is_view:
             return cls(operator, schema.name, (), (), named)
         addresses = {_address(tensor) for tensor in written}
         written += [tensor for tensor in _tensors_of(result) if _address(tensor) not in addresses]
         return cls(operator, schema.name, read, written, named)
-
-    @property
-    def is_non_blocking(self) -> bool:
-        return bool(self.arguments.get("non_blocking"))
 
     @property
     def product(self) -> ProductShape:
@@ -268,6 +259,7 @@ class _Operation:
         rows, depth, columns = one.shape[-2], one.shape[-1], other.shape[-1]
         count = one.shape[0] if one.dim() == 3 else other.shape[0] if other.dim() == 3 else 1
         if self.name == "aten::_grouped_mm" and one.dim() == 2:
+            # [rows, k] x [groups, k, n], or [m, rows] x [rows, n] for weight gradients: the groups divide the rows.
             groups = self.arguments["offs"].numel()
             is_depth = other.dim() == 2
             count, rows, depth = groups, rows // (1 if is_depth else groups), depth // (groups if is_depth else 1)
@@ -277,7 +269,7 @@ class _Operation:
 
     @property
     def attention_flops(self) -> float:
-        """Two products of queries and keys, in a backward pass five; half of them if causal. Packed sequences count as
+        """FLOPs of two products of queries and keys, in a backward pass five; half if causal. Packed sequences count as
         if all were as long as the longest, since the others' lengths are not in the shapes."""
         query, key = self.arguments["query"], self.arguments["key"]
         products = 5 if "backward" in self.name else 2
@@ -295,22 +287,15 @@ class _Operation:
         return [*self.read, *self.written]
 
     @property
-    def is_free(self) -> bool:
-        """Whether nothing is launched: a view, an allocation, a query, or no element."""
-        return (
-            self.name.startswith("prim::")
-            or self.name in _ALLOCATIONS
-            or not any(tensor.numel() for tensor in self.tensors)
-        )
-
-    @property
     def num_bytes(self) -> int:
         """Bytes read and written."""
         if self.name in _CREATIONS:
             return sum(map(_size, self.written))
         if self.name in _LOOKUPS:
+            # Indices, and each element found: read from the table, and written.
             return sum(map(_size, (*self.read[1:], *self.written, *self.written)))
         if self.name in _SCATTERS:
+            # Indices and values are read; elements of the target are read and written.
             *others, values = self.read[1:]
             return sum(map(_size, (*others, values, values, values)))
         return sum(map(_size, self.tensors))
@@ -339,7 +324,7 @@ class _FusedKernel:
 
 
 class _ObservedWork(CompletedWork):
-    """Tells the recorder when something waits for ``collectives``."""
+    """Calls the recorder when something waits for ``collectives``."""
 
     def __init__(self, recorder: LaunchRecorder, collectives: Sequence[Launch]) -> None:
         self._recorder, self._collectives = recorder, collectives
@@ -369,11 +354,3 @@ def _size(tensor: Tensor) -> int:
     """Bytes of the distinct elements of ``tensor``."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride()) if stride != 0)
     return torch.Size(sizes).numel() * tensor.element_size()
-
-
-def _is_on_device(args: Any, kwargs: dict[str, Any], wanted: torch.device) -> bool:
-    """Whether an argument or the result is on the device ``wanted``."""
-    device = kwargs.get("device")
-    return (device is not None and torch.device(device) == wanted) or any(
-        tensor.device == wanted for tensor in _tensors_of((args, kwargs))
-    )

@@ -115,15 +115,16 @@ class MemoryTracker(TorchDispatchMode):
         """Count the storage of ``tensor``, if it has one that is not counted yet."""
         if not self.counts(tensor):
             return
+        # Views share the storage of their base, which is counted once and freed with the last of them.
         storage = tensor.untyped_storage()
         address = storage_id(storage)
         if address not in self._blocks:
             size = self.rounded(storage.nbytes())
             self._blocks[address] = _Block(size, self._kind)
-            weakref.finalize(storage, self._free, address).atexit = False
+            weakref.finalize(storage, self.free, address).atexit = False
             self._add(self._kind, size)
 
-    def _free(self, address: int) -> None:
+    def free(self, address: int) -> None:
         block = self._blocks.pop(address)
         self._add(block.kind, -block.size)
 
@@ -158,6 +159,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def fused(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Run ``method`` as one kernel: only its results are counted, since intermediate values stay in registers."""
+        # Tensors inside that outlive the kernel are its results.
         with self.untracked():
             results = method(*arguments)
         for result in results if isinstance(results, tuple) else (results,):
@@ -166,15 +168,18 @@ class MemoryTracker(TorchDispatchMode):
         return results
 
     def mark(self, tensor: Tensor, kind: Kind) -> None:
-        """Change the kind of the memory of ``tensor``."""
+        """Change the kind of the memory of ``tensor``, if it is counted."""
         self.track(tensor)
-        self._move(self._blocks[storage_id(tensor.untyped_storage())], kind)
+        block = self._blocks.get(storage_id(tensor.untyped_storage()))
+        if block is not None:
+            self._move(block, kind)
 
     def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
-        """As :meth:`mark`, if ``tensor`` is in working memory."""
+        """Change the kind of the memory of ``tensor``, if that is working memory."""
         self.track(tensor)
-        if self._blocks[storage_id(tensor.untyped_storage())].kind == "working memory":
-            self.mark(tensor, kind)
+        block = self._blocks.get(storage_id(tensor.untyped_storage()))
+        if block is not None and block.kind == "working memory":
+            self._move(block, kind)
 
     def mark_activations(self, others: Collection[int] = ()) -> None:
         """Count temporary memory that is still allocated as activations: it is saved for a backward pass. Memory at the
@@ -190,11 +195,9 @@ class MemoryTracker(TorchDispatchMode):
         return -(-num_bytes // self._block) * self._block
 
     def size_of(self, tensor: Tensor) -> int:
-        """Bytes of the allocation of ``tensor``."""
         return self._blocks[storage_id(tensor.untyped_storage())].size
 
     def addresses(self) -> frozenset[int]:
-        """The addresses of all allocations."""
         return frozenset(self._blocks)
 
     def is_allocated(self, address: int) -> bool:
@@ -218,10 +221,6 @@ class MemoryTracker(TorchDispatchMode):
         """Count ``size`` bytes without a tensor until :meth:`free`, but not in the peak; ``address`` identifies it."""
         self._blocks[address] = _Block(size, kind)
         self.shift({kind: size})
-
-    def free(self, address: int) -> None:
-        """Free what :meth:`allocate` counted."""
-        self._free(address)
 
 
 class HeldMemory:

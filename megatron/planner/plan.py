@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -18,27 +18,25 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
-from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
+from megatron.core.models.parallelize import pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology, with_local_layers
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.rehearsal.extrapolation import Extrapolation
-from megatron.planner.rehearsal.records import layer_kinds
+from megatron.planner.rehearsal.records import Division, Map, divide
 from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Link, Traffic, is_in_node
-from megatron.schedules.registry import placement_of
-from megatron.schedules.schedule import Placement, Schedule
+from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
-from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensorMode, fake_store
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import build_batches
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
 
-_MIN_PARALLEL = 4
-"""Simulations from which on they run in several processes."""
+_MOST_PROCESSES, _MIN_PARALLEL = 8, 4
+"""Processes at most, and simulations from which on they run in several of them."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class StagePlan:
     """Elements of the weights that the rank stores."""
     peak: MemoryUse
     steady: MemoryUse
-    """Between steps."""
+    """Memory between steps."""
     simulated_microbatches: int
     sent_by_axis: dict[str, int]
     """Bytes per step."""
@@ -107,7 +105,6 @@ class Run:
 
     @property
     def node_size(self) -> int:
-        """Ranks of a node."""
         return self.config.dry_run.gpus_per_node
 
     def traffic(self, rank: int) -> Traffic:
@@ -122,50 +119,33 @@ class Run:
         return pipeline_schedule(self.config, self.architecture.num_layers, self.grid.pp)
 
     @cached_property
-    def placement(self) -> Placement:
-        layers, stages = self.architecture.num_layers, self.grid.pp
-        pipeline = self.config.pipeline
-        return placement_of(pipeline.schedule(layers, stages), stages, pipeline.num_chunks(layers, stages))
-
-    @cached_property
-    def _virtual_stages(self) -> tuple[VirtualStage, ...]:
-        return tuple(self.config.pipeline.virtual_stages(self.architecture.num_layers, self.grid.pp))
-
-    def chunks(self, stage: int) -> list[VirtualStage]:
-        """The contents of the chunks of ``stage``."""
-        return chunks_of_stage(self._virtual_stages, self.placement, stage)
+    def division(self) -> Division:
+        """The virtual stages of the pipeline, with their units."""
+        return divide(self.config, self.architecture, self.grid.pp)
 
     @cached_property
     def layers(self) -> tuple[tuple[int, ...], ...]:
         """Number of layers by stage and chunk."""
-        return tuple(tuple(len(chunk.layers) for chunk in self.chunks(stage)) for stage in range(self.grid.pp))
+        stages, by_stage = self.division.stages, self.division.by_stage
+        return tuple(tuple(len(stages[number].layers) for number in numbers) for numbers in by_stage)
 
     def rank_of_stage(self, stage: int) -> int:
         """The first rank of a pipeline stage."""
         return self.grid.group(0, ("pp",))[stage]
 
-    @cached_property
-    def layer_kinds(self) -> tuple[Hashable, ...]:
-        """Of every layer of the model; layers of an equal kind have equal memory and collectives."""
-        config = self.config
-        # Under these flags layers differ by their number.
-        by_number = config.precision.first_last_layers_bf16 or len(set(config.parallel.cp_comm_type)) > 1
-        return tuple(range(self.architecture.num_layers)) if by_number else layer_kinds(self.architecture)
-
     def signature(self, rank: int) -> Hashable:
-        """What determines the memory and traffic of a stage, given its first rank. Stages with equal signatures are
-        simulated once."""
+        """A key of the stage whose first rank is ``rank``: stages with equal keys have equal memory and traffic, and
+        are simulated once."""
         config, grid = self.config, self.grid
         in_node = partial(is_in_node, node_size=self.node_size)
         stage, stages = grid.coordinates(rank)["pp"], grid.pp
-        chunks = self.chunks(stage)
+        # Messages to a neighbour, and collectives of a group, stay in a node or cross nodes.
         neighbours = [self.rank_of_stage((stage + step) % stages) for step in (-1, 1)]
         groups: list[tuple[str, ...]] = [("tp",), ("cp",), ("dp",)]
         if any(self.architecture.moe_layers()):
             groups += [*((axis,) for axis in EXPERT_AXES), ("etp", "ep")]
         return (
-            tuple(tuple(self.layer_kinds[layer] for layer in chunk.layers) for chunk in chunks),
-            tuple((chunk.has_embedding, chunk.has_output_layer) for chunk in chunks),
+            self.division.contents[stage],
             live_peaks(self.schedule(self.num_microbatches), stage),
             tuple(in_node((rank, other)) for other in neighbours),
             tuple(in_node(grid.group(rank, axes)) for axes in groups),
@@ -173,7 +153,7 @@ class Run:
         )
 
     def with_expert_load(self, load: float) -> "Run":
-        """The same run, whose simulated rank has experts with another load."""
+        """This run, whose simulated rank has experts with another load."""
         dry_run = replace(self.config.dry_run, dry_run_expert_load=load)
         return replace(self, config=replace(self.config, dry_run=dry_run))
 
@@ -184,7 +164,6 @@ class Run:
 
     @property
     def flops_per_step(self) -> float:
-        """Model FLOPs of the global batch."""
         return self.flops_per_token * self.global_batch_size * self.config.seq_length
 
     def pass_durations(self) -> Durations:
@@ -194,7 +173,7 @@ class Run:
             self.architecture.flops_of_layers(
                 stage.layers, self.config.seq_length, has_output_layer=stage.has_output_layer
             )
-            for stage in self._virtual_stages
+            for stage in self.division.stages
         )
         return Durations(times, times, times)
 
@@ -216,12 +195,10 @@ class Plan:
 
     @property
     def tightest(self) -> StagePlan:
-        """The stage that needs the most memory."""
         return max(self.stages, key=lambda stage: stage.needed)
 
     @property
     def fits(self) -> bool:
-        """Whether every simulated stage fits."""
         return self.tightest.needed <= self.limit
 
 
@@ -230,13 +207,8 @@ def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
     first_of: dict[Hashable, int] = {}
     simulated_ranks = [first_of.setdefault(run.signature(rank) if len(ranks) > 1 else rank, rank) for rank in ranks]
     different = list(first_of.values())
-    workers = min(len(os.sched_getaffinity(0)), 8) if sys.platform == "linux" else 1
-    if workers == 1 or len(different) < _MIN_PARALLEL:
-        simulated = [simulate_rank(run, rank) for rank in different]
-    else:
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-            simulated = list(pool.map(partial(simulate_rank, run), different))
-    plan_of = dict(zip(different, simulated))
+    with parallel_map() if len(different) >= _MIN_PARALLEL else nullcontext(map) as map_in_parallel:
+        plan_of = dict(zip(different, map_in_parallel(partial(simulate_rank, run), different)))
     return Plan(
         run,
         tuple(
@@ -244,6 +216,17 @@ def make_plan(run: Run, ranks: Sequence[int]) -> Plan:
             for rank, simulated_rank in zip(ranks, simulated_ranks)
         ),
     )
+
+
+@contextmanager
+def parallel_map() -> Iterator[Map]:
+    """A ``map`` in as many processes as there are cores, in order."""
+    workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if sys.platform == "linux" else 1
+    if workers == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        yield pool.map
 
 
 def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> StagePlan:
@@ -254,12 +237,14 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
     with _no_garbage_collection(), fake_processes(run, rank), FakeTensorMode(allow_non_fake_inputs=True), tracker:
         formats = number_formats(run.config.precision, run.config.optimizer)
         defers = run.schedule(1).splits_backward
+        # Build the rank as a run does, on fake tensors and a fake network.
         extrapolation = Extrapolation(tracker, traffic.observer, formats.gradient, defers)
         topology = SimulatedTopology(run.grid, rank, run.device, tracker, extrapolation.observer)
         module = build_rank(run.config, topology, run.vocabulary, tracker, run.device)
         if not run.config.dry_run.dry_run_whole:
-            kinds = [[run.layer_kinds[layer] for layer in chunk.layers] for chunk in run.chunks(stage)]
-            extrapolation.repeat_layers(module.executor, kinds)
+            # One unit of a kind is rehearsed; an autograd function repeats it for the others.
+            units = [run.division.units[number] for number in run.division.by_stage[stage]]
+            extrapolation.repeat_layers(module.executor, [[unit.kind for unit in chunk] for chunk in units])
         steady = tracker.now
         # As between steps: with --overlap-param-gather a step gathers most weights that the step before has updated.
         module.data_parallel.start_param_all_gather()
@@ -285,7 +270,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
         dict(sent.by_axis),
         dict(sent.by_link),
         traffic.records,
-        extrapolation.has_repeated,
+        bool(extrapolation.rehearsed),
     )
 
 
@@ -323,10 +308,16 @@ def fake_processes(run: Run, rank: int) -> Iterator[None]:
 def enough_microbatches(schedule: Callable[[int], Schedule], stage: int, num_microbatches: int) -> int:
     """The fewest microbatches whose step has the same peak memory on ``stage`` as a step of ``num_microbatches``.
 
+    Under 1F1B stage 0 of 3 holds three microbatches from the third on, so 4 stand for 64::
+
+        F0 F1 F2 B0 F3 B1 B2 B3
+        1  2  3  2  3  2  1  0    live activations
+
     The maximal numbers of live activations of the chunks must be equal. At that time the first microbatch must not be
     the only one: its gradients are written, not added.
     """
     wanted = live_peaks(schedule(num_microbatches), stage)
+    # Interleaved schedules need whole groups of as many microbatches as stages.
     stages = schedule(1).placement.num_stages
     most = max((sum(live) for live in wanted), default=0)
     for count in sorted({*range(2, 2 * stages + 2), *range(2 * stages, num_microbatches, stages)}):
@@ -344,6 +335,7 @@ def live_peaks(schedule: Schedule, stage: int) -> frozenset[tuple[int, ...]]:
     kinds = ("B", "W") if schedule.splits_backward else ("B",)
     live = [0] * (schedule.placement.num_chunks * len(kinds))
     seen = set()
+    # An F adds a microbatch to every count of its chunk; a B, and a W, end one each.
     for action in schedule.actions[stage]:
         for number, kind in enumerate(kinds):
             live[action.chunk * len(kinds) + number] += (action.kind == "F") - (action.kind == kind)
@@ -363,17 +355,15 @@ def largest_fitting_load(plan: Plan) -> float | None:
         return None
     assumed = run.config.dry_run.dry_run_expert_load
     load = run.architecture.largest_expert_load(run.grid.ep)
+    # From the tightest stage on: a later stage mostly fits with the load that an earlier one has left.
     different = {stage.simulated_rank: stage for stage in plan.stages}.values()
     for stage in sorted(different, key=lambda stage: stage.needed, reverse=True):
-        if load <= assumed or _most_needed(stage, load / assumed) <= plan.limit:
+        # A bound: as if all memory grew with the load but what is there between steps.
+        growing = stage.peak.total - stage.steady.total
+        if load <= assumed or ALLOWANCE + stage.steady.total + load / assumed * growing <= plan.limit:
             continue
         needed = simulate_rank(run.with_expert_load(load), stage.simulated_rank, stage.simulated_microbatches).needed
         if needed > plan.limit:
             # At each moment memory is linear in the load. So the peak is convex, and a straight line is not below it.
             load = assumed + (load - assumed) * (plan.limit - stage.needed) / (needed - stage.needed)
     return load
-
-
-def _most_needed(stage: StagePlan, factor: float) -> float:
-    """A bound of the memory with ``factor`` times the load: as if all memory grew but what is there between steps."""
-    return ALLOWANCE + stage.steady.total + factor * (stage.peak.total - stage.steady.total)

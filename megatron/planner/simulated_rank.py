@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.wrap import shards_weights
 from megatron.core.models.parallelize import parallelize
-from megatron.core.models.transformer import TransformerModel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
@@ -59,6 +58,7 @@ def build_rank(
     """
     tracker.during = "set-up"
     kernels = simulated_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
+    # What is allocated inside has this kind; gradients and main weights are marked afterwards.
     with tracker.allocating("weights"):
         parallel = parallelize(config, topology, vocabulary.size, kernels)
     data_parallel = parallel.data_parallel
@@ -79,7 +79,13 @@ def build_rank(
             tracker.mark(weight, "weights")
         tracker.mark_activations()
 
-    _mark_outputs(parallel.model, tracker, mark_activations)
+    # Mark what outlives the forward pass of an embedding or a layer, and the output layer's output.
+    for _, units in parallel.model.chunk_units:
+        for unit in units:
+            if unit is parallel.model.output_layer:
+                unit.register_forward_hook(lambda module, inputs, output: tracker.mark(output, "logits and loss"))
+            else:
+                unit.register_forward_hook(lambda module, inputs, output: mark_activations())
     parallel.executor.recorder = _PassRecorder(tracker, mark_activations)
     scaler = build_loss_scaler(config.precision)
     balance = parallel.model.expert_balance
@@ -122,17 +128,3 @@ def _microbatches(config: RunConfig, topology: Topology, document_starts: Tensor
                 document_starts = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)
             microbatch["document_starts"] = document_starts
         yield microbatch
-
-
-def _mark_outputs(model: TransformerModel, tracker: MemoryTracker, mark_activations: Callable[[], None]) -> None:
-    """Mark what outlives the forward pass of an embedding or a layer, and the output layer's output."""
-
-    def mark_saved(module: nn.Module, inputs: object, output: object) -> None:
-        mark_activations()
-
-    def mark_logits(module: nn.Module, inputs: object, output: Tensor) -> None:
-        tracker.mark(output, "logits and loss")
-
-    for _, units in model.chunk_units:
-        for unit in units:
-            unit.register_forward_hook(mark_logits if unit is model.output_layer else mark_saved)

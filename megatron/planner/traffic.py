@@ -33,19 +33,17 @@ def expert_placement_advice(grid: RankGrid, node_size: int) -> str | None:
 
     Tokens are exchanged in every MoE layer. They stay in a node if the ranks of a pipeline stage are neighbours.
     """
-    spanning = _expert_group_across_nodes(grid, node_size)
-    better = replace(grid, order=EXPERTS_IN_NODE)
-    if spanning is None or _expert_group_across_nodes(better, node_size) is not None:
+    # The ranks with a copy of the experts, where they are not on one node, in the given and in the better order.
+    given, better = (
+        [group for group in one.groups(("etp", "ep")) if not is_in_node(group, node_size)]
+        for one in (grid, replace(grid, order=EXPERTS_IN_NODE))
+    )
+    if not given or better:
         return None
     return (
-        f"expert-parallel ranks are on several nodes (such as {' '.join(map(str, spanning))}): add --rank-order "
+        f"expert-parallel ranks are on several nodes (such as {' '.join(map(str, given[0]))}): add --rank-order "
         f"{EXPERTS_IN_NODE}, which keeps them in a node"
     )
-
-
-def _expert_group_across_nodes(grid: RankGrid, node_size: int) -> tuple[int, ...] | None:
-    """The first group of ranks with a copy of the experts that is not on one node."""
-    return next((group for group in grid.groups(("etp", "ep")) if not is_in_node(group, node_size)), None)
 
 
 def is_in_node(ranks: Sequence[int], node_size: int) -> bool:
@@ -76,6 +74,7 @@ class Traffic:
             sent = bytes_sent(record)
             if sent == 0:
                 return
+            # Messages have a peer of their own; a collective stays in a node with all of its ranks.
             stays = in_node if record.peer is None else is_in_node((self.rank, record.peer), self.node_size)
             self.by_axis[axis_of(record.axes)] += sent
             self.by_link["in node" if stays else "across"] += sent
@@ -86,6 +85,7 @@ class Traffic:
         """The traffic of a step of ``wanted`` microbatches; ``self`` is a step of ``count``, ``one`` a step of one.
         Every microbatch sends equal bytes."""
 
+        # sent(m) = constant + m * per microbatch; steps of 1 and of ``count`` microbatches determine both.
         def extend(counted: Counter[Any], single: Counter[Any]) -> Counter[Any]:
             per_microbatch = {key: (counted[key] - single[key]) // (count - 1) for key in counted}
             return Counter({key: counted[key] + per_microbatch[key] * (wanted - count) for key in counted})

@@ -23,12 +23,12 @@ class Part:
     """A part of a bar."""
 
     name: str
-    """As in the legend."""
+    """The name of the part in the legend."""
     colour: str
     size: float
     tip: str = ""
     text: str = ""
-    """Written on it, if it is wide enough."""
+    """Text on the part, if it is wide enough."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,12 @@ def stacked_bars(
     """Horizontal bars from 0 to ``end`` with ``(value, label)`` ticks below them."""
     scale = Scale(0.0, end)
     rows = "".join(_bar(bar, scale, [tick for tick, _ in ticks], limit) for bar in bars)
-    axis = f'<div class="label"></div>{_ticks(scale, ticks)}<div class="total"></div>'
-    above = "" if limit is None else f'<div class="label"></div>{_limit_label(scale, limit)}<div class="total"></div>'
+    axis = f'<div class="label"></div>{horizontal_axis(Axis(scale, ticks, ""))}<div class="total"></div>'
+    above = ""
+    if limit is not None:
+        place, anchor = scale.percent(limit.value), "end" if scale.fraction(limit.value) > 0.5 else "start"
+        label = svg.svg(16, svg.text(place, 12, limit.label, "limit", anchor))
+        above = f'<div class="label"></div>{label}<div class="total"></div>'
     return f'<div class="bars">{above}{rows}{axis}</div>'
 
 
@@ -68,7 +72,7 @@ def _bar(bar: Bar, scale: Scale, ticks: Sequence[float], limit: Limit | None) ->
     css = " strong" if bar.is_strong else ""
     # Lines reach over the gap to the next row.
     shapes = [svg.vertical(scale.percent(tick), -4, _BAR + 4, "grid") for tick in ticks]
-    start = 0.0
+    start = 0.0  # parts touch each other
     for part in bar.parts:
         shapes += _part(part, start, scale)
         start += part.size
@@ -96,21 +100,8 @@ def _part(part: Part, start: float, scale: Scale) -> list[str]:
     return shapes
 
 
-def _ticks(scale: Scale, ticks: Sequence[tuple[float, str]]) -> str:
-    shapes = []
-    for index, (value, label) in enumerate(ticks):
-        css, x = "sparse" if index % 2 else "", scale.percent(value)
-        shapes += [svg.vertical(x, 0, 4, "axis"), svg.text(x, 17, label, css, _anchor(scale.fraction(value)))]
-    return svg.svg(21, *shapes)
-
-
-def _limit_label(scale: Scale, limit: Limit) -> str:
-    x, anchor = scale.percent(limit.value), "end" if scale.fraction(limit.value) > 0.5 else "start"
-    return svg.svg(16, svg.text(x, 12, limit.label, "limit", anchor))
-
-
 def _anchor(fraction: float) -> str:
-    return "start" if fraction < 0.02 else "end" if fraction > 0.98 else "middle"
+    return "start" if fraction < 0.02 else "end" if fraction > 0.94 else "middle"
 
 
 @dataclass(frozen=True)
@@ -120,7 +111,7 @@ class Box:
     start: float
     end: float
     part: str
-    """As in the legend."""
+    """The name of the part in the legend."""
     colour: str
     shade: int = 0
     """0 to 3, from full colour to the lightest."""
@@ -141,6 +132,7 @@ def _row(boxes: Sequence[Box], scale: Scale, label: str) -> str:
         shapes.append(
             svg.rect(scale.percent(box.start), 0, scale.width(box.start, box.end), _ROW, css, box.tip, part=box.part)
         )
+        # A number is written only where it fits its box.
         if box.text and (box.end - box.start) / scale.high >= _LEAST_NUMBERED * (1 + len(box.text)) / 2:
             on = f"on on-{box.colour}" if box.shade < 2 else "strong"
             shapes.append(svg.text(scale.percent((box.start + box.end) / 2), 14, box.text, f"{on} pass-number"))
@@ -175,9 +167,9 @@ def horizontal_axis(axis: Axis) -> str:
     """A line with ticks, their labels, and the title below."""
     shapes = [svg.horizontal(1, "axis")]
     for index, (value, label) in enumerate(axis.ticks):
-        place = axis.scale.percent(value)
-        css = "sparse" if index % 2 else ""
-        anchor = _anchor(axis.scale.fraction(value))
+        place, anchor = axis.scale.percent(value), _anchor(axis.scale.fraction(value))
+        # The last label may have the unit: a narrow screen shows it, and every other one.
+        css = "sparse" if (len(axis.ticks) - 1 - index) % 2 else ""
         shapes += [svg.vertical(place, 1, 5, "axis"), svg.text(place, 18, label, css, anchor)]
     if axis.title:
         shapes.append(svg.text("100%", 35, axis.title, "title", "end"))

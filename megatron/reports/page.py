@@ -124,7 +124,7 @@ class Cell:
     """Shown as a badge."""
     is_number: bool = False
     is_line: bool = False
-    """Not broken into several lines."""
+    """Whether the text stays on one line."""
 
     def html(self) -> str:
         sorting = "" if self.value is None else f' data-value="{self.value!r}"'
@@ -141,7 +141,7 @@ def number(text: str, value: float | None) -> Cell:
 
 
 _MOST_COLUMNS = 10
-"""Of a table that fits the column of the text. A wider one extends over the page's margins."""
+"""Columns of a table that fits the column of the text. A wider one extends over the page's margins."""
 
 
 def table(
@@ -149,6 +149,7 @@ def table(
 ) -> str:
     """A table, sorted by a click on a heading; headings of columns of numbers are above the numbers. ``links`` are the
     names by row under which charts mark the same thing."""
+    # The first row says which columns have numbers.
     are_numbers = [bool(rows) and rows[0][index].is_number for index in range(len(headings))]
     head = "".join(
         f"<th{_class('number' if is_number else '')}>{escape(heading)}</th>"
@@ -220,6 +221,7 @@ def copyable(text: str) -> str:
     """A command in a fixed width, with a button that copies it; lines end between two flags, or between two words."""
     flags: list[list[str]] = []
     for word in text.split(" "):
+        # A new line for each flag, and where its values would be too long.
         is_separate = not flags or word.startswith("--") or len(" ".join([*flags[-1], word])) > _LONGEST_FLAG
         flags.append([word]) if is_separate else flags[-1].append(word)
     spans = " ".join(f"<span>{escape(' '.join(words))}</span>" for words in flags)

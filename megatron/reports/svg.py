@@ -51,6 +51,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About ``count`` round numbers from ``low`` to ``high``."""
     if not high > low:
         return [low]
+    # The next 1, 2, 2.5 or 5 times a power of ten.
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * next(factor for factor in _NICE if factor * power >= raw * 0.999)
@@ -122,6 +123,7 @@ def curve(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str =
     is_new = True
     for horizontal_value, value in points:
         if not math.isfinite(value):
+            # The next point starts a new line (M instead of L).
             is_new = True
             continue
         place = f"{_STRETCHED * x.fraction(horizontal_value):.1f} {y.pixel(value, height):.2f}"
@@ -169,7 +171,7 @@ def thin(points: Sequence[Point], count: int = 400) -> Thinned:
     """At most ``count`` stretches of ``points`` with finite values."""
     if len(points) <= count:
         return Thinned(list(points), ())
-    size = math.ceil(len(points) / count)
+    size = math.ceil(len(points) / count)  # points of a stretch
     groups = [points[first : first + size] for first in range(0, len(points), size)]
     places = [sum(point[0] for point in group) / len(group) for group in groups]
     means = [sum(point[1] for point in group) / len(group) for group in groups]

@@ -8,30 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.fit import (
-    Errors,
-    corrected_errors,
-    errors,
-    errors_of_copies,
-    fit,
-    fitted_names,
-    left_out,
-    repeats,
-    sweeps,
-)
+from benchmarks.published import fit as fitting
+from benchmarks.published import table
+from benchmarks.published.fit import Errors, errors
 from benchmarks.published.memory import GIB, RUNS, lines
 from benchmarks.published.report import Evaluation, Table, main, record
-from benchmarks.published.table import (
-    DOUBTFUL,
-    TABLE,
-    is_doubtful,
-    run_of,
-    same_job,
-    same_software,
-    sources,
-    split_by_twins,
-    without_doubtful,
-)
+from benchmarks.published.table import TABLE, run_of, sources, split_by_twins, without_doubtful
 from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, OWN_ERROR, SAME_MODEL_ERROR
 from megatron.planner.step_time.prices import CONSTANTS, load_fitted, load_record
 from megatron.planner.step_time.published import PublishedRun, predict, read_published
@@ -64,20 +46,20 @@ def test_the_record_of_the_planner_is_that_of_a_fit_today(evaluation: Evaluation
 
 
 def test_thirteen_constants_are_fitted_and_the_others_are_stated() -> None:
-    assert len(fitted_names()) <= 13
-    stated = CONSTANTS.keys() - fitted_names()
+    assert len(fitting.fitted_names()) <= 13
+    stated = CONSTANTS.keys() - fitting.fitted_names()
     assert {name: load_fitted()[name] for name in stated} == {name: CONSTANTS[name].start for name in stated}
 
 
 def test_a_fit_finds_the_constants_that_made_the_times(evaluation: Evaluation) -> None:
     """Times that the model itself computes, from other constants than those where a fit starts."""
     changed = {"product_hopper": 0.6, "cudnn_hopper": 0.3, "exposed_tensor_parallel": 0.9}
-    assert changed.keys() <= set(fitted_names())
+    assert changed.keys() <= set(fitting.fitted_names())
     truth = dict(evaluation.constants) | changed
     made = [
         replace(one, seconds=float(value)) for one, value in zip(evaluation.known, predict(evaluation.known, truth))
     ]
-    again = fit(made)
+    again = fitting.fit(made)
     assert np.abs(errors(made, again)).max() < 0.03
     assert {name: again[name] for name in changed} == pytest.approx(changed, rel=0.05)
 
@@ -101,14 +83,14 @@ def test_a_twin_differs_in_the_replicas_and_the_batch_alone(evaluation: Evaluati
     assert split_by_twins([twice, other], [one]) == ([twice], [other])
     # Six times the sequences on twice the GPUs in 3.3 times the time: 1.1 times as long as at the twin's rate.
     slower = replace(twice, seconds=3.3 * (one.seconds or 0.0))
-    assert errors_of_copies([slower], [one]) == pytest.approx([1 / 1.1 - 1])
+    assert fitting.errors_of_copies([slower], [one]) == pytest.approx([1 / 1.1 - 1])
 
 
 def test_sources_that_were_left_out_are_predicted_within_three_and_a_half_percent(evaluation: Evaluation) -> None:
     """The median and the 90th percentile, in the mean over the sources; and no source is far off."""
     found = {}
     for source in sources(evaluation.known):
-        own = left_out(evaluation.known, source)
+        own = fitting.left_out(evaluation.known, source)
         if own:
             found[source] = Errors.of(errors(own, evaluation.without[source]))
     assert len(found) == 7  # torchtitan's GPUs occur nowhere else
@@ -122,19 +104,19 @@ def test_sources_that_were_left_out_are_predicted_within_three_and_a_half_percen
 
 def test_one_run_of_the_same_job_corrects_the_others(evaluation: Evaluation) -> None:
     """Of sources that were left out of the fit, so that they are unknown software."""
-    by_job = corrected_errors(evaluation.known, evaluation.without, same_job)
+    by_job = fitting.corrected_errors(evaluation.known, evaluation.without, table.same_job)
     together = np.concatenate(list(by_job.values()))
     assert len(together) > 250
     assert np.median(together) <= 0.02
     # Repeated runs of one layout differ by 4 % in bloom; korthikanti-2022 has one model and two kinds of recompute.
     for source in set(by_job) - {"bloom", "korthikanti-2022"}:
         assert np.median(by_job[source]) <= 0.026, source
-    by_software = corrected_errors(evaluation.known, evaluation.without, same_software)
+    by_software = fitting.corrected_errors(evaluation.known, evaluation.without, table.same_software)
     assert np.median(by_software["dgxc-benchmarking"]) <= 0.025
 
 
 def test_pairs_of_the_same_layout_differ_by_their_times_alone(evaluation: Evaluation) -> None:
-    found = repeats(evaluation.known)
+    found = fitting.repeats(evaluation.known)
     assert {"same release", "another release", "another source"} == {one.kind for one in found}
     for one in found:
         first, second = map(run_of, one.runs)
@@ -144,7 +126,7 @@ def test_pairs_of_the_same_layout_differ_by_their_times_alone(evaluation: Evalua
         times = sorted(run.seconds or 0.0 for run in one.runs)
         assert one.difference == pytest.approx(times[1] / times[0] - 1)
     slower = [replace(one, seconds=1.1 * (one.seconds or 0.0)) for one in evaluation.known[:1]]
-    (own,) = repeats([*evaluation.known[:1], *slower])
+    (own,) = fitting.repeats([*evaluation.known[:1], *slower])
     assert (own.kind, own.difference) == ("same release", pytest.approx(0.1))
 
 
@@ -153,7 +135,7 @@ def test_the_intervals_of_the_search_are_the_percentiles_of_the_fit(evaluation: 
     worst = max(
         Errors.of(errors(rows, evaluation.without[source])).p90
         for source in sources(evaluation.known)
-        if (rows := without_doubtful(left_out(evaluation.known, source)))
+        if (rows := without_doubtful(fitting.left_out(evaluation.known, source)))
     )
     assert found["left_out"] == worst
     used = (KNOWN_ERROR, CORRECTED_ERROR, SAME_MODEL_ERROR)
@@ -169,7 +151,7 @@ def test_a_level_common_to_all_runs_of_a_source_is_corrected(evaluation: Evaluat
     known = [one for one in evaluation.known if one.source == "dgxc-benchmarking"]
     delayed = [replace(one, seconds=1.5 * (one.seconds or 0.0)) for one in known]
     constants = {"dgxc-benchmarking": load_fitted()}
-    before, after = (corrected_errors(runs, constants, same_software) for runs in (known, delayed))
+    before, after = (fitting.corrected_errors(runs, constants, table.same_software) for runs in (known, delayed))
     assert after["dgxc-benchmarking"] == pytest.approx(before["dgxc-benchmarking"], rel=1e-9)
 
 
@@ -182,7 +164,7 @@ def test_in_most_sweeps_the_chosen_layout_is_within_two_percent_of_the_best(
     def predicted(runs: Sequence[PublishedRun]) -> Array:
         return predict(runs, evaluation.constants if has_seen else evaluation.without[runs[0].source])
 
-    found = sweeps(evaluation.known, predicted)
+    found = fitting.sweeps(evaluation.known, predicted)
     assert len(found) >= 25
     assert all(one.spread > 0.02 for one in found)
     assert sum(one.is_good for one in found) / len(found) >= 0.9
@@ -191,7 +173,7 @@ def test_in_most_sweeps_the_chosen_layout_is_within_two_percent_of_the_best(
 
 def test_a_model_that_finds_all_layouts_equal_chooses_by_chance(evaluation: Evaluation) -> None:
     """It has the mean regret of all layouts, and not that of the first one of the table."""
-    found = sweeps(evaluation.known, lambda runs: np.ones(len(runs)))
+    found = fitting.sweeps(evaluation.known, lambda runs: np.ones(len(runs)))
     regrets = [one.seconds.mean() / one.seconds.min() - 1 for one in found]
     assert [one.regret for one in found] == pytest.approx(regrets)
     assert np.mean(regrets) > 0.05
@@ -203,37 +185,34 @@ def test_a_sweep_has_layouts_of_one_release_that_differ_by_more_than_two_percent
     faster = replace(first, run=replace(run, vp=run.vp + 1), seconds=0.8 * (first.seconds or 0.0))
     close = replace(faster, seconds=0.99 * (first.seconds or 0.0))
     later = replace(faster, row={**first.row, "where": "tables; NeMo 99.1"})
-    found = [sweeps([first, other], lambda runs: np.ones(len(runs))) for other in (faster, close, later)]
+    found = [fitting.sweeps([first, other], lambda runs: np.ones(len(runs))) for other in (faster, close, later)]
     assert [len(one) for one in found] == [1, 0, 0]
 
 
 def test_every_doubtful_row_exists_and_is_fitted_or_held_back(evaluation: Evaluation) -> None:
-    doubtful = [one for one in (*evaluation.known, *evaluation.held_back) if is_doubtful(one)]
-    assert len(doubtful) == len(DOUBTFUL) + 1  # MPT-30B was measured on two GPUs
-    assert not any(map(is_doubtful, without_doubtful(doubtful)))
+    doubtful = [one for one in (*evaluation.known, *evaluation.held_back) if table.is_doubtful(one)]
+    assert len(doubtful) == len(table.DOUBTFUL) + 1  # MPT-30B was measured on two GPUs
+    assert not any(map(table.is_doubtful, without_doubtful(doubtful)))
 
 
 def test_the_tables_of_the_page_are_those_of_the_command(evaluation: Evaluation) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for table in evaluation.tables():
-        start = page.find(table.markdown().partition("\n")[0])
-        assert start >= 0, table.columns
-        stated = page[start:].partition("\n\n")[0]
-        _assert_same_numbers(stated, table.markdown())
-
-
-def _assert_same_numbers(stated: str, computed: str) -> None:
-    """Percentages may differ in the last digit between versions of the linear algebra library."""
     percentage = re.compile(r"[-+]?\d+\.\d %")
-    assert percentage.sub("x", stated) == percentage.sub("x", computed)
-    numbers = [[float(one.rstrip(" %")) for one in percentage.findall(text)] for text in (stated, computed)]
-    assert numbers[0] == pytest.approx(numbers[1], abs=0.11)
+    for one in evaluation.tables():
+        computed = one.markdown()
+        start = page.find(computed.partition("\n")[0])
+        assert start >= 0, one.columns
+        stated = page[start:].partition("\n\n")[0]
+        assert percentage.sub("x", stated) == percentage.sub("x", computed)
+        # Percentages may differ in the last digit between versions of the linear algebra library.
+        numbers = [[float(found.rstrip(" %")) for found in percentage.findall(text)] for text in (stated, computed)]
+        assert numbers[0] == pytest.approx(numbers[1], abs=0.11)
 
 
 def test_the_command_prints_both_forms_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table(("rows", "median"), (("all", "1.0%"),))
-    assert table.markdown() == "| rows | median |\n| --- | ---: |\n| all | 1.0% |"
-    assert table.text() == "rows  median\nall     1.0%"
+    found = Table(("rows", "median"), (("all", "1.0%"),))
+    assert found.markdown() == "| rows | median |\n| --- | ---: |\n| all | 1.0% |"
+    assert found.text() == "rows  median\nall     1.0%"
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "--markdown" in capsys.readouterr().out

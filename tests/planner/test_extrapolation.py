@@ -21,6 +21,9 @@ TINY = (
     "--train-iters 10 --lr 1e-3 --dry-run"
 )
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --expert-model-parallel-size 2"
+ALL_TO_ALL = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
+TP2 = "--tensor-model-parallel-size 2"
+PP2, SHARED = "--pipeline-model-parallel-size 2", "--moe-shared-expert-intermediate-size 64"
 FULL = "--recompute-granularity full --recompute-method"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 INTERLEAVED = "--pipeline-model-parallel-size 3 --num-virtual-stages-per-pipeline-rank 2"
@@ -42,9 +45,9 @@ LAYOUTS = [
     (4, 0, FSDP),
     (4, 0, f"{FSDP} {OVERLAP} {FULL} uniform --recompute-num-layers 2"),
     (8, 0, f"{FSDP} --num-distributed-optimizer-instances 2"),
-    (2, 0, f"--tensor-model-parallel-size 2 {SELECTIVE} layernorm"),
-    (2, 0, f"--tensor-model-parallel-size 2 --sequence-parallel {SELECTIVE} core_attn mlp_act layernorm"),
-    (2, 0, f"--tensor-model-parallel-size 2 --distribute-saved-activations {FULL} uniform --recompute-num-layers 2"),
+    (2, 0, f"{TP2} {SELECTIVE} layernorm"),
+    (2, 0, f"{TP2} --sequence-parallel {SELECTIVE} core_attn mlp_act layernorm"),
+    (2, 0, f"{TP2} --distribute-saved-activations {FULL} uniform --recompute-num-layers 2"),
     (2, 0, "--context-parallel-size 2 --cp-comm-type p2p --reset-attention-mask --reset-position-ids"),
     (2, 0, "--context-parallel-size 2 --cp-comm-type allgather"),
     (2, 0, "--context-parallel-size 2 --cp-comm-type a2a p2p a2a p2p a2a p2p"),
@@ -56,29 +59,15 @@ LAYOUTS = [
     (6, 2, f"{INTERLEAVED} {ZERO_2}"),
     (2, 0, "--num-layers 7 --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"),
     (2, 1, "--pipeline-model-parallel-size 2 --pipeline-schedule gpipe"),
-    (
-        4,
-        1,
-        f"{EXPERTS} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1 --moe-token-dispatcher-type alltoall "
-        "--moe-shared-expert-intermediate-size 64 --reset-attention-mask",
-    ),
-    (
-        8,
-        1,
-        f"--num-layers 8 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
-        f"--pipeline-schedule zb-v {ZERO_2}",
-    ),
+    (4, 1, f"{ALL_TO_ALL} {PP2} --pipeline-schedule zb-h1 {SHARED} --reset-attention-mask"),
+    (8, 1, f"--num-layers 8 {TP2} --sequence-parallel {PP2} --pipeline-schedule zb-v {ZERO_2}"),
     (2, 0, f"--fp8-format hybrid --fp8-recipe delayed {FSDP}"),
     (2, 0, f"--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather {ZERO_1}"),
     (1, 0, "--fp8-format hybrid --first-last-layers-bf16 --num-layers-at-start-in-bf16 2"),
-    (
-        2,
-        0,
-        f"{EXPERTS} --moe-token-dispatcher-type alltoall {ZERO_1} --moe-layer-freq [0,1,1]*2 --moe-aux-loss-coeff 1e-2",
-    ),
+    (2, 0, f"{ALL_TO_ALL} {ZERO_1} --moe-layer-freq [0,1,1]*2 --moe-aux-loss-coeff 1e-2"),
     (4, 0, f"{EXPERTS} --moe-token-dispatcher-type allgather {SELECTIVE} moe_act --moe-z-loss-coeff 1e-3"),
     # FSDP gathers the experts by themselves, so MoE layers run in full.
-    (4, 0, f"{EXPERTS} --moe-token-dispatcher-type alltoall {FSDP} --moe-layer-freq [0]*4+[1]*2"),
+    (4, 0, f"{ALL_TO_ALL} {FSDP} --moe-layer-freq [0]*4+[1]*2"),
 ]
 LARGE = [
     (8, 0, f"--model llama3-8b --num-layers 32 {FSDP} {OVERLAP} --seq-length 8192"),
@@ -141,7 +130,10 @@ def test_a_simulation_leaves_the_garbage_collector_as_it_was(was_frozen: bool) -
         gc.freeze()  # as tests/conftest.py does
 
 
-def both(ranks: int, stage: int, flags: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "stage", "flags"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in LARGE)]
+)
+def test_repeated_layers_are_equal_to_rehearsed_ones(ranks: int, stage: int, flags: str) -> None:
     run, whole_run = run_of(ranks, flags), run_of(ranks, flags, whole=True)
     rank = run.rank_of_stage(stage)
     repeated, whole = simulate_rank(run, rank), simulate_rank(whole_run, rank)
@@ -149,14 +141,3 @@ def both(ranks: int, stage: int, flags: str) -> None:
     # Kinds, pass of the peak, parameters, bytes by axis and link, and all collectives in their order.
     assert replace(repeated, is_extrapolated=False) == whole
     assert repeated.is_extrapolated
-
-
-@pytest.mark.parametrize(("ranks", "stage", "flags"), LAYOUTS)
-def test_repeated_layers_are_equal_to_rehearsed_ones(ranks: int, stage: int, flags: str) -> None:
-    both(ranks, stage, flags)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "stage", "flags"), LARGE)
-def test_repeated_layers_of_large_models_are_equal_to_rehearsed_ones(ranks: int, stage: int, flags: str) -> None:
-    both(ranks, stage, flags)

@@ -26,6 +26,7 @@ from tests.rank_pool import RankPool
 pytestmark = pytest.mark.processes
 
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 96 --moe-token-dispatcher-type alltoall"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 EP4 = f"{EXPERTS} --expert-model-parallel-size 4"
 EP2 = f"{EXPERTS} --expert-model-parallel-size 2"
 DENSE_FIRST = f"{EP2} --pipeline-model-parallel-size 2 --moe-layer-freq [0]*2+[1]*2 --moe-ffn-hidden-size 384"
@@ -54,12 +55,8 @@ def rows_during(run: Callable[[], Any]) -> tuple[Any, list[int]]:
     ("layout", "factor"),
     [
         ("--expert-model-parallel-size 4", 1),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2", 1),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 "
-            "--expert-tensor-parallel-size 1",
-            1 / 2,
-        ),
+        (f"{TP2} --expert-model-parallel-size 2", 1),
+        (f"{TP2} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 1 / 2),
         ("--context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2", 1),
     ],
 )
@@ -147,9 +144,7 @@ def test_the_largest_load_that_fits_is_found(flags: str, largest: float) -> None
     assert again == pytest.approx(load, rel=0.05)
     assert largest_fitting_load(plan_of(flags, worst)) == largest
     assert largest_fitting_load(plan_of(flags, even - 1)) is None
-
-
-def test_without_expert_parallelism_the_load_does_not_matter() -> None:
+    # Without expert parallelism the load does not matter.
     assert largest_fitting_load(plan_of(EXPERTS, 80 * 2**30)) is None
 
 
@@ -174,14 +169,6 @@ def test_the_report_says_the_assumed_load_and_the_largest(tmp_path: Path) -> Non
 # --- nodes of the ranks of experts, and axes of their traffic -------------------------------------------------
 
 
-def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> None:
-    grid = RankGrid(tp=2, pp=4, dp=8, ep=8)
-    advice = expert_placement_advice(grid, 8)
-    assert advice is not None
-    assert "0 1 8 9 16 17 24 25" in advice
-    assert "--rank-order tp-cp-ep-dp-pp" in advice
-
-
 @pytest.mark.parametrize(
     "grid",
     [
@@ -195,8 +182,11 @@ def test_the_default_order_spreads_the_experts_of_a_pipeline_over_nodes() -> Non
     ],
     ids=["ordered", "another order", "no pipeline", "one node", "pairs", "dense", "larger than a node"],
 )
-def test_there_is_no_advice_where_no_order_is_better(grid: RankGrid) -> None:
+def test_there_is_advice_only_where_another_order_is_better(grid: RankGrid) -> None:
     assert expert_placement_advice(grid, 8) is None
+    # The default order spreads the experts of a pipeline over nodes.
+    advice = expert_placement_advice(RankGrid(tp=2, pp=4, dp=8, ep=8), 8)
+    assert advice is not None and "0 1 8 9 16 17 24 25" in advice and "--rank-order tp-cp-ep-dp-pp" in advice
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(8, 1), (4, 2)])

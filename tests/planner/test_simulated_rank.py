@@ -30,6 +30,9 @@ from tests.rank_pool import RankPool
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-force-load-balancing"
 """A real step has an even load, too."""
 LLAMA_4 = "--no-rope-freq 2 --attention-chunk-size 64 --qk-l2-norm --attention-temperature-tuning --bf16"
+PP, TP2 = "--pipeline-model-parallel-size", "--tensor-model-parallel-size 2 --sequence-parallel"
+PP4 = f"{PP} 4 --pipeline-schedule gpipe"
+FP8 = "--bf16 --fp8-format hybrid --first-last-layers-bf16"
 LAYOUTS = {
     "tensor and sequence parallel": "--tensor-model-parallel-size 4 --sequence-parallel",
     "1F1B, ZeRO-1": "--pipeline-model-parallel-size 2 --use-distributed-optimizer --bf16 --overlap-grad-reduce",
@@ -77,11 +80,7 @@ def test_memory_and_traffic_are_those_of_a_real_step(four_ranks: RankPool, layou
     ("flags", "num_tokens"),
     [
         ("--expert-model-parallel-size 4", 256),
-        (
-            "--tensor-model-parallel-size 2 --sequence-parallel "
-            "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
-            128,
-        ),
+        (f"{TP2} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", 128),
     ],
 )
 def test_tokens_of_experts_have_the_bytes_of_the_formula(flags: str, num_tokens: int) -> None:
@@ -98,9 +97,9 @@ def test_tokens_of_experts_have_the_bytes_of_the_formula(flags: str, num_tokens:
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
-        "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --overlap-grad-reduce --use-distributed-optimizer",
+        f"{PP} 2",
+        f"{PP} 2 --num-virtual-stages-per-pipeline-rank 2",
+        f"{PP} 2 --pipeline-schedule zb-v --overlap-grad-reduce --use-distributed-optimizer",
         "--data-parallel-sharding-strategy optim_grads",
         # A step gathers the weights that the step before has updated.
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 100000",
@@ -168,37 +167,21 @@ def test_traffic_crosses_nodes_of_the_given_size(gpus_per_node: int, across: set
     ("flags", "ranks", "simulated"),
     [
         # So few microbatches that two stages have all of them in flight.
-        (
-            "--pipeline-model-parallel-size 6 --num-layers 12 --num-virtual-stages-per-pipeline-rank 2",
-            6,
-            [0, 1, 1, 3, 4, 5],
-        ),
-        ("--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --use-distributed-optimizer", 32, [0, 1, 1, 3]),
+        (f"{PP} 6 --num-layers 12 --num-virtual-stages-per-pipeline-rank 2", 6, [0, 1, 1, 3, 4, 5]),
+        (f"{PP4} --use-distributed-optimizer", 32, [0, 1, 1, 3]),
         # Stages 0 and 1 share a node, and so do 2 and 3.
-        (
-            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --tensor-model-parallel-size 4",
-            16,
-            [0, 4, 8, 12],
-        ),
-        (
-            "--pipeline-model-parallel-size 4 --num-layers 8 --pipeline-schedule gpipe --bf16 --fp8-format hybrid "
-            "--first-last-layers-bf16 --num-layers-at-start-in-bf16 3",
-            4,
-            [0, 1, 2, 3],
-        ),
-        ("--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --num-experts 4", 4, [0, 1, 1, 3]),
+        (f"{PP4} --tensor-model-parallel-size 4", 16, [0, 4, 8, 12]),
+        # Layer 2, of stage 1, is in bf16, and all of stage 2 are in FP8.
+        (f"{PP4} --num-layers 8 {FP8} --num-layers-at-start-in-bf16 3", 4, [0, 1, 2, 3]),
+        # The two layers of each inner stage are FP8.
+        (f"{PP4} --num-layers 8 {FP8} --num-layers-at-start-in-bf16 1", 4, [0, 1, 1, 3]),
+        (f"{PP4} --num-experts 4", 4, [0, 1, 1, 3]),
         # The layers of stage 1 are dense, those of stage 2 MoE layers.
-        (
-            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --num-experts 4 --num-layers 8 "
-            "--moe-layer-freq [0]*4+[1]*4",
-            4,
-            [0, 1, 2, 3],
-        ),
+        (f"{PP4} --num-experts 4 --num-layers 8 --moe-layer-freq [0]*4+[1]*4", 4, [0, 1, 2, 3]),
         # Stages of 12 ranks: the first expert-parallel ranks of stage 2 are in a node, those of stage 1 in two.
         (
-            "--pipeline-model-parallel-size 4 --pipeline-schedule gpipe --rank-order tp-cp-ep-dp-pp --num-experts 6 "
-            "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 6 "
-            "--expert-tensor-parallel-size 1",
+            f"{PP4} --rank-order tp-cp-ep-dp-pp --num-experts 6 --tensor-model-parallel-size 2 --sequence-parallel "
+            "--expert-model-parallel-size 6 --expert-tensor-parallel-size 1",
             48,
             [0, 12, 24, 36],
         ),

@@ -6,13 +6,7 @@ import pytest
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.planner.calibration.operations import planned_step
-from megatron.planner.rehearsal.price import (
-    PlannedStep,
-    StepPrices,
-    attention_kind,
-    followed_makespan,
-    pass_times,
-)
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, followed_makespan, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.prices import load_fitted
@@ -23,8 +17,6 @@ from megatron.training.initialize import rank_grid
 
 H100 = read_cluster("h100")
 COMMON = "--model llama3-70b --mock-data --bf16 --seq-length 8192 --micro-batch-size 1 --train-iters 10 --lr 1e-3"
-
-
 TINY = (
     "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 2 "
     "--train-iters 10 --lr 1e-3"
@@ -79,6 +71,7 @@ def test_on_cpus_products_have_the_flops_of_the_model(precision: str) -> None:
 
 FSDP_FP8 = "--use-torch-fsdp2 --fp8-format hybrid --tensor-model-parallel-size 8 --sequence-parallel"
 RING = "--context-parallel-size 2 --rank-order tp-pp-cp-ep-dp"
+APART = "--no-gradient-accumulation-fusion"
 TWO_STAGES, FOUR_STAGES = (f"--pipeline-model-parallel-size {size}" for size in (2, 4))
 
 
@@ -92,11 +85,7 @@ TWO_STAGES, FOUR_STAGES = (f"--pipeline-model-parallel-size {size}" for size in 
         ((TWO_STAGES, 8), (f"{TWO_STAGES} --pipeline-schedule zb-h1", 8), False),
         ((f"{RING} {TWO_STAGES}", 64), (f"{RING} {FOUR_STAGES}", 64), False),
         ((FSDP_FP8, 8), (FSDP_FP8, 16), False),
-        (
-            ("--no-gradient-accumulation-fusion", 8),
-            ("--no-gradient-accumulation-fusion --grad-reduce-in-bf16", 8),
-            False,
-        ),
+        ((APART, 8), (f"{APART} --grad-reduce-in-bf16", 8), False),
     ],
 )
 def test_layouts_share_the_record_of_a_layer_if_it_is_equal(

@@ -414,19 +414,19 @@ FIGURES = (
         "the bubble of ZB-H1 is that of 1F1B",
         'bubble = np.where(self._is["schedule", "zb-h1"], np.maximum(bubble - filled, 0.0), bubble)',
         "bubble = bubble + 0.0 * filled",
-        ("planner/test_step_time.py", "planner"),
+        ("planner/test_formulas.py", "planner"),
     ),
     Fault(
         "the optimizer updates the parameters of all ranks",
-        "parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)",
-        "parameters = self._parameters()",
-        ("planner/test_step_time.py",),
+        "parameters = self.parameters / np.where(is_sharded, self.dp * self.cp, 1.0)",
+        "parameters = self.parameters",
+        ("planner/test_formulas.py",),
     ),
     Fault(
         "microbatches of any size share the record of a layer",
         "return *of_tensor_parallel, *of_context_parallel, self.config.micro_batch_size, in_bf16",
         "return *of_tensor_parallel, *of_context_parallel, in_bf16",
-        ("planner/test_layout_search.py", "planner/test_step_prices.py"),
+        ("planner/test_search.py", "planner/test_step_prices.py"),
     ),
     Fault(
         "the rehearsed context-parallel rank is the one with the fewest keys",
@@ -456,7 +456,7 @@ FIGURES = (
         "a dry run launches the operations of a compiled kernel one by one",
         "simulated_compiler=partial(partial, tracker.fused)",
         "simulated_compiler=lambda function: function",
-        ("planner/test_launch_details.py",),
+        ("planner/test_launches.py",),
     ),
     Fault(
         "a dry run loads the package of a kernel that a flag requires",

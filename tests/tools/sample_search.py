@@ -63,7 +63,7 @@ def planned(rank: int, layout: Layout) -> PlannedLayout:
         terms=terms,
         memory_bytes=int((78.3 - 4.1 * rank) * GIB),
         tightest_stage=rank % layout.pp,
-        is_rehearsed=False,
+        is_simulated=False,
         memory_by_stage=(),
         passes=None,
         bubble_fraction=terms["bubble"] / seconds,
@@ -75,7 +75,7 @@ def planned(rank: int, layout: Layout) -> PlannedLayout:
     )
 
 
-def rehearsed(one: PlannedLayout) -> PlannedLayout:
+def simulated(one: PlannedLayout) -> PlannedLayout:
     """With the memory of each stage, and the times of its passes."""
     layout = one.layout
     kinds = {"weights": 0.2, "gradients": 0.25, "master weights": 0.1, "moments": 0.2, "activations": 0.2}
@@ -84,7 +84,7 @@ def rehearsed(one: PlannedLayout) -> PlannedLayout:
         | {"logits and loss": GIB if stage == layout.pp - 1 else 0, "allowance": 4 * GIB}
         for stage in range(layout.pp)
     ]
-    return replace(one, is_rehearsed=True, memory_by_stage=tuple(memory), passes=pass_times(one))
+    return replace(one, is_simulated=True, memory_by_stage=tuple(memory), passes=pass_times(one))
 
 
 def pass_times(one: PlannedLayout) -> PassTimes:
@@ -95,17 +95,16 @@ def pass_times(one: PlannedLayout) -> PassTimes:
     passes = tuple((each, 1.05 * each, (1.1 if stage == last else 0.9) * each) for stage in range(last + 1))
     shapes = ((4096, 2560, 8192, 640), (4096, 14336, 8192, 640), (8192, 14336, 4096, 640), (4096, 32064, 8192, 32))
     products = tuple(
-        Product(m, n, k, "torch.bfloat16", count, 2.0 * m * n * k * count / (5.5e14 + 4e9 * n))
-        for m, n, k, count in shapes
+        Product(m, n, k, "bfloat16", count, 2.0 * m * n * k * count / (5.5e14 + 4e9 * n)) for m, n, k, count in shapes
     )
     return PassTimes(passes, products)
 
 
 def sample_result() -> SearchResult:
-    """Eight layouts, of which the first two are rehearsed and the first three tie."""
+    """Eight layouts, of which the first two are simulated and the first three tie."""
     job = sample_job()
     found = [planned(rank, layout) for rank, layout in enumerate(LAYOUTS)]
-    layouts = (*map(rehearsed, found[:2]), *found[2:])
+    layouts = (*map(simulated, found[:2]), *found[2:])
     scaling = tuple(
         scale_point(job.with_gpus(count), layouts[0].layout, 8.0 * (64 / count) ** 0.93)
         for count in (16, 32, 64, 128, 256)

@@ -26,7 +26,7 @@ def call(*words: str | Path) -> int:
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
-    """The JSON, the page and the text of a search with two rehearsals."""
+    """The JSON, the page and the text of a search with two dry runs."""
     directory = tmp_path_factory.mktemp("plan")
     files = "--json", directory / "plan.json", "--html", directory / "plan.html"
     words = ["--cluster", "h100", "--num-gpus", "4", "--rehearse", "2", "--tokens", "1e9", *TINY, *FEW]
@@ -51,7 +51,7 @@ def test_the_json_ranks_layouts(planned: tuple[dict[str, Any], str, str]) -> Non
     assert others == sorted(others)
 
 
-def test_the_best_layouts_are_rehearsed(planned: tuple[dict[str, Any], str, str]) -> None:
+def test_the_best_layouts_are_simulated(planned: tuple[dict[str, Any], str, str]) -> None:
     rehearsed = [one for one in planned[0]["layouts"] if one["is_rehearsed"]]
     assert len(rehearsed) == 2 and planned[0]["layouts"][0]["is_rehearsed"]
     for one in rehearsed:
@@ -143,10 +143,10 @@ def test_a_flag_of_the_job_is_not_repeated() -> None:
 
 def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with plan_layout.progress_bar() as report:
-        for what, done, total in (("enumerate layouts", 0, 1), ("price layouts", 0, 1), ("rehearse", 1, 5)):
+        for what, done, total in (("enumerate layouts", 0, 1), ("price layouts", 0, 1), ("dry run", 1, 5)):
             report(what, done, total)
             report(what, done, total)
-    assert capsys.readouterr().err == "> price layouts ...\n> rehearse: 1 of 5 ...\n"
+    assert capsys.readouterr().err == "> price layouts ...\n> dry run: 1 of 5 ...\n"
 
 
 def test_flags_are_left_out_with_their_values() -> None:

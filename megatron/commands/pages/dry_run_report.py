@@ -15,22 +15,8 @@ from megatron.core.topology import EXPERT_AXES
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import Plan, StagePlan
 from megatron.planner.traffic import Link, expert_placement_advice, is_in_node
+from megatron.reports import page as html
 from megatron.reports.charts import Bar, Part, stacked_bars
-from megatron.reports.page import (
-    Cell,
-    Tile,
-    copyable,
-    figure,
-    legend,
-    notes,
-    number,
-    page,
-    paragraph,
-    plural,
-    section,
-    table,
-    tiles,
-)
 from megatron.reports.svg import gib, nice_ticks
 
 _COLORS: dict[Kind, str] = {
@@ -43,8 +29,18 @@ _COLORS: dict[Kind, str] = {
     "communication buffers": "red",
     "working memory": "bright_red",
 }
+_AXES: Mapping[str, tuple[str, str]] = {
+    "tp": ("tensor parallel", "orange"),
+    "cp": ("context parallel", "sand"),
+    "pp": ("pipeline parallel", "rose"),
+    "dp": ("data parallel", "red"),
+    "etp": ("expert tensor parallel", "brown"),
+    "ep": ("expert parallel", "violet"),
+    "edp": ("expert data parallel", "lilac"),
+}
+_LINKS: Mapping[Link, tuple[str, str]] = {"in node": ("inside a node", "teal"), "across": ("across nodes", "red")}
+"""Names and colours."""
 _BAR_WIDTH = 48
-_AXES = ("tp", "cp", "pp", "dp")
 TO_SEARCH = "to search the layouts that fit"
 
 
@@ -57,10 +53,10 @@ def warnings(plan: Plan) -> list[str]:
 
 
 def groups(plan: Plan) -> dict[str, dict[str, Any]]:
-    """By axis: size, number of groups, the group of the first simulated rank, and whether every group is in a node."""
+    """Facts by axis: size, number of groups, the group of the first simulated rank, whether all are in a node each."""
     grid, rank = plan.run.grid, plan.stages[0].rank
     described = {}
-    for axis in (*_AXES, *(EXPERT_AXES if plan.run.architecture.num_experts is not None else ())):
+    for axis in ("tp", "cp", "pp", "dp", *(EXPERT_AXES if plan.run.architecture.num_experts is not None else ())):
         members = grid.group(rank, (axis,))
         described[axis] = {
             "size": len(members),
@@ -69,6 +65,16 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
             "in_node": all(is_in_node(ranks, plan.run.node_size) for ranks in grid.groups((axis,))),
         }
     return described
+
+
+def _layout_rows(plan: Plan) -> list[tuple[str, int, int, str, str]]:
+    """Axis, size, number of groups, whether they stay in a node, and the ranks of a group, at most eight."""
+    rows = []
+    for axis, group in groups(plan).items():
+        ranks = list(map(str, group["ranks"]))
+        shown = ranks if len(ranks) <= 8 else [*ranks[:3], "…", ranks[-1]]
+        rows.append((axis, group["size"], group["groups"], "yes" if group["in_node"] else "no", " ".join(shown)))
+    return rows
 
 
 def as_json(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> dict[str, Any]:
@@ -113,6 +119,7 @@ def as_json(plan: Plan, plan_command: str | None, fitting_load: float | None, se
 
 
 def print_report(plan: Plan, plan_command: str | None, fitting_load: float | None, console: Console) -> None:
+    # The verdict is last, where a terminal shows it.
     tables = _layout_table(plan), _memory_table(plan), _bars(plan), _traffic_table(plan)
     notes = [Text(f"\nWARNING: {warning}", style="yellow") for warning in warnings(plan)]
     console.print(Group(_summary(plan), *tables, *notes, _verdict(plan, plan_command, fitting_load)))
@@ -127,7 +134,7 @@ def _summary(plan: Plan) -> Text:
         f"{run.config.precision.name}, {run.config.parallel.sharding_strategy}",
         f"step: {run.global_batch_size:,} sequences of {run.config.seq_length:,} tokens, {run.num_microbatches} "
         f"microbatches of {run.config.micro_batch_size} on every rank; {run.flops_per_step:.4g} model FLOPs",
-        f"pipeline: {run.placement.num_stages} stages, layers {_counts(run.layers)}; bubble "
+        f"pipeline: {run.grid.pp} stages, layers {_counts(run.layers)}; bubble "
         f"{run.bubble_fraction():.1%} (by FLOPs; messages take no time)",
     ]
     return Text("\n".join(lines))
@@ -164,10 +171,8 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 def _layout_table(plan: Plan) -> Table:
     table = _table("\nlayout", ["axis", "size", "groups", "stays in a node", f"with rank {plan.stages[0].rank}"])
-    for axis, group in groups(plan).items():
-        stays, ranks = "yes" if group["in_node"] else "no", list(map(str, group["ranks"]))
-        ranks = ranks if len(ranks) <= 8 else [*ranks[:3], "…", ranks[-1]]
-        table.add_row(axis, str(group["size"]), f"{group['groups']:,}", stays, " ".join(ranks))
+    for axis, size, count, stays, ranks in _layout_rows(plan):
+        table.add_row(axis, str(size), f"{count:,}", stays, ranks)
     return table
 
 
@@ -199,6 +204,7 @@ def _bars(plan: Plan) -> Text:
     scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
     for name, stage in neighbours(plan, _memory):
         text.append(f"{name:>5} ")
+        # Round the ends of the parts, not their widths, so that the widths add up.
         end = filled = 0
         for kind, size in stage.peak.by_kind.items():
             end += size
@@ -246,92 +252,69 @@ def _verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -
     where = f"{'looked at alone:' if is_alone else 'tightest on'} stage {tightest.stage} (rank {tightest.rank})"
     if plan.fits:
         text = Text(f"\nfits {limit} GiB: {where}, which needs {needed} and leaves {distance}", style="bold green")
-        return _append_load(text, plan, fitting_load)
-    text = Text(
-        f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many",
-        style="bold red",
-    )
-    text.append(f"\n{TO_SEARCH}: {plan_command}", style="not bold")
-    return _append_load(text, plan, None)
-
-
-def _append_load(text: Text, plan: Plan, fitting_load: float | None) -> Text:
-    load = expert_load_sentence(plan, fitting_load)
+    else:
+        sentence = f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many"
+        text = Text(sentence, style="bold red").append(f"\n{TO_SEARCH}: {plan_command}", style="not bold")
+    load = expert_load_sentence(plan, fitting_load if plan.fits else None)
     return text.append(f"\n{load}" if load else "", style="not bold")
-
-
-_AXIS_COLOURS: Mapping[str, str] = {
-    "tp": "orange",
-    "cp": "sand",
-    "pp": "rose",
-    "dp": "red",
-    "etp": "brown",
-    "ep": "violet",
-    "edp": "lilac",
-}
-_AXIS_NAMES: Mapping[str, str] = {
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    "pp": "pipeline parallel",
-    "dp": "data parallel",
-    "etp": "expert tensor parallel",
-    "ep": "expert parallel",
-    "edp": "expert data parallel",
-}
-_LINK_COLOURS: Mapping[Link, str] = {"in node": "teal", "across": "red"}
-_LINK_NAMES: Mapping[Link, str] = {"in node": "inside a node", "across": "across nodes"}
 
 
 def dry_run_page(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> str:
     """The HTML file; ``plan_command`` searches a layout if this one does not fit, and ``fitting_load`` is the largest
     load of the experts that fits."""
     run = plan.run
+    memory = [
+        MemoryOfStage(
+            f"stage{'s' * ('-' in name)} {name}",
+            f"{chunk_sizes(stage.layers)} layers",
+            dict(stage.peak.by_kind) | {ALLOWANCE_NAME: ALLOWANCE},
+        )
+        for name, stage in neighbours(plan, lambda stage: (stage.layers, stage.num_parameters, stage.peak.by_kind))
+    ]
+    schedule = schedule_figure(run.schedule, run.num_microbatches, run.pass_durations(), is_in_seconds=False)
+    of_schedule = (
+        f"{run.schedule(1).name}, {html.plural(run.num_microbatches, 'microbatch', 'es')}. The time of a pass is "
+        "proportional to its FLOPs; messages take no time."
+    )
+    of_memory = "At the peak of a step; stages with equal memory are one row."
     parts = [
-        tiles(_tiles(plan)),
+        html.tiles(_tiles(plan)),
         _page_verdict(plan, plan_command, fitting_load),
-        section("Memory by stage", _page_memory(plan), note=_memory_note(plan)),
-        section("Bytes sent", _traffic(plan), note="By a rank of each stage in one step."),
-        section("Schedule", _schedule(plan), note=_schedule_note(plan)),
-        section("Layout", _page_layout(plan)),
-        section("Stages", _stage_table(plan)),
+        html.section("Memory by stage", memory_figure(memory, plan.limit), note=of_memory),
+        html.section("Bytes sent", _traffic(plan), note="By a rank of each stage in one step."),
+        html.section("Schedule", schedule, note=of_schedule),
+        html.section("Layout", _page_layout(plan)),
+        html.section("Stages", _stage_table(plan)),
     ]
     title = f"{run.config.model.model or 'model'} on {run.grid.world_size:,} ranks: dry run"
-    return page(title, _subtitle(plan), parts, footer=_footer(plan, seconds))
-
-
-def _subtitle(plan: Plan) -> str:
-    run = plan.run
-    return (
+    subtitle = (
         f"{run.config.precision.name} · {run.config.parallel.sharding_strategy} · {run.global_batch_size:,} sequences "
         f"of {run.config.seq_length:,} tokens per step · {run.num_microbatches} microbatches of "
         f"{run.config.micro_batch_size} per rank"
     )
-
-
-def _footer(plan: Plan, seconds: float) -> str:
-    simulated = len({stage.simulated_rank for stage in plan.stages})
-    return (
-        f"{plural(simulated, 'rank')} simulated in {seconds:.0f} s. The allowance of {gib(ALLOWANCE)} GiB is for the "
-        "CUDA context, the buffers of libraries and fragmentation."
+    footer = (
+        f"{html.plural(len({one.simulated_rank for one in plan.stages}), 'rank')} simulated in {seconds:.0f} s. The "
+        f"allowance of {gib(ALLOWANCE)} GiB is for the CUDA context, the buffers of libraries and fragmentation."
     )
+    return html.page(title, subtitle, parts, footer=footer)
 
 
-def _tiles(plan: Plan) -> list[Tile]:
+def _tiles(plan: Plan) -> list[html.Tile]:
     run, tightest = plan.run, plan.tightest
     architecture = run.architecture
     active = f"{architecture.num_active_parameters() / 1e9:,.1f} B active" if architecture.num_experts else ""
     room = plan.limit - tightest.needed
     return [
-        Tile(
+        html.Tile(
             "tightest stage",
             f"{gib(tightest.needed)} GiB",
             f"stage {tightest.stage}, {gib(abs(room))} GiB {'free' if room >= 0 else 'too many'}",
             is_main=True,
         ),
-        Tile("parameters", f"{architecture.num_parameters() / 1e9:,.2f} B", active),
-        Tile("pipeline bubble", f"{run.bubble_fraction():.1%}", "of the stages' time"),
-        Tile("model FLOPs per step", f"{run.flops_per_step:.3g}", f"{run.flops_per_token:.3g} per token"),
-        Tile("ranks", f"{run.grid.world_size:,}", _sizes(plan)),
+        html.Tile("parameters", f"{architecture.num_parameters() / 1e9:,.2f} B", active),
+        html.Tile("pipeline bubble", f"{run.bubble_fraction():.1%}", "of the stages' time"),
+        html.Tile("model FLOPs per step", f"{run.flops_per_step:.3g}", f"{run.flops_per_token:.3g} per token"),
+        html.Tile("ranks", f"{run.grid.world_size:,}", _sizes(plan)),
     ]
 
 
@@ -346,7 +329,7 @@ def _sizes(plan: Plan) -> str:
 def _page_verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -> str:
     """Whether it fits, the command that searches what fits, and warnings."""
     load = expert_load_sentence(plan, fitting_load if plan.fits else None)
-    found = notes([*warnings(plan), *([load] if load else [])])
+    found = html.notes([*warnings(plan), *([load] if load else [])])
     if plan_command is None:
         return found
     tightest = plan.tightest
@@ -354,95 +337,59 @@ def _page_verdict(plan: Plan, plan_command: str | None, fitting_load: float | No
         f"Does not fit: stage {tightest.stage} needs {gib(tightest.needed)} GiB, "
         f"{gib(tightest.needed - plan.limit)} more than a GPU has."
     )
-    return notes([sentence]) + found + section(TO_SEARCH.capitalize(), copyable(plan_command))
-
-
-def _page_memory(plan: Plan) -> str:
-    rows = [
-        MemoryOfStage(
-            f"stage{'s' * ('-' in name)} {name}",
-            f"{chunk_sizes(stage.layers)} layers",
-            dict(stage.peak.by_kind) | {ALLOWANCE_NAME: ALLOWANCE},
-        )
-        for name, stage in neighbours(plan, lambda stage: (stage.layers, stage.num_parameters, stage.peak.by_kind))
-    ]
-    return memory_figure(rows, plan.limit)
-
-
-def _memory_note(plan: Plan) -> str:
-    return "At the peak of a step; stages with equal memory are one row."
+    return html.notes([sentence]) + found + html.section(TO_SEARCH.capitalize(), html.copyable(plan_command))
 
 
 def _traffic(plan: Plan) -> str:
     """Two charts: by axis, and by link."""
     rows = neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link))
-    axes = [axis for axis in _AXIS_COLOURS if any(stage.sent_by_axis.get(axis) for _, stage in rows)]
+    axes = {axis: _AXES[axis] for axis in _AXES if any(stage.sent_by_axis.get(axis) for _, stage in rows)}
     if not axes:
-        return paragraph("A rank sends nothing.")
+        return html.paragraph("A rank sends nothing.")
+    # Both charts have one scale: bytes by link add up to those by axis, and to single numbers that all ranks exchange.
     end = max(sum(stage.sent_by_link.values()) for _, stage in rows) * 1.02
+    by_axis = [(name, stage.sent_by_axis) for name, stage in rows]
+    by_link: list[tuple[str, Mapping[Any, int]]] = [(name, stage.sent_by_link) for name, stage in rows]
+    return _sent_figure(by_axis, axes, end) + _sent_figure(by_link, _LINKS, end)
+
+
+def _sent_figure(
+    rows: Sequence[tuple[str, Mapping[Any, int]]], kinds: Mapping[Any, tuple[str, str]], end: float
+) -> str:
+    """Bytes by kind of each stage; ``kinds`` have the names and colours."""
+    bars = []
+    for name, sent in rows:
+        title, total = f"stage{'s' * ('-' in name)} {name}", sum(sent.get(kind, 0) for kind in kinds)
+        parts = [
+            Part(part, colour, size, f"{title}: {part}\n{gib(size)} GiB, {size / total:.0%}", gib(size))
+            for kind, (part, colour) in kinds.items()
+            if (size := sent.get(kind, 0))
+        ]
+        bars.append(Bar(title, "", f"{gib(total)} GiB", parts))
     ticks = [(tick * 2**30, f"{tick:g} GiB") for tick in nice_ticks(0.0, end / 2**30, 6)]
-    by_axis = [
-        _sent(name, stage, [(_AXIS_NAMES[axis], _AXIS_COLOURS[axis], stage.sent_by_axis.get(axis, 0)) for axis in axes])
-        for name, stage in rows
-    ]
-    links = tuple(_LINK_COLOURS)
-    by_link = [
-        _sent(
-            name, stage, [(_LINK_NAMES[link], _LINK_COLOURS[link], stage.sent_by_link.get(link, 0)) for link in links]
-        )
-        for name, stage in rows
-    ]
-    return figure(
-        stacked_bars(by_axis, ticks, end), legend([(_AXIS_COLOURS[axis], _AXIS_NAMES[axis]) for axis in axes])
-    ) + figure(stacked_bars(by_link, ticks, end), legend([(_LINK_COLOURS[link], _LINK_NAMES[link]) for link in links]))
-
-
-def _sent(name: str, stage: StagePlan, sizes: Sequence[tuple[str, str, int]]) -> Bar:
-    total = sum(size for *_, size in sizes)
-    title = f"stage{'s' * ('-' in name)} {name}"
-    parts = [
-        Part(part, colour, size, f"{title}: {part}\n{gib(size)} GiB, {size / total:.0%}", gib(size))
-        for part, colour, size in sizes
-        if size
-    ]
-    return Bar(title, "", f"{gib(total)} GiB", parts)
-
-
-def _schedule(plan: Plan) -> str:
-    run = plan.run
-    return schedule_figure(run.schedule, run.num_microbatches, run.pass_durations(), is_in_seconds=False)
-
-
-def _schedule_note(plan: Plan) -> str:
-    run = plan.run
-    return (
-        f"{run.schedule(1).name}, {plural(run.num_microbatches, 'microbatch', 'es')}. The time of a pass is "
-        "proportional to its FLOPs; messages take no time."
-    )
+    return html.figure(stacked_bars(bars, ticks, end), html.legend((colour, part) for part, colour in kinds.values()))
 
 
 def _page_layout(plan: Plan) -> str:
-    rows = []
-    for axis, group in groups(plan).items():
-        ranks = list(map(str, group["ranks"]))
-        shown = ranks if len(ranks) <= 8 else [*ranks[:3], "…", ranks[-1]]
-        rows.append(
-            [
-                Cell(f"{_AXIS_NAMES[axis]} ({axis})"),
-                number(str(group["size"]), group["size"]),
-                number(f"{group['groups']:,}", group["groups"]),
-                Cell("yes" if group["in_node"] else "no"),
-                Cell(" ".join(shown)),
-            ]
-        )
+    rows = [
+        [
+            html.Cell(f"{_AXES[axis][0]} ({axis})"),
+            html.number(str(size), size),
+            html.number(f"{count:,}", count),
+            html.Cell(stays),
+            html.Cell(ranks),
+        ]
+        for axis, size, count, stays, ranks in _layout_rows(plan)
+    ]
     headings = ("axis", "size", "groups", "stays in a node", f"group of rank {plan.stages[0].rank}")
-    return table(headings, rows, is_sortable=False)
+    return html.table(headings, rows, is_sortable=False)
 
 
 def _stage_table(plan: Plan) -> str:
     """The figures of all charts."""
+    # Columns that would be empty are left out.
     kinds = [kind for kind in plan.tightest.peak.by_kind if any(stage.peak.by_kind.get(kind) for stage in plan.stages)]
-    axes = [axis for axis in _AXIS_COLOURS if any(stage.sent_by_axis.get(axis) for stage in plan.stages)]
+    axes = [axis for axis in _AXES if any(stage.sent_by_axis.get(axis) for stage in plan.stages)]
     headings = ("stage", "rank", "layers", "parameters", "GiB", *kinds, *(f"{axis} GiB" for axis in axes), "across")
     rows = []
     for stage in plan.stages:
@@ -450,11 +397,11 @@ def _stage_table(plan: Plan) -> str:
         sizes += [stage.sent_by_axis.get(axis, 0) for axis in axes] + [stage.sent_by_link.get("across", 0)]
         rows.append(
             [
-                number(str(stage.stage), stage.stage),
-                number(f"{stage.rank:,}", stage.rank),
-                Cell(chunk_sizes(stage.layers), sum(stage.layers)),
-                number(f"{stage.num_parameters:,}", stage.num_parameters),
-                *(number(gib(size), size) for size in sizes),
+                html.number(str(stage.stage), stage.stage),
+                html.number(f"{stage.rank:,}", stage.rank),
+                html.Cell(chunk_sizes(stage.layers), sum(stage.layers)),
+                html.number(f"{stage.num_parameters:,}", stage.num_parameters),
+                *(html.number(gib(size), size) for size in sizes),
             ]
         )
-    return table(headings, rows)
+    return html.table(headings, rows)

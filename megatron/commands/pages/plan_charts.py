@@ -57,7 +57,7 @@ def recompute_of(one: PlannedLayout) -> str:
 
 
 def seconds(value: float) -> str:
-    """Of a step, with at least three digits."""
+    """Seconds of a step with at least three digits."""
     return f"{value:.2f} s" if value >= 10 else f"{value:.3f} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
 
 
@@ -66,7 +66,7 @@ def days(count: float) -> str:
 
 
 def short(value: float) -> str:
-    """With three digits, and a prefix from 1,000 on."""
+    """A number with three digits, and a prefix from 1,000 on."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * size:
             return f"{value / size:.3g} {prefix}"
@@ -76,7 +76,7 @@ def short(value: float) -> str:
 def tip_of(number: int, one: PlannedLayout) -> str:
     low, high = one.interval_s
     return (
-        f"{number}: {one.name}\n{choices(one)}\n{seconds(one.step_time_s)} ({seconds(low)} to {seconds(high)}), "
+        f"{number}: {one.layout.name}\n{choices(one)}\n{seconds(one.step_time_s)} ({seconds(low)} to {seconds(high)}), "
         f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {one.mfu:.1%}\n{gib(one.memory_bytes)} GiB on stage "
         f"{one.tightest_stage}\nlimited by {one.limits}"
     )
@@ -103,10 +103,11 @@ _CELLS = 90
 
 
 def pareto_figure(result: SearchResult) -> str:
-    """Step time over memory; rehearsed layouts have their rank on them."""
+    """Step time over memory; simulated layouts have their rank on them."""
     fastest = min(one.step_time_s for one in result.layouts)
     ranked = list(enumerate(result.layouts, start=1))
     shown = [item for item in ranked if item[1].step_time_s <= _SLOWEST_SHOWN * fastest]
+    # Slow layouts would squeeze the interesting ones; a sentence counts them.
     front = _front(shown)
     memory = [one.memory_bytes / 2**30 for _, one in shown]
     limit = result.job.config.dry_run.gpu_memory / 2**30
@@ -118,8 +119,13 @@ def pareto_figure(result: SearchResult) -> str:
         Axis(x, [(tick, f"{tick:g}") for tick in svg.nice_ticks(x.low, x.high, 7)], "GiB on the tightest stage"),
         Axis(y, _step_ticks(y.low, y.high), "time of a step"),
     )
+    # The better a layout, the later it is drawn; of hidden ones a dot is left out.
     marks = _thinned([(_mark(number, one, front), number, one) for number, one in shown], x, y)
-    shapes = [svg.curve(_steps(front, limit), x, y, _PARETO, "front"), *_memory_limit(limit, x)]
+    shapes = [
+        svg.curve(_steps(front, limit), x, y, _PARETO, "front"),
+        svg.vertical(x.percent(limit), 0, _PARETO, "limit"),
+        svg.text(x.percent(limit), -6, f"GPU: {limit:g} GiB", "limit", "end"),
+    ]
     for mark, number, one in sorted(marks, key=lambda item: (_ORDER.index(item[0]), -item[1])):
         shapes += _dot(mark, number, one, x, y)
     used = [mark for mark in reversed(_ORDER) if any(found == mark for found, *_ in marks)]
@@ -136,7 +142,7 @@ def _step_ticks(low: float, high: float) -> list[tuple[float, str]]:
 def _thinned(
     marks: Sequence[tuple[_Mark, int, PlannedLayout]], x: Scale, y: Scale
 ) -> list[tuple[_Mark, int, PlannedLayout]]:
-    """Without layouts, other than the special ones, that would be drawn on a better one."""
+    """The marks without layouts, other than the special ones, that would be drawn on a better one."""
     taken: set[tuple[int, int]] = set()
     kept = []
     for mark, number, one in marks:
@@ -144,7 +150,7 @@ def _thinned(
             round(_CELLS * x.fraction(one.memory_bytes / 2**30)),
             round(_CELLS * y.fraction(one.step_time_s)),
         )
-        if mark != _OTHER or one.is_rehearsed or cell not in taken:
+        if mark != _OTHER or one.is_simulated or cell not in taken:
             kept.append((mark, number, one))
         taken.add(cell)
     return kept
@@ -160,7 +166,7 @@ def _explanation(num_slower: int, num_covered: int) -> str:
 
 
 def _front(shown: Sequence[tuple[int, PlannedLayout]]) -> dict[int, PlannedLayout]:
-    """By rank, from the smallest memory on: the layouts that are faster than every one with less memory."""
+    """The layouts by rank that are faster than every one with less memory, from the smallest memory on."""
     front: dict[int, PlannedLayout] = {}
     fastest = math.inf
     for number, one in sorted(shown, key=lambda item: (item[1].memory_bytes, item[1].step_time_s)):
@@ -171,6 +177,7 @@ def _front(shown: Sequence[tuple[int, PlannedLayout]]) -> dict[int, PlannedLayou
 
 def _steps(front: Mapping[int, PlannedLayout], end: float) -> list[Point]:
     points: list[Point] = []
+    # Stairs: a time is the best one up to the next layout's memory.
     for one in front.values():
         place = one.memory_bytes / 2**30
         if points:
@@ -187,26 +194,22 @@ def _mark(number: int, one: PlannedLayout, front: Mapping[int, PlannedLayout]) -
 
 def _dot(mark: _Mark, number: int, one: PlannedLayout, x: Scale, y: Scale) -> list[str]:
     place, top = x.percent(one.memory_bytes / 2**30), y.pixel(one.step_time_s, _PARETO)
-    radius = 8.0 if one.is_rehearsed and number > 1 else mark.radius
-    css = mark.css + (" rehearsed" if one.is_rehearsed else "")
+    radius = 8.0 if one.is_simulated and number > 1 else mark.radius
+    css = mark.css + (" simulated" if one.is_simulated else "")
     shapes = [svg.dot(place, top, radius, css, tip_of(number, one), link_of(number), mark.name)]
-    if one.is_rehearsed or number == 1:
+    if one.is_simulated or number == 1:
         shapes.append(svg.text(place, top + 3.5, str(number), f"on on-{'slate' if mark == _OTHER else 'teal'} rank"))
     return shapes
-
-
-def _memory_limit(limit: float, x: Scale) -> list[str]:
-    place = x.percent(limit)
-    return [svg.vertical(place, 0, _PARETO, "limit"), svg.text(place, -6, f"GPU: {limit:g} GiB", "limit", "end")]
 
 
 # --- where the time goes ---------------------------------------------------------------------------------------
 
 
 def compared(result: SearchResult) -> list[tuple[int, PlannedLayout]]:
-    """(rank, layout) of the layouts that are shown in detail: the rehearsed ones, and the best ones of other sizes."""
+    """(rank, layout) of the layouts that are shown in detail: the simulated ones, and the best ones of other sizes."""
     ranked = list(enumerate(result.layouts, start=1))
-    chosen = [item for item in ranked if item[1].is_rehearsed or item[0] == 1][:_MOST_BARS]
+    chosen = [item for item in ranked if item[1].is_simulated or item[0] == 1][:_MOST_BARS]
+    # Then the best layout of each further (tp, pp, cp, ep).
     sizes = {_sizes(one) for _, one in chosen}
     for number, one in ranked:
         if len(chosen) < _MOST_BARS and _sizes(one) not in sizes:
@@ -228,7 +231,7 @@ def time_figure(result: SearchResult) -> str:
     bars = [_time_bar(number, one, names) for number, one in layouts]
     ticks = _step_ticks(0.0, end)
     shown = [name for name in names if any(one.terms.get(name, 0) > 0 for _, one in layouts)]
-    return figure(stacked_bars(bars, ticks, end), legend([(_colour(name), name) for name in shown]))
+    return figure(stacked_bars(bars, ticks, end), legend([(TERMS.get(name, _OTHER_TERM), name) for name in shown]))
 
 
 def _term_names(terms: Iterable[Mapping[str, float]]) -> list[str]:
@@ -237,20 +240,15 @@ def _term_names(terms: Iterable[Mapping[str, float]]) -> list[str]:
     return [*(name for name in TERMS if name in found), *(name for name in found if name not in TERMS)]
 
 
-def _colour(term: str) -> str:
-    return TERMS.get(term, _OTHER_TERM)
-
-
 def _time_bar(number: int, one: PlannedLayout, names: Sequence[str]) -> Bar:
     def part(name: str) -> Part:
         size = one.terms.get(name, 0.0)
         share = size / one.step_time_s
-        return Part(
-            name, _colour(name), size, f"{number}: {one.name}\n{name}: {seconds(size)}, {share:.1%}", f"{share:.0%}"
-        )
+        tip = f"{number}: {one.layout.name}\n{name}: {seconds(size)}, {share:.1%}"
+        return Part(name, TERMS.get(name, _OTHER_TERM), size, tip, f"{share:.0%}")
 
     return Bar(
-        f"{number}: {one.name}",
+        f"{number}: {one.layout.name}",
         choices(one),
         seconds(one.step_time_s),
         [part(name) for name in names],
@@ -282,6 +280,7 @@ def scaling_figure(result: SearchResult) -> str:
 def _throughput_lane(points: Sequence[ScalePoint], x: Scale) -> Lane:
     rates = [(float(point.num_gpus), point.num_gpus * point.tokens_per_s_per_gpu) for point in points]
     kept = [(place, rate * point.goodput) for (place, rate), point in zip(rates, points)]
+    # From the smallest number of GPUs on, at its rate per GPU.
     ideal = [(place, rates[0][1] * place / rates[0][0]) for place, _ in rates]
     y = Scale(0.7 * min(rate for _, rate in kept), 1.5 * max(rate for _, rate in ideal), is_log=True)
     ticks = svg.log_ticks(y.low, y.high)
@@ -316,7 +315,7 @@ def _small_lane(name: str, points: Sequence[ScalePoint], x: Scale, values: Seque
 def _tip(point: ScalePoint) -> str:
     price = "" if point.price is None else f", price {point.price:,.0f}"
     return (
-        f"{point.num_gpus:,} GPUs: {point.name}\n{seconds(point.step_time_s)} per step, "
+        f"{point.num_gpus:,} GPUs: {point.layout.name}\n{seconds(point.step_time_s)} per step, "
         f"{point.tokens_per_s_per_gpu:,.0f} tokens/s/GPU\ngoodput {point.goodput:.1%}, a save every "
         f"{duration(point.save_interval_s)}\n{days(point.days)} days, {point.gpu_hours:,.0f} GPU-hours{price}"
     )

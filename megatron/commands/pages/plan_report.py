@@ -22,24 +22,9 @@ from megatron.commands.pages.stage_charts import Tail, equal_neighbours, memory_
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command
 from megatron.planner.step_time.cluster import Cluster
+from megatron.reports import page as html
 from megatron.reports import svg
 from megatron.reports.charts import Axis, plane
-from megatron.reports.page import (
-    Cell,
-    Tile,
-    copyable,
-    figure,
-    fold,
-    legend,
-    notes,
-    number,
-    page,
-    paragraph,
-    plural,
-    section,
-    table,
-    tiles,
-)
 from megatron.reports.svg import Point, Scale, duration, gib, percentage
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Schedule
@@ -51,7 +36,7 @@ _LARGEST_DOT = 20.0
 _LEAST_NUMBERED = 7.0
 """Radius in pixels of dots with a number."""
 _USUAL_WIDTH = 980.0
-"""Of the chart, in pixels, on a wide screen; narrow ones have no numbers."""
+"""Pixels of the chart on a wide screen; narrow ones have no numbers."""
 _LEAST_DRAWN = 1e-3
 """Share of the products' time; the table has them all."""
 _RESULT_BYTES = 2
@@ -68,47 +53,47 @@ class Dot:
     """FLOP per byte of operands and result, each moved once."""
     flops_per_s: float
     seconds: float
-    """Of a step."""
+    """Seconds of a step."""
     share: float
-    """Of the time of all products."""
+    """Share of the time of all products."""
+
+    @property
+    def is_fp8(self) -> bool:
+        return "8" in self.dtype
+
+    @property
+    def colour(self) -> str:
+        return "orange" if self.is_fp8 else "blue"
+
+    @property
+    def radius(self) -> float:
+        return max(3.0, _LARGEST_DOT * math.sqrt(self.share))
 
 
 def dots(products: Sequence[Product]) -> list[Dot]:
     """The products, from the one that takes longest on."""
     total = sum(product.seconds for product in products)
-    found = [_dot(product, total) for product in products if product.seconds > 0]
+    found = []
+    for one in products:
+        if one.seconds > 0:
+            m, n, k, flops = one.m, one.n, one.k, 2.0 * one.m * one.n * one.k
+            element = 1 if "8" in one.dtype else 4 if "32" in one.dtype else 2  # bytes of an operand's
+            intensity = flops / (element * (m * k + k * n) + _RESULT_BYTES * m * n)
+            rate = flops * one.count / one.seconds
+            shape = f"{m:,} x {n:,} x {k:,}"
+            found.append(Dot(shape, one.dtype, one.count, intensity, rate, one.seconds, one.seconds / total))
     return sorted(found, key=lambda dot: -dot.seconds)
-
-
-def _dot(product: Product, total: float) -> Dot:
-    m, n, k = product.m, product.n, product.k
-    flops = 2.0 * m * n * k
-    moved = element_bytes(product.dtype) * (m * k + k * n) + _RESULT_BYTES * m * n
-    return Dot(
-        f"{m:,} x {n:,} x {k:,}",
-        product.dtype.removeprefix("torch."),
-        product.count,
-        flops / moved,
-        flops * product.count / product.seconds,
-        product.seconds,
-        product.seconds / total,
-    )
-
-
-def is_fp8(dtype: str) -> bool:
-    return "8" in dtype
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of an operand's element."""
-    return 1 if is_fp8(dtype) else 4 if "32" in dtype else 2
 
 
 def roofline_figure(products: Sequence[Product], cluster: Cluster) -> str:
     """FLOP/s over FLOP/byte, one dot per shape whose area is its share of the time, and a table of the dots."""
     every = dots(products)
     shown = [dot for dot in every if dot.share >= _LEAST_DRAWN]
-    roofs = _roofs(shown, cluster)
+    # (name, FLOP/s) of the formats that occur
+    roofs = [("FP8", cluster.fp8_flops)] if any(dot.is_fp8 for dot in shown) and cluster.fp8_flops else []
+    if not (roofs and all(dot.is_fp8 for dot in shown)):
+        roofs.insert(0, ("bf16", cluster.bf16_flops))
+    # The axes show the ridge, where memory-bound products become compute-bound, and all dots.
     ridge = max(peak for _, peak in roofs) / cluster.hbm_bytes_per_s
     intensities = [dot.intensity for dot in shown]
     rates = [dot.flops_per_s for dot in shown]
@@ -123,21 +108,13 @@ def roofline_figure(products: Sequence[Product], cluster: Cluster) -> str:
     shapes += [_circle(rank, dot, x, y) for rank, dot in enumerate(shown, start=1)]
     shapes += _numbers(shown, x, y)
     chart = plane(*axes, _HEIGHT, shapes, "roofline of the products")
-    dtypes = dict.fromkeys(dot.dtype for dot in shown)
-    colours = [(f"key-dot {_colour(dtype)}", f"products in {dtype}, area by share of their time") for dtype in dtypes]
-    return figure(chart, legend(colours)) + _table(every, cluster)
-
-
-def _roofs(shown: Sequence[Dot], cluster: Cluster) -> list[tuple[str, float]]:
-    """(name, peak in FLOP/s) of the dtypes that occur."""
-    roofs = [("bf16", cluster.bf16_flops)] if any(not is_fp8(dot.dtype) for dot in shown) else []
-    if any(is_fp8(dot.dtype) for dot in shown) and cluster.fp8_flops:
-        roofs.append(("FP8", cluster.fp8_flops))
-    return roofs or [("bf16", cluster.bf16_flops)]
+    colours = {f"products in {dot.dtype}, area by share of their time": f"key-dot {dot.colour}" for dot in shown}
+    return html.figure(chart, html.legend((css, name) for name, css in colours.items())) + _table(every, cluster)
 
 
 def _roof(name: str, peak: float, cluster: Cluster, x: Scale, y: Scale) -> list[str]:
     hbm = cluster.hbm_bytes_per_s
+    # Rising with the memory's rate up to the ridge, then flat at the peak.
     start, ridge = max(x.low, y.low / hbm), peak / hbm
     points = [(start, hbm * start), (ridge, peak), (x.high, peak)]
     top, place = y.pixel(peak, _HEIGHT), x.percent(ridge)
@@ -149,17 +126,13 @@ def _roof(name: str, peak: float, cluster: Cluster, x: Scale, y: Scale) -> list[
     ]
 
 
-def _radius(dot: Dot) -> float:
-    return max(3.0, _LARGEST_DOT * math.sqrt(dot.share))
-
-
 def _circle(rank: int, dot: Dot, x: Scale, y: Scale) -> str:
     tip = (
         f"{dot.shape}, {dot.dtype}, {dot.count:,.0f} times\n{dot.flops_per_s / 1e12:,.0f} TFLOP/s at "
         f"{dot.intensity:,.0f} FLOP/byte\n{duration(dot.seconds)}, {percentage(dot.share)} of the products' time"
     )
     place, top = x.percent(dot.intensity), y.pixel(dot.flops_per_s, _HEIGHT)
-    return svg.dot(place, top, _radius(dot), f"product {_colour(dot.dtype)}", tip, _link(rank))
+    return svg.dot(place, top, dot.radius, f"product {dot.colour}", tip, _link(rank))
 
 
 def _numbers(shown: Sequence[Dot], x: Scale, y: Scale) -> list[str]:
@@ -168,16 +141,12 @@ def _numbers(shown: Sequence[Dot], x: Scale, y: Scale) -> list[str]:
     found = []
     for rank, dot in enumerate(shown, start=1):
         place = _USUAL_WIDTH * x.fraction(dot.intensity), y.pixel(dot.flops_per_s, _HEIGHT)
-        if _radius(dot) < _LEAST_NUMBERED or any(math.dist(place, other) < 2 * _LEAST_NUMBERED for other in taken):
+        if dot.radius < _LEAST_NUMBERED or any(math.dist(place, other) < 2 * _LEAST_NUMBERED for other in taken):
             continue
         taken.append(place)
-        css = f"on on-{_colour(dot.dtype)} rank sparse"
+        css = f"on on-{dot.colour} rank sparse"
         found.append(svg.text(x.percent(dot.intensity), place[1] + 3.5, str(rank), css))
     return found
-
-
-def _colour(dtype: str) -> str:
-    return "orange" if is_fp8(dtype) else "blue"
 
 
 def _link(rank: int) -> str:
@@ -185,26 +154,23 @@ def _link(rank: int) -> str:
 
 
 def _table(shown: Sequence[Dot], cluster: Cluster) -> str:
+    peaks = {False: cluster.bf16_flops, True: cluster.fp8_flops or cluster.bf16_flops}
     rows = [
         [
-            number(str(rank), rank),
-            Cell(dot.shape, is_line=True),
-            Cell(dot.dtype),
-            number(f"{dot.count:,.0f}", dot.count),
-            number(f"{dot.intensity:,.0f}", dot.intensity),
-            number(f"{dot.flops_per_s / 1e12:,.0f}", dot.flops_per_s),
-            number(f"{dot.flops_per_s / _peak(dot, cluster):.0%}", dot.flops_per_s / _peak(dot, cluster)),
-            number(duration(dot.seconds), dot.seconds),
-            number(percentage(dot.share), dot.share),
+            html.number(str(rank), rank),
+            html.Cell(dot.shape, is_line=True),
+            html.Cell(dot.dtype),
+            html.number(f"{dot.count:,.0f}", dot.count),
+            html.number(f"{dot.intensity:,.0f}", dot.intensity),
+            html.number(f"{dot.flops_per_s / 1e12:,.0f}", dot.flops_per_s),
+            html.number(f"{dot.flops_per_s / peaks[dot.is_fp8]:.0%}", dot.flops_per_s / peaks[dot.is_fp8]),
+            html.number(duration(dot.seconds), dot.seconds),
+            html.number(percentage(dot.share), dot.share),
         ]
         for rank, dot in enumerate(shown, start=1)
     ]
     headings = ("", "m x n x k", "dtype", "per step", "FLOP/byte", "TFLOP/s", "of peak", "time", "share")
-    return table(headings, rows, links=[_link(rank) for rank in range(1, len(rows) + 1)])
-
-
-def _peak(dot: Dot, cluster: Cluster) -> float:
-    return cluster.fp8_flops if is_fp8(dot.dtype) and cluster.fp8_flops else cluster.bf16_flops
+    return html.table(headings, rows, links=[_link(rank) for rank in range(1, len(rows) + 1)])
 
 
 _MOST_ROWS = 100
@@ -214,55 +180,51 @@ _REST = "rest of the step"
 
 
 def plan_page(result: SearchResult) -> str:
-    """The HTML file."""
-    parts = [
-        tiles(_tiles(result)),
-        notes(result.warnings),
-        _choice(result),
-        section("Memory against time", pareto_figure(result), note=_pareto_note(result)),
-        section("Where the time goes", time_figure(result), note="Seconds of a step by cause."),
-        *_rehearsed(result),
-        _scaling(result),
-        section("Layouts", _layout_table(result), note=_table_note(result)),
-    ]
-    return page(_title(result), _subtitle(result), [part for part in parts if part], footer=_footer(result))
-
-
-def _title(result: SearchResult) -> str:
     job = result.job
-    return f"{job.name} on {job.num_gpus:,} GPUs ({job.cluster.name})"
-
-
-def _subtitle(result: SearchResult) -> str:
-    job = result.job
-    return (
+    title = f"{job.name} on {job.num_gpus:,} GPUs ({job.cluster.name})"
+    subtitle = (
         f"{job.global_batch_size:,} sequences of {job.seq_length:,} tokens per step · {job.precision} · "
         f"{result.num_enumerated:,} layouts, {result.num_fitting:,} fit, {len(result.ties):,} within 2 % of the fastest"
     )
-
-
-def _footer(result: SearchResult) -> str:
-    return (
+    footer = (
         f"Searched in {result.seconds:.0f} s. Times are predictions of a model fitted to published runs "
         "(docs/planner.md), not measurements. MFU counts causal attention."
     )
+    simulated = html.plural(sum(one.is_simulated for one in result.layouts), "layout")
+    fitting = f"Layouts that fit. {simulated} with a number: memory by the dry run, else by the units."
+    count = len(result.layouts)
+    first = f"The first {_MOST_ROWS:,} of {count:,}. " if count > _MOST_ROWS else ""
+    ties = "Ties, within 2 % of the fastest, come first, from the simplest on."
+    parts = [
+        html.tiles(_tiles(result)),
+        html.notes(result.warnings),
+        _choice(result),
+        html.section("Memory against time", pareto_figure(result), note=fitting),
+        html.section("Where the time goes", time_figure(result), note="Seconds of a step by cause."),
+        *_of_simulated(result),
+        _scaling(result),
+        html.section("Layouts", _layout_table(result), note=first + ties),
+    ]
+    return html.page(title, subtitle, [part for part in parts if part], footer=footer)
 
 
-def _tiles(result: SearchResult) -> list[Tile]:
+def _tiles(result: SearchResult) -> list[html.Tile]:
     best, cost, job = result.best, result.cost, result.job
     low, high = best.interval_s
     limit = job.config.dry_run.gpu_memory
     return [
-        Tile("time of a step", seconds(best.step_time_s), f"{seconds(low)} to {seconds(high)}", is_main=True),
-        Tile("tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"MFU {best.mfu:.1%}"),
-        Tile(
+        html.Tile("time of a step", seconds(best.step_time_s), f"{seconds(low)} to {seconds(high)}", is_main=True),
+        html.Tile("tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"MFU {best.mfu:.1%}"),
+        html.Tile(
             "tightest stage",
             f"{gib(best.memory_bytes)} GiB",
             f"{best.memory_bytes / limit:.0%}, stage {best.tightest_stage}",
         ),
-        Tile("pipeline bubble", f"{best.bubble_fraction:.1%}", "of the step"),
-        Tile(f"days to {_tokens(job.tokens)} tokens", days(cost.days), f"goodput {percentage(cost.goodput)}"),
-        Tile("GPU-hours", short(cost.gpu_hours), "" if cost.price is None else f"price {short(cost.price)}"),
+        html.Tile("pipeline bubble", f"{best.bubble_fraction:.1%}", "of the step"),
+        html.Tile(
+            f"days to {_tokens(job.operation.tokens)} tokens", days(cost.days), f"goodput {percentage(cost.goodput)}"
+        ),
+        html.Tile("GPU-hours", short(cost.gpu_hours), "" if cost.price is None else f"price {short(cost.price)}"),
     ]
 
 
@@ -276,47 +238,39 @@ def _tokens(count: float) -> str:
 def _choice(result: SearchResult) -> str:
     """The first layout with its flags, and the flags of the next ones."""
     best = result.best
-    parts = [paragraph(choices(best), "note"), copyable(shlex.join(command(result.job, best)))]
-    limits = f"Limited by {best.limits}. To change that: {best.advice}."
-    parts.append(paragraph(limits))
+    parts = [html.paragraph(choices(best), "note"), html.copyable(shlex.join(command(result.job, best)))]
+    parts.append(html.paragraph(f"Limited by {best.limits}. To change that: {best.advice}."))
     if best.layout.reduces_in_bf16:
-        parts.append(notes(["This layout changes the numerics: gradients are accumulated and reduced in bf16."]))
-    others = [
-        fold(f"{rank}: {one.name}, {choices(one)}, {seconds(one.step_time_s)}", _flags(result, one))
-        for rank, one in compared(result)[1:]
-    ]
+        parts.append(html.notes(["This layout changes the numerics: gradients are accumulated and reduced in bf16."]))
+    others = []
+    for rank, one in compared(result)[1:]:
+        flags = html.copyable(shlex.join(command(result.job, one))) + html.paragraph(
+            f"Limited by {one.limits}.", "note"
+        )
+        others.append(html.fold(f"{rank}: {one.layout.name}, {choices(one)}, {seconds(one.step_time_s)}", flags))
     if others:
-        parts.append(fold(f"Flags of {plural(len(others), 'other layout')}", *others))
-    return section(f"First choice: {best.name}", *parts)
+        parts.append(html.fold(f"Flags of {html.plural(len(others), 'other layout')}", *others))
+    return html.section(f"First choice: {best.layout.name}", *parts)
 
 
-def _flags(result: SearchResult, one: PlannedLayout) -> str:
-    return copyable(shlex.join(command(result.job, one))) + paragraph(f"Limited by {one.limits}.", "note")
-
-
-def _pareto_note(result: SearchResult) -> str:
-    rehearsed = sum(one.is_rehearsed for one in result.layouts)
-    return f"Layouts that fit. {plural(rehearsed, 'layout')} with a number: memory by the dry run, else by the units."
-
-
-def _rehearsed(result: SearchResult) -> list[str]:
-    """What only a rehearsed layout has: the timeline, memory by kind, and products."""
+def _of_simulated(result: SearchResult) -> list[str]:
+    """What only a simulated layout has: the timeline, memory by kind, and products."""
     found = next(((rank, one) for rank, one in enumerate(result.layouts, start=1) if one.passes is not None), None)
     if found is None:
         return []
     rank, one = found
     assert one.passes is not None
-    of_layout = f"Layout {rank}, {one.name}"
+    of_layout = f"Layout {rank}, {one.layout.name}"
     limit = result.job.config.dry_run.gpu_memory
     memory = memory_figure(equal_neighbours(list(enumerate(one.memory_by_stage))), limit)
     return [
-        section(
+        html.section(
             "Timeline of a step",
             _timeline(result, one),
             note=f"{of_layout}: the passes of the {one.layout.schedule} schedule with the durations of its units.",
         ),
-        section("Memory by stage", memory, note=f"{of_layout}: at the peak of a step, by the dry run."),
-        section(
+        html.section("Memory by stage", memory, note=f"{of_layout}: at the peak of a step, by the dry run."),
+        html.section(
             "Roofline of the products",
             roofline_figure(one.passes.products, result.job.cluster),
             note=f"{of_layout}: the matrix products of a rank, m x n x k, with their prices.",
@@ -333,7 +287,7 @@ def _timeline(result: SearchResult, one: PlannedLayout) -> str:
         return build_schedule(layout.schedule, layout.pp, num_microbatches, layout.vp if layout.vp > 1 else None)
 
     forward, backward, weight = (tuple(times) for times in zip(*one.passes.by_virtual_stage))
-    durations = Durations(forward, backward, weight)
+    durations = Durations(forward, backward, weight)  # seconds by virtual stage
     tail = [Tail(name, colour, one.terms.get(name, 0.0)) for name, colour in _AFTER_THE_PASSES.items()]
     # What a step takes once, such as the host's work between two steps.
     passes = simulate(build(count), durations).makespan
@@ -346,62 +300,54 @@ def _scaling(result: SearchResult) -> str:
         return ""
     job = result.job
     note = (
-        f"The best layout on each number of GPUs, with the same batch. {_tokens(job.tokens)} tokens; a failure in "
-        f"{job.gpu_hours_per_failure:,.0f} GPU-hours."
+        f"The best layout on each number of GPUs, with the same batch. {_tokens(job.operation.tokens)} tokens; a "
+        f"failure in {job.gpu_hours_per_failure:,.0f} GPU-hours."
     )
     headings = ["GPUs", "layout", "time of a step", "tokens/s/GPU", "goodput", "save every", "days", "GPU-hours"]
     rows = [
         [
-            number(f"{point.num_gpus:,}", point.num_gpus),
-            Cell(point.name, is_line=True),
-            number(seconds(point.step_time_s), point.step_time_s),
-            number(f"{point.tokens_per_s_per_gpu:,.0f}", point.tokens_per_s_per_gpu),
-            number(percentage(point.goodput), point.goodput),
-            number(duration(point.save_interval_s), point.save_interval_s),
-            number(days(point.days), point.days),
-            number(f"{point.gpu_hours:,.0f}", point.gpu_hours),
+            html.number(f"{point.num_gpus:,}", point.num_gpus),
+            html.Cell(point.layout.name, is_line=True),
+            html.number(seconds(point.step_time_s), point.step_time_s),
+            html.number(f"{point.tokens_per_s_per_gpu:,.0f}", point.tokens_per_s_per_gpu),
+            html.number(percentage(point.goodput), point.goodput),
+            html.number(duration(point.save_interval_s), point.save_interval_s),
+            html.number(days(point.days), point.days),
+            html.number(f"{point.gpu_hours:,.0f}", point.gpu_hours),
         ]
         for point in result.scaling
     ]
+    # Without a price there is no column of prices.
     if any(point.price is not None for point in result.scaling):
         headings.append("price")
         for row, point in zip(rows, result.scaling):
-            row.append(number("" if point.price is None else f"{point.price:,.0f}", point.price))
-    return section("Strong scaling", scaling_figure(result), table(headings, rows), note=note)
-
-
-def _table_note(result: SearchResult) -> str:
-    shown = min(len(result.layouts), _MOST_ROWS)
-    count = f"The first {shown:,} of {len(result.layouts):,}." if shown < len(result.layouts) else ""
-    return f"{count} Ties, within 2 % of the fastest, come first, from the simplest on.".strip()
+            row.append(html.number("" if point.price is None else f"{point.price:,.0f}", point.price))
+    return html.section("Strong scaling", scaling_figure(result), html.table(headings, rows), note=note)
 
 
 def _layout_table(result: SearchResult) -> str:
     names = "rank", "layout", "", "schedule", "sharding", "mbs", "recompute"
     figures = "step", "tokens/s/GPU", "MFU", "GiB", "bubble", "limited by", "interval"
-    shown = list(enumerate(result.layouts[:_MOST_ROWS], start=1))
-    return table(
-        (*names, *figures), [_row(rank, one) for rank, one in shown], links=[link_of(rank) for rank, _ in shown]
-    )
-
-
-def _row(rank: int, one: PlannedLayout) -> Sequence[Cell]:
-    layout = one.layout
-    low, high = one.interval_s
-    sharding = layout.sharding + (", bf16 gradients" if layout.reduces_in_bf16 else "")
-    return [
-        number(str(rank), rank),
-        Cell(one.name, is_line=True),
-        Cell("tie", mood="good") if one.is_tie else Cell(""),
-        Cell(layout.schedule if layout.pp > 1 else ""),
-        Cell(sharding, is_line=True),
-        number(str(layout.micro_batch_size), layout.micro_batch_size),
-        Cell(recompute_of(one), is_line=True),
-        number(seconds(one.step_time_s), one.step_time_s),
-        number(f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
-        number(f"{one.mfu:.1%}", one.mfu),
-        number(gib(one.memory_bytes), one.memory_bytes),
-        number(f"{one.bubble_fraction:.1%}", one.bubble_fraction),
-        Cell(one.limits.removesuffix(" of the step"), is_line=True),
-        number(f"{seconds(low)} to {seconds(high)}", low),
-    ]
+    rows = []
+    for rank, one in enumerate(result.layouts[:_MOST_ROWS], start=1):
+        layout, (low, high) = one.layout, one.interval_s
+        sharding = layout.sharding + (", bf16 gradients" if layout.reduces_in_bf16 else "")
+        rows.append(
+            [
+                html.number(str(rank), rank),
+                html.Cell(layout.name, is_line=True),
+                html.Cell("tie", mood="good") if one.is_tie else html.Cell(""),
+                html.Cell(layout.schedule if layout.pp > 1 else ""),
+                html.Cell(sharding, is_line=True),
+                html.number(str(layout.micro_batch_size), layout.micro_batch_size),
+                html.Cell(recompute_of(one), is_line=True),
+                html.number(seconds(one.step_time_s), one.step_time_s),
+                html.number(f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
+                html.number(f"{one.mfu:.1%}", one.mfu),
+                html.number(gib(one.memory_bytes), one.memory_bytes),
+                html.number(f"{one.bubble_fraction:.1%}", one.bubble_fraction),
+                html.Cell(one.limits.removesuffix(" of the step"), is_line=True),
+                html.number(f"{seconds(low)} to {seconds(high)}", low),
+            ]
+        )
+    return html.table((*names, *figures), rows, links=[link_of(rank) for rank in range(1, len(rows) + 1)])

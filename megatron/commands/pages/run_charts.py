@@ -11,8 +11,9 @@ from megatron.metrics.history import History, Record
 from megatron.operation.accounting import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg
+from megatron.reports.charts import Axis, horizontal_axis
 from megatron.reports.page import Lane, lanes, legend, plural
-from megatron.reports.svg import Point, Scale, duration, percentage
+from megatron.reports.svg import Point, Scale, Thinned, duration, percentage
 
 _TALL, _LOW, _MARKS = 190.0, 84.0, 13.0
 """Heights of charts, in pixels."""
@@ -50,6 +51,7 @@ def _alarms_of(record: Record, limit: float) -> list[Alarm]:
         return float(value) if isinstance(value, int | float) else 0.0
 
     kinds = []
+    # A record may have several.
     if number("spike"):
         kinds.append(("spike", f"spike {number('spike'):.3g}"))
     if number("skipped"):
@@ -76,45 +78,47 @@ def training_charts(history: History, attempts: Sequence[Attempt]) -> str:
     """All curves over one axis."""
     last = max((history.place(record) for record in [*history.iterations, *history.evaluations]), default=1.0)
     axis = Scale(0.0, max(last, 1.0))
-    charts = [_loss(history, axis)]
-    charts += [
-        lane
-        for lane in (
-            _curve(history, axis, "learning_rate", "learning rate"),
-            _curve(history, axis, "grad_norm", "gradient norm"),
-            _curve(history, axis, "tokens_per_s_per_gpu", "tokens/s per GPU", from_zero=True),
-            _curve(history, axis, "mfu", "MFU", from_zero=True, factor=100.0, unit=" %"),
-            _curve(history, axis, "peak_memory_gib", "peak GPU memory of rank 0", from_zero=True, unit=" GiB"),
-        )
-        if lane is not None
-    ]
+    training = svg.thin(history.curve("lm_loss"))
+    curves = (
+        _loss_lane(training, training.means, history.curve("validation_loss"), axis, _TALL, "tokens"),
+        _curve(history, axis, "learning_rate", "learning rate"),
+        _curve(history, axis, "grad_norm", "gradient norm"),
+        _curve(history, axis, "tokens_per_s_per_gpu", "tokens/s per GPU", from_zero=True),
+        _curve(history, axis, "mfu", "MFU", from_zero=True, factor=100.0, unit=" %"),
+        _curve(history, axis, "peak_memory_gib", "peak GPU memory of rank 0", from_zero=True, unit=" GiB"),
+    )
+    charts = [lane for lane in curves if lane is not None]
     found = alarms(history, attempts)
     if found:
         places = [(axis.percent(history.place({"iteration": alarm.iteration})), alarm) for alarm in found]
         charts.append(Lane("alarms", alarm_marks(places)))
-    charts.append(Lane("", _axis(axis, "tokens" if history.tokens is not None else "iterations")))
+    labels = [(tick, _short(tick)) for tick in svg.nice_ticks(axis.low, axis.high, 6)]
+    labels[-1] = labels[-1][0], f"{labels[-1][1]} {'tokens' if history.tokens is not None else 'iterations'}"
+    charts.append(Lane("", horizontal_axis(Axis(axis, labels, ""))))
     return lanes(charts) + alarm_legend(found)
 
 
-def _loss(history: History, axis: Scale) -> Lane:
-    training, validation = svg.thin(history.curve("lm_loss")), history.curve("validation_loss")
+def _loss_lane(
+    training: Thinned, line: Sequence[Point], validation: Sequence[Point], axis: Scale, height: float, over: str
+) -> Lane:
+    """Losses ``over`` tokens or wall time: a ``line`` of training within its extremes, and dots of validation."""
     values = sorted(value for _, value in (*training.means, *validation))
     # The first losses of a run from random weights would flatten the rest.
     scale = _padded(values[0], values[math.ceil(0.98 * (len(values) - 1))])
     ticks = svg.nice_ticks(scale.low, scale.high, 5)
-    shapes = [svg.horizontal(scale.pixel(tick, _TALL), "grid") for tick in ticks]
-    shown = [(place, value if value <= scale.high else math.nan) for place, value in training.means]
-    shapes.append(svg.band([one for one in training.extremes if one[2] <= scale.high], axis, scale, _TALL, "band"))
-    shapes.append(svg.curve(shown, axis, scale, _TALL, "line"))
+    shapes = [svg.horizontal(scale.pixel(tick, height), "grid") for tick in ticks]
+    shown = [(place, value if value <= scale.high else math.nan) for place, value in line]
+    shapes.append(svg.band([one for one in training.extremes if one[2] <= scale.high], axis, scale, height, "band"))
+    shapes.append(svg.curve(shown, axis, scale, height, "line"))
     step = math.ceil(len(validation) / _MOST_DOTS) or 1
     shapes += [
-        svg.dot(axis.percent(place), scale.pixel(loss, _TALL), 3.5, "own", f"validation loss {loss:.4f}")
+        svg.dot(axis.percent(place), scale.pixel(loss, height), 3.5, "own", f"validation loss {loss:.4f}")
         for place, loss in validation[::-step]
         if loss <= scale.high
     ]
     name = "loss, and validation loss (dots)" if validation else "loss"
-    chart = svg.svg(_TALL, *shapes, label="loss over tokens")
-    return Lane(name, chart, [(scale.pixel(tick, _TALL), f"{tick:.4g}") for tick in ticks])
+    chart = svg.svg(height, *shapes, label=f"loss over {over}")
+    return Lane(name, chart, [(scale.pixel(tick, height), f"{tick:.4g}") for tick in ticks])
 
 
 def _curve(
@@ -126,11 +130,12 @@ def _curve(
         return None
     curve = svg.thin(points)
     values = sorted(value for _, value in curve.means)
-    highest = values[math.ceil(0.99 * (len(values) - 1))]
+    highest = values[math.ceil(0.99 * (len(values) - 1))]  # spikes would flatten the rest
     scale = Scale(0.0, 1.08 * highest or 1.0) if from_zero else _padded(min(0.0, values[0]), highest)
     ticks = svg.nice_ticks(scale.low, scale.high, 3)
     shapes = [svg.horizontal(scale.pixel(tick, _LOW), "grid") for tick in ticks]
-    shapes.append(svg.curve(_below(curve.means, scale.high), axis, scale, _LOW, "line"))
+    below = [(place, min(value, scale.high)) for place, value in curve.means]
+    shapes.append(svg.curve(below, axis, scale, _LOW, "line"))
     chart = svg.svg(_LOW, *shapes, label=f"{name} over tokens")
     caption = f"{name}, last value {points[-1][1]:.4g}{unit}"
     return Lane(caption, chart, [(scale.pixel(tick, _LOW), _short(tick)) for tick in ticks])
@@ -139,23 +144,6 @@ def _curve(
 def _padded(low: float, high: float) -> Scale:
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
     return Scale(low if low == 0.0 else low - margin, high + margin)
-
-
-def _below(points: Sequence[Point], limit: float) -> list[Point]:
-    """The points, those above ``limit`` at the limit."""
-    return [(place, min(value, limit)) for place, value in points]
-
-
-def _axis(axis: Scale, unit: str) -> str:
-    ticks = svg.nice_ticks(axis.low, axis.high, 6)
-    shapes = [svg.horizontal(1, "axis")]
-    for index, tick in enumerate(ticks):
-        anchor = "start" if tick == 0 else "end" if axis.fraction(tick) > 0.94 else "middle"
-        css = "sparse" if index % 2 else ""
-        label = f"{_short(tick)} {unit}" if index == len(ticks) - 1 else _short(tick)
-        x = axis.percent(tick)
-        shapes += [svg.vertical(x, 1, 5, "axis"), svg.text(x, 18, label, "" if label.endswith(unit) else css, anchor)]
-    return svg.svg(22, *shapes)
 
 
 def _short(value: float) -> str:
@@ -182,7 +170,9 @@ DURING: tuple[TimeClass, ...] = ("step", "evaluation", "data", "save")
 AFTER: tuple[TimeClass, ...] = ("lost", "hang", "idle")
 _BARS, _LOSS, _SHARE, _CURVE = 44.0, 150.0, 72.0, 190.0
 """Heights of charts, in pixels."""
-_MOST_TRIANGLES, _MOST_TICKS, _MOST_DOTS = 80, 400, 60
+_MOST_TRIANGLES, _MOST_TICKS = 80, 400
+_INTERVALS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000)
+"""Round seconds."""
 
 
 @dataclass(frozen=True)
@@ -228,12 +218,16 @@ def timeline(report: Report) -> str:
     if report.summary.saves:
         charts.append(Lane("saves", _saves(report)))
     if report.curves.training or report.curves.validation:
-        charts.append(_loss_lane(report))
+        training = svg.thin([point for point in report.curves.training if math.isfinite(point[1])])
+        validation = [point for point in report.curves.validation if math.isfinite(point[1])]
+        line = interrupted(training.means, [attempt.start for attempt in report.run.attempts])
+        charts.append(_loss_lane(training, line, validation, report.time, _LOSS, "wall time"))
     unusual = [] if report.history is None else alarms(report.history)
     places = [(report.time.percent(alarm.time), alarm) for alarm in unusual if alarm.time is not None]
     if places:
         charts.append(Lane("alarms", alarm_marks(places)))
-    charts += [_share_lane(report), Lane("", _time_axis(report))]
+    ticks = [(report.start + tick, svg.tick_label(tick)) for tick in svg.duration_ticks(report.end - report.start)]
+    charts += [_share_lane(report), Lane("", horizontal_axis(Axis(report.time, ticks, "")))]
     used = [name for name in (*BEFORE, *DURING, *AFTER) if report.summary.time.seconds[name] > 0]
     return lanes(charts) + legend((name, EXPLANATIONS[name][0]) for name in used) + alarm_legend(unusual)
 
@@ -287,6 +281,7 @@ def _attempt_shapes(attempt: Attempt, time: Scale) -> list[str]:
                 shapes.append(svg.rect(time.percent(now), 0, width, _BARS, name, tip(name)))
                 now += seconds
 
+    # |  start  |  load  | evaluation / data / save / training, stacked |  lost  |  hang  |  idle  |
     full(BEFORE)
     during = sum(attempt.second(name) for name in DURING)
     top = 0.0
@@ -321,30 +316,6 @@ def _saves(report: Report) -> str:
     return svg.svg(12, *ticks, label=plural(len(commits), "checkpoint"))
 
 
-def _loss_lane(report: Report) -> Lane:
-    training = svg.thin([point for point in report.curves.training if math.isfinite(point[1])])
-    validation = [point for point in report.curves.validation if math.isfinite(point[1])]
-    values = sorted(value for _, value in (*training.means, *validation))
-    # The first losses of a run from random weights would flatten the rest.
-    low, high = values[0], values[math.ceil(0.98 * (len(values) - 1))]
-    margin = 0.06 * (high - low) or 0.5
-    scale = Scale(low - margin, high + margin)
-    ticks = svg.nice_ticks(scale.low, scale.high, 4)
-    shapes = [svg.horizontal(scale.pixel(tick, _LOSS), "grid") for tick in ticks]
-    shapes.append(svg.band(training.extremes, report.time, scale, _LOSS, "band"))
-    starts = [attempt.start for attempt in report.run.attempts]
-    shapes.append(svg.curve(interrupted(training.means, starts), report.time, scale, _LOSS, "line"))
-    step = math.ceil(len(validation) / _MOST_DOTS) or 1
-    shapes += [
-        svg.dot(report.time.percent(moment), scale.pixel(loss, _LOSS), 3.5, "own", f"validation loss {loss:.4f}")
-        for moment, loss in validation[::-step]
-        if loss <= scale.high
-    ]
-    chart = svg.svg(_LOSS, *shapes, label="loss over wall time")
-    name = "loss, and validation loss (dots)" if validation else "loss"
-    return Lane(name, chart, [(scale.pixel(tick, _LOSS), f"{tick:.3g}") for tick in ticks])
-
-
 def interrupted(points: Sequence[Point], moments: Sequence[float]) -> list[Point]:
     """The curve with an interruption at each of ``moments``, which increase."""
     found: list[Point] = []
@@ -372,6 +343,7 @@ def effective_time_points(attempts: Sequence[Attempt]) -> list[Point]:
             (sum(attempt.second(name) for name in AFTER), 0.0),
             (gap, 0.0),
         )
+        # The curve bends where a span ends: kept seconds over all seconds so far.
         for seconds, step in spans:
             now, wall, kept = now + seconds, wall + seconds, kept + step
             if wall > 0 and seconds > 0:
@@ -394,27 +366,19 @@ def _share_lane(report: Report) -> Lane:
     return Lane("effective time", chart, [(scale.pixel(tick, _SHARE), f"{100 * tick:.0f} %") for tick in ticks])
 
 
-def _time_axis(report: Report) -> str:
-    length = report.end - report.start
-    shapes = [svg.horizontal(1, "axis")]
-    for index, tick in enumerate(svg.duration_ticks(length)):
-        x = report.time.percent(report.start + tick)
-        anchor = "start" if tick == 0 else "end" if tick > 0.97 * length else "middle"
-        css = "sparse" if index % 2 else ""
-        shapes += [svg.vertical(x, 1, 5, "axis"), svg.text(x, 18, svg.tick_label(tick), css, anchor)]
-    return svg.svg(22, *shapes)
-
-
 def interval_chart(intervals: SaveIntervals) -> str:
     """Effective time over the save interval, with the run's own interval and the best one."""
     best = intervals.daly_s
     own = intervals.own_s or best
+    # Six times shorter and longer than both intervals, on a logarithmic axis.
     x = Scale(min(best, own) / 6.0, max(best, own) * 6.0, is_log=True)
     places = [x.low * (x.high / x.low) ** (index / 120.0) for index in range(121)]
     points = [(place, intervals.share(place)) for place in places]
     shares_shown = [share for _, share in points]
     y = Scale(max(0.0, min(shares_shown) - 0.01), min(1.0, max(shares_shown) + 0.02))
-    y_ticks, x_ticks = svg.nice_ticks(y.low, y.high, 4), _interval_ticks(x.low, x.high)
+    y_ticks = svg.nice_ticks(y.low, y.high, 4)
+    x_ticks = [float(seconds) for seconds in _INTERVALS if x.low <= seconds <= x.high]
+    x_ticks = x_ticks or [svg.nice_ticks(x.low, x.high, 2)[0]]
     shapes = [svg.horizontal(y.pixel(tick, _CURVE), "grid") for tick in y_ticks]
     shapes += [svg.area(points, x, y, _CURVE, "area"), svg.curve(points, x, y, _CURVE, "line")]
     # The labels of two near marks point away from each other; others begin at their mark, off the labels of the axis.
@@ -428,16 +392,7 @@ def interval_chart(intervals: SaveIntervals) -> str:
         tip = f"{name}: {duration(seconds)}, {percentage(intervals.share(seconds))}"
         shapes.append(svg.dot(x.percent(seconds), top, 6, css, tip))
         shapes.append(svg.text(x.percent(seconds), top - 12, f"{name}: {duration(seconds)}", "strong", anchor))
-    axis = [svg.horizontal(1, "axis")]
-    for index, tick in enumerate(x_ticks):
-        css = "sparse" if index % 2 else ""
-        axis += [svg.vertical(x.percent(tick), 1, 5, "axis"), svg.text(x.percent(tick), 18, svg.tick_label(tick), css)]
+    axis = Axis(x, [(tick, svg.tick_label(tick)) for tick in x_ticks], "")
     labels = [(y.pixel(tick, _CURVE), f"{100 * tick:.3g} %") for tick in y_ticks]
     chart = svg.svg(_CURVE, *shapes, label="effective time over the save interval")
-    return lanes([Lane("effective time", chart, labels), Lane("", svg.svg(22, *axis))])
-
-
-def _interval_ticks(low: float, high: float) -> list[float]:
-    round_ones = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000]
-    found = [float(seconds) for seconds in round_ones if low <= seconds <= high]
-    return found or [svg.nice_ticks(low, high, 2)[0]]
+    return lanes([Lane("effective time", chart, labels), Lane("", horizontal_axis(axis))])

@@ -18,59 +18,36 @@ from megatron.commands.pages.run_charts import (
 from megatron.operation.accounting import TIME_CLASSES, Attempt
 from megatron.operation.causes import advice
 from megatron.operation.run_summary import RunSummary, cause_of, in_iterations, interval_choices
-from megatron.reports.page import (
-    Card,
-    Cell,
-    Mood,
-    Share,
-    Tile,
-    cards,
-    columns,
-    number,
-    page,
-    paragraph,
-    plural,
-    section,
-    shares,
-    table,
-    tiles,
-)
+from megatron.reports import page as html
 from megatron.reports.svg import duration, percentage
 
-_MOODS: Mapping[str, Mood] = {"complete": "good", "running": "good", "stopped": "warn", "failed": "bad", "lost": "bad"}
 _MOST_CARDS = 20
 _SHORTEST_FOR_ADVICE_S = 3600.0
 """The save interval of a shorter run does not matter."""
-_INTERVAL_NAMES = {
-    "own": "this run",
-    "young": "Young",
-    "nvidia": "NVIDIA",
-    "daly": "best (Daly)",
-}
+_INTERVAL_NAMES = {"own": "this run", "young": "Young", "nvidia": "NVIDIA", "daly": "best (Daly)"}
 
 
 def report_page(report: Report) -> str:
-    """The HTML file."""
+    training = ""
+    if report.history is not None:
+        newest = "The newest weights: what a resume trained again is shown once."
+        training = html.section("Training", training_charts(report.history, report.run.attempts), note=newest)
+    footer = f"State of {date(report.end)} UTC. Effective time: seconds of iterations that were kept, over wall time."
+    used = report.summary.time.seconds
+    times = [
+        html.Share(name, EXPLANATIONS[name][0], used[name], duration(used[name]), EXPLANATIONS[name][1])
+        for name in (*DURING, *BEFORE, *AFTER)
+    ]
     parts = [
-        tiles(_tiles(report)),
-        _training(report),
-        section("Where the time went", shares(_shares(report.summary))),
-        section("Timeline", timeline(report), note="Wall time from the start of the first attempt."),
+        html.tiles(_tiles(report)),
+        training,
+        html.section("Where the time went", html.shares(times)),
+        html.section("Timeline", timeline(report), note="Wall time from the start of the first attempt."),
         _save_interval(report),
         _failures(report),
-        section("Attempts", _attempts_table(report)),
+        html.section("Attempts", _attempts_table(report)),
     ]
-    return page(report.name, _subtitle(report), [part for part in parts if part], footer=_footer(report))
-
-
-def _training(report: Report) -> str:
-    if report.history is None:
-        return ""
-    return section(
-        "Training",
-        training_charts(report.history, report.run.attempts),
-        note="The newest weights: what a resume trained again is shown once.",
-    )
+    return html.page(report.name, _subtitle(report), [part for part in parts if part], footer=footer)
 
 
 def _subtitle(report: Report) -> str:
@@ -80,10 +57,6 @@ def _subtitle(report: Report) -> str:
     ranks = f"{last.world_size:,} rank{'s' * (last.world_size != 1)}{hosts}"
     dates = f"{date(report.start)} to {date(report.end)} UTC"
     return f"{dates} · {ranks} · iteration {report.summary.iterations:,} · {state}"
-
-
-def _footer(report: Report) -> str:
-    return f"State of {date(report.end)} UTC. Effective time: seconds of iterations that were kept, over wall time."
 
 
 def _losses(report: Report) -> tuple[str, str]:
@@ -96,28 +69,30 @@ def _losses(report: Report) -> tuple[str, str]:
     return f"{last[0][1]:.4f}", beside
 
 
-def _tiles(report: Report) -> list[Tile]:
+def _tiles(report: Report) -> list[html.Tile]:
     summary = report.summary
     share = summary.time.effective_time
     lost = summary.time.seconds["lost"]
     loss, beside = _losses(report)
-    found = [Tile("loss", loss, beside, is_main=True)] if loss else []
+    found = [html.Tile("loss", loss, beside, is_main=True)] if loss else []
     found += [
-        Tile("effective time", "-" if share is None else percentage(share), "of the wall time", is_main=not loss),
-        Tile("wall time", duration(summary.time.wall_s), f"in {plural(summary.num_attempts, 'attempt')}"),
-        Tile(
+        html.Tile("effective time", "-" if share is None else percentage(share), "of the wall time", is_main=not loss),
+        html.Tile("wall time", duration(summary.time.wall_s), f"in {html.plural(summary.num_attempts, 'attempt')}"),
+        html.Tile(
             "failures",
             f"{summary.interruptions:,}",
             "none so far" if summary.mtbf_s is None else f"one in {duration(summary.mtbf_s)}{_bounds(summary)}",
         ),
     ]
     if summary.interruptions or summary.lost_iterations:
-        found.append(Tile("lost work", f"{summary.lost_iterations:,}", f"iterations, {duration(lost)}"))
+        found.append(html.Tile("lost work", f"{summary.lost_iterations:,}", f"iterations, {duration(lost)}"))
     if summary.restart_s is not None:
         label = "failure to first step" if summary.interruptions else "start to first step"
-        found.append(Tile(label, duration(summary.restart_s), "mean"))
+        found.append(html.Tile(label, duration(summary.restart_s), "mean"))
     if summary.save_s is not None:
-        found.append(Tile("blocked by a save", duration(summary.save_s), f"mean of {plural(summary.saves, 'save')}"))
+        found.append(
+            html.Tile("blocked by a save", duration(summary.save_s), f"mean of {html.plural(summary.saves, 'save')}")
+        )
     return found
 
 
@@ -126,18 +101,11 @@ def _bounds(summary: RunSummary) -> str:
     return f" ({duration(least)} to {duration(most)})" if summary.interruptions >= 3 else ""
 
 
-def _shares(summary: RunSummary) -> list[Share]:
-    return [
-        Share(name, EXPLANATIONS[name][0], summary.time.seconds[name], duration(summary.time.seconds[name]), text)
-        for name in (*DURING, *BEFORE, *AFTER)
-        for text in (EXPLANATIONS[name][1],)
-    ]
-
-
 # --- save interval -------------------------------------------------------------------------------------------
 
 
 def _save_interval(report: Report) -> str:
+    # Daly's formula: the interval that loses least to saves (C) and to repeated work after failures (M, R).
     summary, intervals = report.summary, report.summary.intervals
     if intervals is None or summary.time.wall_s < _SHORTEST_FOR_ADVICE_S:
         return ""
@@ -159,10 +127,10 @@ def _save_interval(report: Report) -> str:
         share = intervals.share(seconds)
         rows.append(
             [
-                Cell(_INTERVAL_NAMES[name]),
-                number(duration(seconds), seconds),
-                number("" if iterations is None else f"{iterations:,}", iterations),
-                number(percentage(share), share),
+                html.Cell(_INTERVAL_NAMES[name]),
+                html.number(duration(seconds), seconds),
+                html.number("" if iterations is None else f"{iterations:,}", iterations),
+                html.number(percentage(share), share),
             ]
         )
     headings = ("", "training between two saves", "iterations", "effective time")
@@ -175,11 +143,11 @@ def _save_interval(report: Report) -> str:
             if gain < 0.002
             else f"Saving {change}, every {duration(intervals.daly_s)}, would gain {100 * gain:.1f} % of the wall time."
         )
-    return section(
+    return html.section(
         "Save interval",
-        paragraph(advice),
+        html.paragraph(advice),
         interval_chart(intervals),
-        table(headings, rows, is_sortable=False),
+        html.table(headings, rows, is_sortable=False),
         note=note,
     )
 
@@ -192,27 +160,29 @@ def _failures(report: Report) -> str:
     if not failed:
         return ""
     causes = [
-        [Cell(cause.replace("_", " ")), number(f"{count:,}", count)] for cause, count in report.summary.causes.items()
+        [html.Cell(cause.replace("_", " ")), html.number(f"{count:,}", count)]
+        for cause, count in report.summary.causes.items()
     ]
-    parts = [table(("cause", "failures"), causes)]
+    parts = [html.table(("cause", "failures"), causes)]
     if report.summary.hosts:
         rows = [
             [
-                Cell(record.host),
-                number(f"{record.failures:,}", record.failures),
-                Cell(", ".join(f"{cause.replace('_', ' ')} {count}" for cause, count in record.causes.items())),
-                Cell(f"{date(record.last)} UTC", record.last),
+                html.Cell(record.host),
+                html.number(f"{record.failures:,}", record.failures),
+                html.Cell(", ".join(f"{cause.replace('_', ' ')} {count}" for cause, count in record.causes.items())),
+                html.Cell(f"{date(record.last)} UTC", record.last),
             ]
             for record in report.summary.hosts[:12]
         ]
-        parts.append(table(("worst hosts", "failures", "causes", "last"), rows))
-    listed = cards([_card(report, attempt) for attempt in failed[: -_MOST_CARDS - 1 : -1]])
+        parts.append(html.table(("worst hosts", "failures", "causes", "last"), rows))
+    listed = html.cards([_card(report, attempt) for attempt in failed[: -_MOST_CARDS - 1 : -1]])
     note = f"The last {_MOST_CARDS} of {len(failed):,}, the newest first." if len(failed) > _MOST_CARDS else ""
-    return section("Failures", columns(*parts), paragraph(note, "note") if note else "", listed)
+    return html.section("Failures", html.columns(*parts), html.paragraph(note, "note") if note else "", listed)
 
 
-def _card(report: Report, attempt: Attempt) -> Card:
+def _card(report: Report, attempt: Attempt) -> html.Card:
     found: Mapping[str, Any] = report.run.failures.get(attempt.attempt, {})
+    # What the tip of the chart says first, then what it cost, what was raised, and what to do.
     heading, *rest = fault_tip(report, attempt).split("\n")
     lost = attempt.second("lost") + attempt.second("hang")
     facts = [*rest, f"section {found['section']}" if isinstance(found.get("section"), str) else ""]
@@ -224,43 +194,33 @@ def _card(report: Report, attempt: Attempt) -> Card:
         message if isinstance(message, str) else "",
         f"→ {remedy}",
     ]
-    return Card(heading, sentences, stack if isinstance(stack, str) else "")
+    return html.Card(heading, sentences, stack if isinstance(stack, str) else "")
 
 
 def _attempts_table(report: Report) -> str:
-    headings = (
-        "attempt",
-        "start (UTC)",
-        "wall time",
-        "end",
-        "cause",
-        "iterations",
-        "saves",
-        "kept",
-        "lost",
-        "start",
-        "hang",
-    )
+    headings = ("attempt", "start (UTC)", "wall time", "end", "cause", "iterations", "saves")
+    classes = ("kept", "lost", "start", "hang")
     rows = []
     for attempt in report.run.attempts:
         first, last = attempt.first_iteration, attempt.last_iteration
         iterations = "" if first is None or last is None else f"{first:,} → {last:,}"
         cause = cause_of(attempt, report.run).replace("_", " ") if attempt.is_failure else ""
+        mood: html.Mood = "bad" if attempt.is_failure else "warn" if attempt.outcome == "stopped" else "good"
         times = [attempt.second("step"), attempt.second("lost")]
         times += [attempt.second("start") + attempt.second("load"), attempt.second("hang")]
         rows.append(
             [
-                number(str(attempt.attempt), attempt.attempt),
-                Cell(date(attempt.start), attempt.start),
-                number(duration(attempt.wall_s), attempt.wall_s),
-                Cell(attempt.outcome, mood=_MOODS[attempt.outcome]),
-                Cell(cause),
-                number(iterations, last),
-                number(f"{attempt.saves:,}", attempt.saves),
-                *[number(duration(seconds) if seconds else "", seconds) for seconds in times],
+                html.number(str(attempt.attempt), attempt.attempt),
+                html.Cell(date(attempt.start), attempt.start),
+                html.number(duration(attempt.wall_s), attempt.wall_s),
+                html.Cell(attempt.outcome, mood=mood),
+                html.Cell(cause),
+                html.number(iterations, last),
+                html.number(f"{attempt.saves:,}", attempt.saves),
+                *[html.number(duration(seconds) if seconds else "", seconds) for seconds in times],
             ]
         )
-    return table(headings, rows)
+    return html.table((*headings, *classes), rows)
 
 
 # --- text ----------------------------------------------------------------------------------------------------
@@ -275,8 +235,10 @@ def report_text(report: Report) -> str:
     if loss:
         lines.append(_line("loss", f"{loss} ({beside})" if beside else loss))
     lines.append(_line("effective time", "-" if share is None else percentage(share)))
-    lines.append(_line("wall time", f"{duration(summary.time.wall_s)} in {plural(summary.num_attempts, 'attempt')}"))
-    wall = summary.time.wall_s or 1.0
+    lines.append(
+        _line("wall time", f"{duration(summary.time.wall_s)} in {html.plural(summary.num_attempts, 'attempt')}")
+    )
+    wall = summary.time.wall_s or 1.0  # of a run that has just begun
     for name in TIME_CLASSES:
         seconds = summary.time.seconds[name]
         if seconds > 0:
@@ -286,7 +248,7 @@ def report_text(report: Report) -> str:
     lines.append(_line("failures", f"{summary.interruptions}: {mtbf}" + (f" ({causes})" if causes else "")))
     lines.append(_line("lost iterations", f"{summary.lost_iterations:,} of {summary.iterations:,}"))
     for record in summary.hosts[:5]:
-        lines.append(_line(f"host {record.host}", plural(record.failures, "failure")))
+        lines.append(_line(f"host {record.host}", html.plural(record.failures, "failure")))
     if summary.intervals is not None and summary.time.wall_s >= _SHORTEST_FOR_ADVICE_S:
         for choice, interval_s in interval_choices(summary.intervals):
             if interval_s is not None:

@@ -9,7 +9,7 @@ from megatron.reports.charts import Axis, Bar, Box, Limit, Part, boxes_over_time
 from megatron.reports.page import figure, legend, paragraph
 from megatron.reports.svg import Scale, duration, gib, nice_ticks
 from megatron.schedules.schedule import Kind, Schedule
-from megatron.schedules.simulator import Durations, Span, Timeline, simulate
+from megatron.schedules.simulator import Durations, Timeline, simulate
 
 ALLOWANCE_NAME = "allowance"
 COLOURS: Mapping[str, str] = {
@@ -52,6 +52,7 @@ def equal_neighbours(by_stage: Sequence[tuple[int, Mapping[str, int]]]) -> list[
 def memory_figure(rows: Sequence[MemoryOfStage], limit: int) -> str:
     """Stacked bars with the GPU's ``limit`` in bytes as a line; the tightest stage is strong."""
     most = max(row.total for row in rows)
+    # Room for the label of the limit, or of the longest bar.
     end = max(most, limit) * 1.04
     bars = [_bar(row, limit, row.total == most) for row in rows]
     ticks = [(tick * 2**30, f"{tick:g} GiB") for tick in nice_ticks(0.0, end / 2**30, 6)]
@@ -70,7 +71,7 @@ def _bar(row: MemoryOfStage, limit: int, is_tightest: bool) -> Bar:
 
 
 _MOST_BOXES = 160
-"""In a row."""
+"""Boxes in a row of a schedule."""
 _COLOURS: dict[Kind, str] = {"F": "blue", "B": "orange", "W": "slate"}
 
 
@@ -83,16 +84,6 @@ class Tail:
     seconds: float
 
 
-def drawn_microbatches(build: Callable[[int], Schedule], num_microbatches: int) -> int:
-    """How many microbatches are drawn: all, or as many as give about 160 boxes in a row, but at least one
-    for each stage."""
-    first = build(1)
-    stages, boxes = first.placement.num_stages, first.placement.num_chunks * len(first.kinds)
-    # Interleaved schedules work in groups of one microbatch per stage.
-    groups = max(1, _MOST_BOXES // (boxes * stages))
-    return min(num_microbatches, groups * stages)
-
-
 def schedule_figure(
     build: Callable[[int], Schedule],
     num_microbatches: int,
@@ -102,13 +93,22 @@ def schedule_figure(
 ) -> str:
     """The timeline of a step, one row of passes for each stage. ``build`` returns the schedule of a number of
     microbatches. Without seconds the axis shows shares of the step."""
-    count = drawn_microbatches(build, num_microbatches)
-    schedule = build(count)
+    # Interleaved schedules work in groups of one microbatch per stage: draw as many as give about 160 boxes in a row.
+    first = build(1)
+    stages, boxes = first.placement.num_stages, first.placement.num_chunks * len(first.kinds)
+    schedule = build(min(num_microbatches, max(1, _MOST_BOXES // (boxes * stages)) * stages))
     timeline = simulate(schedule, durations)
     ends = timeline.makespan + sum(one.seconds for one in tail)
-    axis = seconds_axis(ends) if is_in_seconds else _shares(ends)
+    shares = [(share * ends, f"{share:.0%}") for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    axis = seconds_axis(ends) if is_in_seconds else Axis(Scale(0.0, ends), shares, "")
+    # All stages go through data parallelism and the optimizer together, after the last pass of any.
+    after, start = [], timeline.makespan
+    for one in tail:
+        tip = f"{one.name}\n{duration(one.seconds)}, from {duration(start)}"
+        after.append(Box(start, start + one.seconds, one.name, one.colour, tip=tip))
+        start += one.seconds
     rows = [
-        (f"stage {stage}", [*_boxes(timeline, stage, schedule, ends, is_in_seconds), *_tail_boxes(timeline, tail)])
+        (f"stage {stage}", [*_boxes(timeline, stage, schedule, ends, is_in_seconds), *after])
         for stage in range(timeline.num_stages)
     ]
     chart = boxes_over_time(rows, axis, f"schedule {schedule.name}")
@@ -135,31 +135,13 @@ def _name(kind: Kind, schedule: Schedule) -> str:
 
 
 def _boxes(timeline: Timeline, stage: int, schedule: Schedule, end: float, is_in_seconds: bool) -> list[Box]:
-    def box(span: Span) -> Box:
+    boxes, chunks = [], schedule.placement.num_chunks
+    for span in timeline.stage_spans(stage):
         kind, microbatch, chunk = span.action
-        name = _name(kind, schedule)
-        where = f", chunk {chunk}" if schedule.placement.num_chunks > 1 else ""
-        took = span.end - span.start
+        name, took = _name(kind, schedule), span.end - span.start
+        where = f", chunk {chunk}" if chunks > 1 else ""
         size = f"{duration(took)}, from {duration(span.start)}" if is_in_seconds else f"{took / end:.1%} of the step"
-        shade = _shade(chunk, schedule.placement.num_chunks)
+        shade = round(3 * chunk / (chunks - 1)) if chunks > 1 else 0
         tip = f"{name}, microbatch {microbatch}{where}\n{size}"
-        return Box(span.start, span.end, name, _COLOURS[kind], shade, str(microbatch), tip)
-
-    return [box(span) for span in timeline.stage_spans(stage)]
-
-
-def _shade(chunk: int, num_chunks: int) -> int:
-    return round(3 * chunk / (num_chunks - 1)) if num_chunks > 1 else 0
-
-
-def _tail_boxes(timeline: Timeline, tail: Sequence[Tail]) -> list[Box]:
-    found, start = [], timeline.makespan
-    for one in tail:
-        tip = f"{one.name}\n{duration(one.seconds)}, from {duration(start)}"
-        found.append(Box(start, start + one.seconds, one.name, one.colour, tip=tip))
-        start += one.seconds
-    return found
-
-
-def _shares(end: float) -> Axis:
-    return Axis(Scale(0.0, end), [(share * end, f"{share:.0%}") for share in (0.0, 0.25, 0.5, 0.75, 1.0)], "")
+        boxes.append(Box(span.start, span.end, name, _COLOURS[kind], shade, str(microbatch), tip))
+    return boxes

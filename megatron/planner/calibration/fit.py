@@ -26,6 +26,7 @@ from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     Constants,
     Machines,
+    constant_name,
     load_fitted,
     product_seconds,
     product_traffic,
@@ -88,6 +89,7 @@ def fit_products(
         constants = {**fitted, name: 1.0, "product_depth": depth_constant, "product_bytes": bytes_share}
         return product_seconds(machines, constants, rows, columns, depth, traffic, np.zeros(len(shapes), dtype=bool))
 
+    # Unknowns: 1 / share, depth / share, and the share of the traffic; the time is linear in them.
     peak = price(0.0, 0.0)
     found, errors = _solve([peak, price(1.0, 0.0) - peak, price(0.0, 1.0) - peak], samples)
     constants = {name: 1 / found[0], "product_depth": found[1] / found[0], "product_bytes": found[2]}
@@ -141,33 +143,22 @@ def without_overlap() -> dict[str, float]:
     return {**dict.fromkeys((*exposed, "link", "network"), 1.0), "hidden_data_parallel": 0.0, "growth": 0.0}
 
 
-ATTENTION_CONSTANTS: Mapping[tuple[str, str], str] = {
-    ("flash", "ampere"): "flash_ampere",
-    ("flash", "hopper"): "flash_hopper",
-    ("flash", "blackwell"): "cudnn_blackwell",
-    ("flash", "cpu"): "flash_cpu",
-    ("cudnn", "ampere"): "flash_ampere",
-    ("cudnn", "hopper"): "cudnn_hopper",
-    ("cudnn", "blackwell"): "cudnn_blackwell",
-}
-"""The constant of a kernel on a generation."""
-
-
 @dataclass(frozen=True)
 class Calibrated:
     """The cluster that the measurements describe."""
 
     cluster: Cluster
     errors: Mapping[str, Fitted] = field(default_factory=dict)
-    """How well the formulas reproduce the measurements, by kind."""
+    """The fits by kind of measurement."""
 
 
 def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib: float, ranks: Ranks) -> Calibrated:
     """The cluster of the measurements: ``base`` with its constants replaced, or one of CPUs."""
     cluster = base or _cpu_cluster(plan, measured, memory_gib, ranks.local_size)
     element_bytes = number_formats(plan.config.precision, plan.config.optimizer).weight.itemsize
+    # Without a base the machine is a CPU: its constants replace those of GPUs.
     fitted = load_fitted() | (without_overlap() if base is None else {})
-    name = ATTENTION_CONSTANTS[measured.attention_kind, cluster.generation]
+    name = constant_name(measured.attention_kind, cluster.generation)
     found = {
         "products": fit_products(
             cluster, fitted, list(measured.products), list(measured.products.values()), element_bytes
@@ -182,6 +173,7 @@ def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib:
         constants |= one.constants
     cluster, constants, of_links = _with_links(cluster, constants, measured, is_base=base is not None)
     found |= of_links
+    # What is left of whole steps after everything else.
     steps = [
         planned_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
         for layers, batch, microbatches in measured.steps
@@ -215,7 +207,9 @@ def _with_links(
     """The cluster with measured rates of its links, or with the shares of its rates that were measured."""
     found: dict[str, Fitted] = {}
     for spans_nodes, link in ((False, "link"), (True, "network")):
-        shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind != "message"]
+        of_link = [one for one in measured.collectives if one.spans_nodes == spans_nodes]
+        shapes = [one for one in of_link if one.kind != "message"]
+        messages = [one for one in of_link if one.kind == "message"]
         if not shapes:
             continue
         # On CPUs the latency is mostly the wait for the other ranks: it lowers the rate.
@@ -226,17 +220,11 @@ def _with_links(
             cluster = (
                 replace(cluster, network_bytes_per_s=rate) if spans_nodes else replace(cluster, link_bytes_per_s=rate)
             )
-            constants |= _exposed_messages(rate, measured, spans_nodes)
+            if messages:
+                # Messages do not overlap on a CPU; their time is relative to the rate of rings.
+                slower, _ = fit_link(messages, [measured.collectives[one] for one in messages], with_latency=True)
+                constants |= dict.fromkeys(("exposed_messages", "exposed_interleaved_messages"), rate / slower)
     return cluster, constants, found
-
-
-def _exposed_messages(rate: float, measured: Measured, spans_nodes: bool) -> dict[str, float]:
-    """Messages do not overlap on a CPU; their time is relative to the rate of rings."""
-    shapes = [one for one in measured.collectives if one.spans_nodes == spans_nodes and one.kind == "message"]
-    if not shapes:
-        return {}
-    of_messages, _ = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=True)
-    return {"exposed_messages": rate / of_messages, "exposed_interleaved_messages": rate / of_messages}
 
 
 _TABLES = ("name", "sources", "constants")
@@ -253,7 +241,7 @@ def cluster_file(calibrated: Calibrated, measured: Measured, base: str | None, d
 
 
 def summary(calibrated: Calibrated, measured: Measured) -> Iterator[str]:
-    """For each kind of measurement: how many, their spread over the turns, and the error of the fitted formula."""
+    """A line for each kind of measurement: their number, their spread over the turns, the error of the formula."""
     for kind, samples in _samples(measured).items():
         if samples:
             spread = median(one.spread for one in samples)
@@ -289,13 +277,16 @@ def _fields(cluster: Cluster) -> Iterator[str]:
 def _sources(calibrated: Calibrated, measured: Measured, base: str | None, date: str) -> Iterator[str]:
     cluster = calibrated.cluster
     if base is None:
-        stated = [one.name for one in fields(Cluster) if getattr(cluster, one.name) != one.default]
-        for name in stated:
-            if name not in _TABLES:
-                yield f'{name} = "{_SOURCES.get(name, "of this machine")}, {date}"'
+        for one in fields(Cluster):
+            if one.name not in _TABLES and getattr(cluster, one.name) != one.default:
+                yield f'{one.name} = "{_SOURCES.get(one.name, "of this machine")}, {date}"'
     for name in cluster.constants:
-        kind = next((kind for kind, fitted in calibrated.errors.items() if name in fitted.constants), None)
-        yield f'{name} = "{_of(kind, calibrated.errors, measured)}, {date}"'
+        source = "CPUs: collectives need the cores and do not overlap; rates of links are measured"
+        for kind, fitted in calibrated.errors.items():
+            if name in fitted.constants:
+                count = len(_samples(measured)[kind])
+                source = f"fitted to {count} measured {kind}, median error {fitted.median_error:.1%}"
+        yield f'{name} = "{source}, {date}"'
 
 
 _SOURCES = {
@@ -307,10 +298,3 @@ _SOURCES = {
     "fp8_flops": "CPUs have no FP8 products",
     "node_size": "processes of the calibration in a node",
 }
-
-
-def _of(kind: str | None, errors: Mapping[str, Fitted], measured: Measured) -> str:
-    if kind is None:
-        return "CPUs: collectives need the cores and do not overlap; rates of links are measured"
-    samples = _samples(measured)[kind]
-    return f"fitted to {len(samples)} measured {kind}, median error {errors[kind].median_error:.1%}"

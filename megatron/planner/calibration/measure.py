@@ -9,30 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.topology import single_process
-from megatron.planner.calibration.operations import (
-    AttentionShape,
-    CollectiveShape,
-    ProductShape,
-    attention_action,
-    attention_shapes,
-    build_step,
-    collective_action,
-    collective_shapes,
-    copy_action,
-    groups_of,
-    product_action,
-    product_shapes,
-    with_layers,
-)
+from megatron.planner.calibration import operations
+from megatron.planner.calibration.operations import AttentionShape, CollectiveShape, ProductShape
 from megatron.planner.step_time.workload import Attention
 
 Action = Callable[[], object]
@@ -55,12 +43,6 @@ class Sample:
         return cls(middle, (third - first) / 2 / middle)
 
 
-class Control(Protocol):
-    """Objects of all ranks (:class:`megatron.core.control.ControlGroup`)."""
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
-
-
 @dataclass(frozen=True)
 class Ranks:
     """The processes that measure at the same time, as they would train at the same time."""
@@ -69,11 +51,10 @@ class Ranks:
     world_size: int = 1
     local_size: int = 1
     """Processes of a node."""
-    control: Control | None = None
+    control: ControlGroup | None = None
     """None for one process."""
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.control is not None:
             self.control.all_gather_object(None)
 
@@ -84,7 +65,7 @@ class Ranks:
         return float(max(self.control.all_gather_object(seconds)))
 
     def agree(self, samples: list[Sample]) -> list[Sample]:
-        """Of each sample the median over the ranks."""
+        """The samples with the median over the ranks."""
         if self.control is None:
             return samples
         of_ranks = self.control.all_gather_object([one.median for one in samples])
@@ -94,7 +75,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure."""
+    """The number and the length of the turns."""
 
     turns: int = 7
     warmup: int = 2
@@ -120,29 +101,21 @@ def seconds_of(action: Action, device: torch.device, repeats: int) -> float:
 
 
 def take_turns(
-    actions: Sequence[Action],
-    device: torch.device,
-    effort: Effort,
-    *,
-    barrier: Action = lambda: None,
-    longest: Callable[[float], float] = lambda seconds: seconds,
-    advance: Action = lambda: None,
+    actions: Sequence[Action], device: torch.device, effort: Effort, ranks: Ranks, advance: Action
 ) -> list[Sample]:
-    """Measure every action once in each turn.
-
-    ``barrier`` waits for all ranks. ``longest`` returns the largest of the ranks' values, so that all of them repeat a
-    collective equally often. ``advance`` is called after each turn of an action.
-    """
+    """Measure every action once in each turn; ``advance`` is called after each turn of an action."""
     repeats = []
     for action in actions:
         for _ in range(effort.warmup):
             action()
-        barrier()
-        repeats.append(max(1, int(effort.least_seconds / longest(seconds_of(action, device, 1)))))
+        ranks.barrier()
+        # All ranks repeat a collective equally often.
+        slowest = ranks.longest(seconds_of(action, device, 1))
+        repeats.append(max(1, int(effort.least_seconds / slowest)))
     seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(effort.turns):
         for number, action in enumerate(actions):
-            barrier()
+            ranks.barrier()
             seconds[number].append(seconds_of(action, device, repeats[number]))
             advance()
     return [Sample.of(one) for one in seconds]
@@ -167,7 +140,7 @@ class Plan:
     """Operations that exist, and take turns, at the same time."""
 
     def for_gpus(self) -> "Plan":
-        """The same with sizes that fill a GPU and its links, and one operation in memory."""
+        """This plan with sizes that fill a GPU and its links, and one operation in memory."""
         sizes = tuple(2**power for power in (20, 22, 24, 26, 28))
         return replace(self, copy_bytes=2**30, message_bytes=sizes, together=1)
 
@@ -190,27 +163,27 @@ class Measured:
     copy: Sample
     collectives: Mapping[CollectiveShape, Sample]
     steps: Mapping[tuple[int, int, int], Sample]
-    """By layers, sequences of a microbatch, and microbatches."""
+    """Steps by number of layers, sequences of a microbatch, and microbatches."""
 
 
 def merge(one: Measured, other: Measured) -> Measured:
     """The means of two measurements, such as one before and one after the runs that they explain."""
 
     def mean(first: Mapping[Any, Sample], second: Mapping[Any, Sample]) -> dict[Any, Sample]:
-        return {key: _mean(sample, second[key]) for key, sample in first.items()}
+        found = {}
+        for key, sample in first.items():
+            spread = (sample.spread + second[key].spread) / 2
+            found[key] = Sample((sample.median + second[key].median) / 2, spread)
+        return found
 
     return replace(
         one,
         products=mean(one.products, other.products),
         attention=mean(one.attention, other.attention),
-        copy=_mean(one.copy, other.copy),
+        copy=mean({"": one.copy}, {"": other.copy})[""],
         collectives=mean(one.collectives, other.collectives),
         steps=mean(one.steps, other.steps),
     )
-
-
-def _mean(one: Sample, other: Sample) -> Sample:
-    return Sample((one.median + other.median) / 2, (one.spread + other.spread) / 2)
 
 
 Progress = Callable[[str, int], None]
@@ -223,39 +196,36 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
     def turns(what: str, builders: Sequence[Callable[[], Action]]) -> list[Sample]:
         samples: list[Sample] = []
         for first in range(0, len(builders), plan.together):
-            samples += take_turns(
-                [build() for build in builders[first : first + plan.together]],
-                plan.device,
-                plan.effort,
-                barrier=ranks.barrier,
-                longest=ranks.longest,
-                advance=lambda: progress(what, 1),
-            )
+            actions = [build() for build in builders[first : first + plan.together]]
+            samples += take_turns(actions, plan.device, plan.effort, ranks, lambda: progress(what, 1))
             gc.collect()  # models have reference cycles
         return ranks.agree(samples)
 
+    # Each kind takes its turns apart; `together` bounds how many of a kind are in memory at once.
     model, length, device = plan.model, plan.config.seq_length, plan.device
-    products = product_shapes(model, length, plan.batches)
-    attention = attention_shapes(model, length, max(plan.batches))
+    products = operations.product_shapes(model, length, plan.batches)
+    attention = operations.attention_shapes(model, length, max(plan.batches))
     kernel = choose_attention_kernel("auto", device, plan.dtype)
     steps = list(_steps(plan))
-    of_products = turns("products", [partial(product_action, one, plan.dtype, device) for one in products])
-    of_attention = turns("attention", [partial(attention_action, one, kernel, plan.dtype, device) for one in attention])
+    of_products = turns("products", [partial(operations.product_action, one, plan.dtype, device) for one in products])
+    of_attention = turns(
+        "attention", [partial(operations.attention_action, one, kernel, plan.dtype, device) for one in attention]
+    )
     return Measured(
         dict(zip(products, of_products)),
         dict(zip(attention, of_attention)),
         "cudnn" if "cudnn" in type(kernel).__name__.lower() else "flash",
-        turns("copies", [partial(copy_action, plan.copy_bytes, device)])[0],
+        turns("copies", [partial(operations.copy_action, plan.copy_bytes, device)])[0],
         _measure_collectives(plan, ranks, partial(turns, "collectives")),
         dict(zip(steps, turns("steps", [partial(_step_action, plan, *one) for one in steps]))),
     )
 
 
 def number_of_operations(plan: Plan, ranks: Ranks) -> int:
-    """How often :func:`measure` calls its progress."""
-    groups = groups_of(ranks.world_size, ranks.local_size)
-    products = product_shapes(plan.model, plan.config.seq_length, plan.batches)
-    collectives = collective_shapes(groups, plan.message_bytes)
+    """The number of times that :func:`measure` calls its progress."""
+    groups = operations.groups_of(ranks.world_size, ranks.local_size)
+    products = operations.product_shapes(plan.model, plan.config.seq_length, plan.batches)
+    collectives = operations.collective_shapes(groups, plan.message_bytes)
     actions = len(products) + 3 + 1 + len(collectives) + len(list(_steps(plan)))
     if plan.device.type == "cpu":
         actions += sum(shape.kind != "message" for shape in collectives) + len(groups)
@@ -270,19 +240,19 @@ def _steps(plan: Plan) -> Iterator[tuple[int, int, int]]:
 
 
 def _step_action(plan: Plan, layers: int, batch: int, num_microbatches: int) -> Callable[[], None]:
-    config = with_layers(plan.config, layers, batch)
-    return build_step(config, single_process(plan.device), plan.vocab_size, num_microbatches)
+    config = operations.with_layers(plan.config, layers, batch)
+    return operations.build_step(config, single_process(plan.device), plan.vocab_size, num_microbatches)
 
 
 def _measure_collectives(
     plan: Plan, ranks: Ranks, turns: Callable[[Sequence[Callable[[], Action]]], list[Sample]]
 ) -> dict[CollectiveShape, Sample]:
     samples: dict[CollectiveShape, Sample] = {}
-    for groups in groups_of(ranks.world_size, ranks.local_size):
+    for groups in operations.groups_of(ranks.world_size, ranks.local_size):
         members = groups.ranks_of(ranks.rank, ranks.local_size)
         group = Communicator(members, ranks.rank, f"calibration {groups.size}")
-        shapes = collective_shapes([groups], plan.message_bytes)
-        found = turns([partial(collective_action, shape, group, plan.device) for shape in shapes])
+        shapes = operations.collective_shapes([groups], plan.message_bytes)
+        found = turns([partial(operations.collective_action, shape, group, plan.device) for shape in shapes])
         for shape, sample in zip(shapes, found):
             # A message there and back are two.
             samples[shape] = replace(sample, median=sample.median / 2) if shape.kind == "message" else sample
@@ -300,14 +270,15 @@ def _after_a_product(
 ) -> dict[CollectiveShape, Sample]:
     """Ring collectives after a product, as in a step on CPUs: the ranks do not end the product at the same time, and it
     evicts the tensors from the caches. The schedule already has the waits for messages."""
-    shapes = product_shapes(plan.model, plan.config.seq_length, plan.batches)
+    shapes = operations.product_shapes(plan.model, plan.config.seq_length, plan.batches)
     largest = max(shapes, key=lambda one: one.rows * one.columns * one.depth)
-    product = partial(product_action, largest, plan.dtype, plan.device)
+    product = partial(operations.product_action, largest, plan.dtype, plan.device)
 
     def after_product(shape: CollectiveShape) -> Action:
-        first, second = product(), collective_action(shape, group, plan.device)
+        first, second = product(), operations.collective_action(shape, group, plan.device)
         return lambda: (first(), second())
 
+    # In the same turns: the product alone, then each ring after it.
     of_product, *found = turns([product, *(partial(after_product, shape) for shape in alone)])
     return {
         shape: replace(sample, median=max(sample.median - of_product.median, alone[shape].median))

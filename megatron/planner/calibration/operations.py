@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -62,32 +63,29 @@ def product_shapes(model: TransformerConfig, seq_length: int, batches: Sequence[
         tokens = batch * seq_length
         for inputs, outputs in _linears(model, tp):
             shapes += [
-                ProductShape(tokens, outputs, inputs),
-                ProductShape(tokens, inputs, outputs),
+                ProductShape(tokens, outputs, inputs),  # forward
+                ProductShape(tokens, inputs, outputs),  # input gradient
                 ProductShape(inputs, outputs, tokens, is_weight_gradient=True),
             ]
     return list(dict.fromkeys(shapes))
 
 
-def _linears(model: TransformerConfig, tp: int) -> Iterator[tuple[int, int]]:
+def _linears(model: TransformerConfig, tp: int) -> Sequence[tuple[int, int]]:
     """(inputs, outputs) of a tensor-parallel rank's linear layers; sizes that do not divide are left whole."""
+    h, qkv = model.hidden_size, model.query_size + 2 * model.key_value_size
+    sizes = (qkv, model.query_size, 2 * model.ffn_hidden_size, model.ffn_hidden_size, model.padded_vocab_size)
+    qkv, query, up, ffn, vocab = (size // tp if size % tp == 0 else size for size in sizes)
+    return (h, qkv), (query, h), (h, up), (ffn, h), (h, vocab)
 
-    def divided(size: int) -> int:
-        return size // tp if size % tp == 0 else size
 
-    yield model.hidden_size, divided(model.query_size + 2 * model.key_value_size)
-    yield divided(model.query_size), model.hidden_size
-    yield model.hidden_size, divided(2 * model.ffn_hidden_size)
-    yield divided(model.ffn_hidden_size), model.hidden_size
-    yield model.hidden_size, divided(model.padded_vocab_size)
+def _random(dtype: torch.dtype, device: torch.device, *size: int) -> Tensor:
+    return torch.randn(size, device=device).to(dtype)
 
 
 def product_action(shape: ProductShape, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """The product as our linear layers compute it."""
 
-    def random(*size: int) -> Tensor:
-        return torch.randn(size, device=device).to(dtype)
-
+    random = partial(_random, dtype, device)
     if not shape.is_weight_gradient:
         inputs, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
         return lambda: linear(inputs, weight)
@@ -108,13 +106,11 @@ def attention_shapes(model: TransformerConfig, seq_length: int, batch: int) -> l
 def attention_action(
     shape: AttentionShape, kernel: AttentionKernel, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """Forward and backward."""
-
-    def random(heads: int) -> Tensor:
-        return torch.randn(shape.batch, heads, shape.length, shape.head_size, device=device).to(dtype)
-
-    query, grad = random(shape.heads), random(shape.heads)
-    key, value = random(shape.kv_heads), random(shape.kv_heads)
+    # [b, heads, s, d]
+    query, grad, key, value = (
+        _random(dtype, device, shape.batch, heads, shape.length, shape.head_size)
+        for heads in (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)
+    )
 
     def run() -> None:
         attended = kernel.forward(query, key, value, is_causal=True)
@@ -251,7 +247,7 @@ def _microbatches(config: RunConfig, topology: Topology, vocab_size: int) -> Ite
 def planned_step(
     config: RunConfig, num_ranks: int, vocab_size: int, num_microbatches: int, cluster: Cluster
 ) -> PlannedStep:
-    """The same step, to be priced."""
+    """The step of :func:`build_step`, to be priced."""
     grid = rank_grid(config.parallel, num_ranks)
     device = torch.device("cpu" if cluster.generation == "cpu" else "cuda")
     records = UnitRecords(vocab_size, attention_kind(config, cluster), device)
@@ -259,7 +255,7 @@ def planned_step(
 
 
 def with_layers(config: RunConfig, num_layers: int, micro_batch_size: int) -> RunConfig:
-    """The same model with another depth and microbatch."""
+    """``config`` with another depth and microbatch."""
     model = replace(config.model, num_layers=num_layers)
     training = replace(config.training, micro_batch_size=micro_batch_size)
     return replace(config, model=model, training=training)

@@ -12,7 +12,7 @@ are quantised in the first one), or contains a module that FSDP2 gathers by itse
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,10 +26,10 @@ from megatron.core.gradient import WeightGradStore, main_grad_of
 from megatron.core.models.layer import SequencePositions
 from megatron.core.models.transformer import TransformerChunk
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.layers import LinearOp
 from megatron.planner.memory import HeldMemory, Kind, MemoryTracker
 from megatron.planner.rehearsal.layer import (
+    MAX_ATTEMPTS,
     Event,
     LayerRehearsal,
     Pass,
@@ -39,9 +39,6 @@ from megatron.planner.rehearsal.layer import (
     RehearsedLayer,
 )
 from megatron.torch_compat import forward_hooks, forward_pre_hooks
-
-_MAX_ATTEMPTS = 3
-"""Rehearsals of a kind after which its layers run in full: a first one may also allocate what all layers share."""
 
 
 class _NoGradient:
@@ -54,16 +51,13 @@ class _NoGradient:
         pass
 
 
-class _RepeatedProduct:
+class _RepeatedProduct(_NoGradient):
     """A deferred weight gradient whose GEMM is not computed."""
 
     def __init__(self, layer: "_RepeatedLayer", gradient: RehearsedGradient) -> None:
         self._layer, self._gradient = layer, gradient
         layer.repeat(gradient.product)
         self._memory = layer.hold(_change(gradient.product))
-
-    def value(self) -> Tensor:
-        raise NotImplementedError("a repeated layer has no values")
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
         self._layer.repeat(self._gradient.write)
@@ -84,6 +78,7 @@ class _RepeatedFunction(Function):
         # Under FSDP the parameters are whole only while they are gathered.
         ctx.parameters = layer.parameters
         layer.repeat(rehearsed.forward, ctx.parameters)
+        # What the layer saves is one allocation without a tensor, until its backward pass.
         ctx.saved = HeldMemory(layer.tracker, rehearsed.saved)
         shape, dtype = rehearsed.output
         return torch.empty(shape, dtype=dtype, device=inputs.device)
@@ -95,6 +90,7 @@ class _RepeatedFunction(Function):
         ctx.saved.free()
         ctx.positions = None
         gradient = torch.empty(ctx.shape, dtype=gradients[0].dtype, device=gradients[0].device)
+        # With W passes the schedule computes these later.
         for deferred in ctx.rehearsed.deferred:
             layer.defer(deferred, ctx.parameters[deferred.parameter], gradients[0])
         return gradient, None, None, None
@@ -112,39 +108,27 @@ class _RepeatedLayer:
         self._unit, self._extrapolation, self._is_first = unit, extrapolation, is_first
         self._forward = unit.forward
         self._modules = list(unit.modules())
+        # Layers of one kind may still differ in the modules that wrap them, and in what FSDP has sharded.
         weights = tuple((tuple(parameter.shape), parameter.dtype) for parameter in unit.parameters())
         self._kind = kind, is_last, tuple(type(module).__name__ for module in self._modules), weights
         self._rehearsal = LayerRehearsal(extrapolation.setting, unit, self._forward, is_first, is_last)
         self.tracker = extrapolation.setting.tracker
 
     def __call__(self, inputs: Tensor, positions: SequencePositions) -> Tensor:
-        if torch.is_grad_enabled() and self._is_repeatable:
+        operations = (getattr(module, "op", None) for module in self._modules)
+        gemms = [operation.gemm for operation in operations if isinstance(operation, LinearOp)]
+        quantizing = [gemm for gemm in gemms if isinstance(gemm, Fp8Gemm)]
+        # Not if an FP8 weight is yet to be quantised, or a module inside has hooks after its forward pass.
+        is_repeatable = not any(gemm.needs_weight_memory for gemm in quantizing)
+        if torch.is_grad_enabled() and is_repeatable and not any(forward_hooks(one) for one in self._modules[1:]):
             makes_spans = self._is_first and not (positions.spans is None and positions.chunks is None)
-            kind = self._kind, makes_spans, inputs.shape, inputs.dtype, self._has_scales
+            scales = tuple(gemm.has_scales for gemm in quantizing)
+            kind = self._kind, makes_spans, inputs.shape, inputs.dtype, scales
             rehearsed = self._extrapolation.of(kind, lambda log: self._rehearsal.run(log, inputs, positions))
             if rehearsed is not None:
                 repeated: Tensor = _RepeatedFunction.apply(inputs, positions, self, rehearsed)
                 return repeated
         return cast(Tensor, self._forward(inputs, positions))
-
-    @property
-    def _fp8_gemms(self) -> Iterator[Fp8Gemm]:
-        operations = (getattr(module, "op", None) for module in self._modules)
-        gemms = (operation.gemm for operation in operations if isinstance(operation, LinearOp))
-        return (gemm for gemm in gemms if isinstance(gemm, Fp8Gemm))
-
-    @property
-    def _is_repeatable(self) -> bool:
-        """Whether no FP8 weight is yet to be quantised, and the modules inside have no other hooks than before their
-        forward passes."""
-        if any(gemm.needs_weight_memory for gemm in self._fp8_gemms):
-            return False
-        return not any(forward_hooks(module) for module in self._modules[1:])
-
-    @property
-    def _has_scales(self) -> tuple[bool, ...]:
-        """Of every FP8 GEMM."""
-        return tuple(gemm.has_scales for gemm in self._fp8_gemms)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -158,6 +142,7 @@ class _RepeatedLayer:
             for observe, record in stretch.collectives:
                 observe(record)
             if stretch.event is not None:
+                # Real buffers and hooks may allocate and send in the middle of a pass.
                 self._perform(stretch.event, parameters)
         for stretch in stretches:
             self.tracker.shift(stretch.change, sign=-1)
@@ -183,7 +168,6 @@ class _RepeatedLayer:
         return [HeldMemory(self.tracker, size, kind) for kind, size in sizes.items()]
 
     def defer(self, gradient: RehearsedGradient, parameter: nn.Parameter, output_gradient: Tensor) -> None:
-        """Defer the weight gradient of ``parameter``."""
         kept: list[object] = [*self.hold(gradient.kept)]
         if gradient.keeps_output_gradient:
             kept.append(output_gradient)
@@ -193,6 +177,7 @@ class _RepeatedLayer:
             gathered = self.hold(_change(gradient.gather))
             return Work((), lambda: gathered)
 
+        # The default argument keeps what the gradient waits for until its product is computed.
         def product(gathered: object, kept: list[object] = kept) -> _RepeatedProduct:
             return _RepeatedProduct(self, gradient)
 
@@ -219,15 +204,11 @@ class Extrapolation:
     ) -> None:
         self.setting = RehearsalSetting(tracker, gradient_dtype, WeightGradStore(), defers_gradients)
         self._observers = observers
-        self._rehearsed: dict[Hashable, RehearsedLayer] = {}
+        self.rehearsed: dict[Hashable, RehearsedLayer] = {}
+        """Rehearsed layers by kind; empty if no layer is repeated."""
         self._attempts: dict[Hashable, int] = {}
         self._log: PassLog | None = None
-        """Of the rehearsal that runs."""
-
-    @property
-    def has_repeated(self) -> bool:
-        """Whether a layer was repeated."""
-        return bool(self._rehearsed)
+        """The log of the rehearsal that runs."""
 
     def observer(self, communicator: Communicator) -> Observer:
         """The observer of ``communicator``; collectives of a rehearsal are recorded and not observed."""
@@ -242,26 +223,22 @@ class Extrapolation:
         return observe_or_log
 
     def repeat_layers(self, executor: PipelineExecutor, kinds: Sequence[Sequence[Hashable]]) -> None:
-        """Let the layers of all chunks of ``executor``, which are of these ``kinds``, be repeated."""
+        """Let the units of all chunks of ``executor``, which are of these ``kinds``, be repeated."""
         self.setting = replace(self.setting, weight_gradients=executor.weight_gradients)
-        for chunk, chunk_kinds in zip(executor.chunks, kinds):
-            self._repeat_chunk(cast(TransformerChunk, chunk), chunk_kinds)
-
-    def _repeat_chunk(self, chunk: TransformerChunk, kinds: Sequence[Hashable]) -> None:
-        first, units = 0, list(chunk.layers)
-        for place, unit in enumerate(units):
-            count = len(unit.segment.layers) if isinstance(unit, Recomputed) else 1  # type: ignore[arg-type]
-            kind = type(unit).__name__, tuple(kinds[first : first + count])
-            is_last = place + 1 == len(units) and chunk.output_layer is None
-            unit.forward = _RepeatedLayer(unit, kind, place == 0, is_last, self)
-            first += count
+        for one, kinds_of_chunk in zip(executor.chunks, kinds):
+            chunk = cast(TransformerChunk, one)
+            units = list(chunk.layers)
+            for place, (unit, kind) in enumerate(zip(units, kinds_of_chunk, strict=True)):
+                is_last = place + 1 == len(units) and chunk.output_layer is None
+                unit.forward = _RepeatedLayer(unit, (type(unit).__name__, kind), place == 0, is_last, self)
 
     def of(self, kind: Hashable, rehearse: Callable[[PassLog], RehearsedLayer | None]) -> RehearsedLayer | None:
         """The rehearsed layer of a ``kind``; None if it must run in full."""
-        if kind in self._rehearsed:
-            return self._rehearsed[kind]
+        if kind in self.rehearsed:
+            return self.rehearsed[kind]
+        # While the log is set, collectives are recorded in it and not counted.
         attempts = self._attempts[kind] = self._attempts.get(kind, 0) + 1
-        if attempts > _MAX_ATTEMPTS:
+        if attempts > MAX_ATTEMPTS:
             return None
         self._log = log = PassLog(self.setting.tracker)
         try:
@@ -269,5 +246,5 @@ class Extrapolation:
         finally:
             self._log = None
         if rehearsed is not None:
-            self._rehearsed[kind] = rehearsed
+            self.rehearsed[kind] = rehearsed
         return rehearsed

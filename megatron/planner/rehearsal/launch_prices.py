@@ -8,18 +8,9 @@ import torch
 
 from megatron.core.topology import RankGrid
 from megatron.planner.launches import Group, Launch, ProductShape
+from megatron.planner.step_time import prices
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.prices import (
-    EXPOSED_RING,
-    Constants,
-    Machines,
-    between_pods,
-    elementwise_seconds,
-    exchange_seconds,
-    fp32_rate,
-    product_seconds,
-    ring_rate,
-)
+from megatron.planner.step_time.prices import Constants
 from megatron.planner.traffic import axis_of
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -42,17 +33,17 @@ class Product:
     k: int
     dtype: str
     count: float
-    """In a step of the slowest stage."""
+    """Number in a step of the slowest stage."""
     seconds: float
-    """Of all of them."""
+    """Seconds of all of them."""
 
 
 @dataclass(frozen=True)
 class LaunchPrices:
     """Prices of the launches of the first rank of a run."""
 
-    machines: Machines
-    """Of one cluster."""
+    machines: prices.Machines
+    """Arrays of one element."""
     constants: Constants
     grid: RankGrid
     node_size: int
@@ -66,7 +57,7 @@ class LaunchPrices:
         cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int, is_cudnn: bool
     ) -> "LaunchPrices":
         pod = cluster.pod_size or grid.world_size
-        return cls(Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length, is_cudnn)
+        return cls(prices.Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length, is_cudnn)
 
     def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
         """Seconds by cause, named in :data:`TERMS`; without data parallelism and messages of the pipeline."""
@@ -86,12 +77,12 @@ class LaunchPrices:
             length = launch.length or self.seq_length
             return "attention", _number(launch.flops / self.machines.attention_flops(c, self.is_cudnn, length))
         if launch.kind == "elementwise":
-            return "between products", _number(elementwise_seconds(self.machines, c, launch.num_bytes))
+            return "between products", _number(prices.elementwise_seconds(self.machines, c, launch.num_bytes))
         if launch.group is not None:
             term = _TERMS.get(axis_of(launch.group.axes))
             if term is not None:
                 return term, self.collective(launch) * self._exposed(launch.group, launch.during)
-        return "gaps", 0.0
+        return "gaps", 0.0  # host copies and syncs: the gap of a layer stands for them
 
     def product(self, launch: Launch) -> float:
         """Seconds of a GEMM.
@@ -103,10 +94,10 @@ class LaunchPrices:
         assert shape is not None
         if shape.dtype == torch.float32 and self.machines.is_gpu:
             flops = 2.0 * shape.rows * shape.columns * shape.depth * shape.count
-            return _number(flops / fp32_rate(self.machines.bf16_flops))
+            return _number(flops / prices.fp32_rate(self.machines.bf16_flops))
         rows, columns = (shape.columns, shape.rows) if shape.is_accumulated else (shape.rows, shape.columns)
         sizes = rows, columns, shape.depth, launch.num_bytes / shape.count, shape.dtype in _FP8, shape.count
-        return _number(product_seconds(self.machines, self.constants, *sizes))
+        return _number(prices.product_seconds(self.machines, self.constants, *sizes))
 
     def products(self, launches: Iterable[Launch], times: float) -> tuple[Product, ...]:
         """The GEMMs of launches that run ``times`` a step, equal ones together."""
@@ -135,7 +126,7 @@ class LaunchPrices:
                 return self.constants["exposed_tensor_parallel"]
             return 0.0 if group.kind == "all_gather" and (group.overlaps or during.startswith("weight")) else 1.0
         if axis == "cp" and (group.kind == "shift" or (group.kind == "all_gather" and group.overlaps)):
-            return EXPOSED_RING
+            return prices.EXPOSED_RING
         return 1.0
 
     def collective(self, launch: Launch) -> float:
@@ -148,19 +139,19 @@ class LaunchPrices:
         size, in_node = len(ranks), together(ranks, self.node_size)
         if group.kind in _RINGS:
             moved = _RINGS[group.kind] * (size - 1) / size * launch.num_bytes
-            return _number(moved / ring_rate(machines, c, in_node, in_node == size, self._between_pods(ranks)))
+            return _number(moved / prices.ring_rate(machines, c, in_node, in_node == size, self._between_pods(ranks)))
         if group.kind == "all_to_all" or (group.kind == "exchange" and axis_of(group.axes) in ("ep", "etp")):
             sent = launch.num_bytes * ((size - 1) / size if group.kind == "all_to_all" else 1.0)
             link, network = c["link"] * machines.link, c["network"] * machines.network
-            return _number(exchange_seconds(sent, size, in_node, link, network))
+            return _number(prices.exchange_seconds(sent, size, in_node, link, network))
         # A message of the ring of context parallelism crosses nodes alone.
-        rate = ring_rate(machines, c, 1.0, in_node == size, self._between_pods(ranks))
+        rate = prices.ring_rate(machines, c, 1.0, in_node == size, self._between_pods(ranks))
         return _number(launch.num_bytes / rate)
 
     def _between_pods(self, ranks: Sequence[int]) -> float:
         """The share of the network's rate that the ranks have."""
         in_pod = together(ranks, self.pod_size)
-        return _number(between_pods(self.machines, in_pod, in_pod < len(ranks)))
+        return _number(prices.between_pods(self.machines, in_pod, in_pod < len(ranks)))
 
     def _ranks(self, group: Group) -> Sequence[int]:
         """The ranks of the group in the run that is priced, which may have other stages than the rehearsed one."""

@@ -2,15 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.communication import CollectiveRecord, Observer
 from megatron.core.gradient import DeferredWeightGrad, MainGrad, WeightGradStore, attach_main_grad, main_grad_of
@@ -18,6 +17,9 @@ from megatron.core.models.layer import SequencePositions
 from megatron.planner.memory import LASTING, Kind, MemoryTracker, MemoryUse
 from megatron.torch_compat import forward_pre_hooks, storage_id
 
+MAX_ATTEMPTS = 3
+"""Rehearsals after which a unit cannot be rehearsed. A first one may also allocate what lasts: FP8 weights, and what
+all units share."""
 EventKind = Literal["gradient buffer", "accumulated", "hooks", "output gradient freed"]
 
 
@@ -80,12 +82,10 @@ class PassLog:
         self.collectives: list[tuple[Observer, CollectiveRecord]] = []
 
     def open(self) -> None:
-        """Begin a pass."""
         self._is_open, self._stretches = True, []
         self._start_stretch()
 
     def close(self) -> Pass:
-        """End the pass."""
         self._end_stretch(None)
         self._is_open = False
         return tuple(self._stretches)
@@ -165,7 +165,7 @@ class RehearsalSetting:
 
     tracker: MemoryTracker
     gradient_dtype: torch.dtype
-    """Of the gradient buffers."""
+    """The dtype of the gradient buffers."""
     weight_gradients: WeightGradStore
     defers_gradients: bool
     """Whether backward passes defer weight gradients."""
@@ -190,11 +190,12 @@ class LayerRehearsal:
         self._tracker = setting.tracker
 
     def run(self, log: PassLog, inputs: Tensor, positions: SequencePositions) -> RehearsedLayer | None:
-        """Both passes apart from the step; None if they do not leave the memory as it was."""
+        """Run both passes apart from the step; None if they do not leave the memory as it was."""
         tracker = self._tracker
         before, peak = tracker.now, tracker.peak
         # The first layer of a chunk allocates what all its layers read.
-        own = _with_own_spans(positions)
+        spans, chunks = (None if one is None else replace(one) for one in (positions.spans, positions.chunks))
+        own = replace(positions, spans=spans, chunks=chunks)
         kept = [] if self._is_first else [spans.packed for spans in (own.spans, own.chunks) if spans is not None]
         with self._logged_main_grads(log), self._logged_hooks(log):
             rehearsed = self._run_passes(log, inputs, [own])
@@ -218,10 +219,8 @@ class LayerRehearsal:
                 gradient_of_chunk.append(gradient)
             log.open()
 
-        def end_backward() -> None:
-            passes.append(log.close())
-
-        inputs = _Input.apply(torch.empty(0, requires_grad=True), like.detach(), end_backward)
+        # Forward: from a new input to an output whose place a graph node without memory takes.
+        inputs = _Input.apply(torch.empty(0, requires_grad=True), like.detach(), lambda: passes.append(log.close()))
         input_address, input_size = storage_id(inputs.untyped_storage()), tracker.size_of(inputs)
         start = tracker.now
         log.open()
@@ -230,32 +229,25 @@ class LayerRehearsal:
         form, device, address = (output.shape, output.dtype), output.device, storage_id(output.untyped_storage())
         is_whole = tracker.size_of(output) == tracker.rounded(output.numel() * output.element_size())
         root = get_gradient_edge(_Output.apply(output, start_backward))
+        # Whatever is still allocated now is saved for the backward pass.
         del output, inputs
         saves_output, saves_input = tracker.is_allocated(address), tracker.is_allocated(input_address)
         saved = tracker.now.relative_to(start)
         tracker.mark_activations(known)
-        deferred = self._run_backward(root, *form, device)
+        # Without memory: the gradient of the layer's output is allocated by _Output.
+        gradient = torch.empty((), dtype=form[1], device=device).expand(form[0])
+        nothing: list[DeferredWeightGrad] = []
+        defers = self._setting.defers_gradients
+        with self._setting.weight_gradients.deferring() if defers else nullcontext(nothing) as deferred:
+            torch.autograd.backward(root, gradient)
         # What deferred gradients alone keep is measured next.
-        del root
+        del root, gradient
         gradient_of_chunk.clear()
         gradients = tuple(self._rehearse_gradients(log, deferred, *output_gradient))
         if saves_output or not is_whole or any(saved.by_kind[kind] for kind in LASTING):
             return None
         size = saved.total + (0 if saves_input else input_size)
         return RehearsedLayer(passes[0], passes[1], gradients, size, saves_input, form)
-
-    def _run_backward(
-        self, root: GradientEdge, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> list[DeferredWeightGrad]:
-        """Returns the deferred weight gradients."""
-        # Without memory: the gradient of the layer's output is allocated by _Output.
-        gradient = torch.empty((), dtype=dtype, device=device).expand(shape)
-        if not self._setting.defers_gradients:
-            torch.autograd.backward(root, gradient)
-            return []
-        with self._setting.weight_gradients.deferring() as deferred:
-            torch.autograd.backward(root, gradient)
-        return deferred
 
     @torch.no_grad()
     def _rehearse_gradients(
@@ -309,18 +301,8 @@ class LayerRehearsal:
             hooks = forward_pre_hooks(module)
             first = next(iter(hooks))
             hooks.clear()
-            hooks[first] = partial(_log_hooks, log, number)
+            hooks[first] = lambda *_, number=number: log.event("hooks", number)
         yield
         for (_, module), original in zip(hooked, originals):
             forward_pre_hooks(module).clear()
             forward_pre_hooks(module).update(original)
-
-
-def _with_own_spans(positions: SequencePositions) -> SequencePositions:
-    """``positions`` whose spans have not been packed yet."""
-    spans, chunks = (None if one is None else replace(one) for one in (positions.spans, positions.chunks))
-    return replace(positions, spans=spans, chunks=chunks)
-
-
-def _log_hooks(log: PassLog, number: int, *_: object) -> None:
-    log.event("hooks", number)

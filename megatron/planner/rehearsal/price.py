@@ -8,10 +8,11 @@ Sources: the bubble of 1F1B is (p - 1) / v passes (arXiv 2104.04473, section 2.2
 schedule at once.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -89,26 +90,27 @@ class StepPrices:
         self._stages: dict[Hashable, Array] = {}
 
     def price(self, steps: Sequence[PlannedStep]) -> StepTime:
-        """The time of every step."""
         return _Steps(self, steps).price()
 
     def passes(self, step: PlannedStep, number: int) -> Array:
         """Seconds of a microbatch in virtual stage ``number``: ``[pass, term]``, forward, backward and deferred weight
         gradients."""
         units, division, grid = step.units, step.units.division, step.grid
-        # With the usual order neither tensor- nor context-parallel ranks move with the other sizes.
+        # With the usual order neither tensor- nor context-parallel ranks move with the other sizes, so that layouts of
+        # all sizes share the price of a unit.
         moves = grid.ep * grid.etp > 1 or not grid.order.startswith("tp-cp")
         place = (grid.order, *((grid.pp, grid.dp) if moves else ()))
         shared = units.records, units.key, units.ends_key, place
         key = division.kinds[number], shared
         if key not in self._stages:
             stage = division.stages[number]
-            found = np.zeros((3, len(TERMS)))
+            found = np.zeros((3, len(TERMS)))  # [pass, term]
             if stage.has_embedding:
                 found += self._passes(step, ("embedding", shared), units.ends.embedding)
             for unit in division.units[number]:
                 found += self._passes(step, (unit.kind, shared), units.unit(unit), unit.is_recomputed)
             if stage.has_output_layer:
+                # Whatever the output layer launches is one term.
                 output = self._passes(step, ("output", shared), units.ends.output)
                 found[:, _TERM["output layer"]] += output.sum(axis=1)
             self._stages[key] = found
@@ -121,13 +123,13 @@ class StepPrices:
             for number, launches in enumerate(record.launches):
                 for name, seconds in prices.by_term(launches).items():
                     found[number, _TERM[name]] += seconds
+            # A third of a layer's gap is in the forward pass, two in the backward pass, and one more if it runs again.
             gap = self.constants["layer_gap"] * record.num_layers / 3
             found[:2, _TERM["gaps"]] += gap, (3 if is_recomputed else 2) * gap
             self._units[key] = found
         return self._units[key]
 
     def launch_prices(self, step: PlannedStep) -> LaunchPrices:
-        """Prices of the launches of a step."""
         is_cudnn = attention_kind(step.config, self.cluster) == "cudnn"
         return LaunchPrices.of(self.cluster, self.constants, step.grid, step.config.seq_length, is_cudnn)
 
@@ -176,15 +178,19 @@ class _Steps:
         def array(values: Iterator[float]) -> Array:
             return np.fromiter(values, dtype=float, count=len(steps))
 
+        # The grid.
         self.pp, self.dp, self.cp = (array(getattr(grid, name) for grid in grids) for name in ("pp", "dp", "cp"))
         self.vp = array(step.units.division.placement.num_chunks for step in steps)
         self.gpus, self.edp = array(grid.world_size for grid in grids), array(grid.edp for grid in grids)
         self.microbatches = array(step.num_microbatches for step in steps)
+        # The schedule; a V has the first and the last virtual stage on the first pipeline stage.
         self.schedules = [step.units.schedule for step in steps]
         self.is_v = np.array([step.units.division.placement.shape == "v" for step in steps]) & (self.pp > 1)
+        # Bytes of an element.
         formats = [number_formats(config.precision, config.optimizer) for config in configs]
         self.weight_bytes = array(one.weight.itemsize for one in formats)
         self.gradient_bytes = array(one.gradient.itemsize for one in formats)
+        # The sharding over data-parallel ranks, and what overlaps.
         parallel = [config.parallel for config in configs]
         strategies = np.array([one.sharding_strategy for one in parallel])
         self.is_sharded, self.reduces_each = strategies != "no_shard", strategies == "optim_grads"
@@ -197,21 +203,17 @@ class _Steps:
         self.overlaps_gathers = np.array([one.overlap_param_gather for one in parallel])
         self.keeps_gathered = np.array([not one.torch_fsdp2_reshard_after_forward for one in parallel])
         self.defers_reduction = np.array([one.defer_grad_reduce for one in parallel])
+        # The ranks of each group that share a node or a pod.
         node, pod = prices.cluster.node_size, prices.cluster.pod_size
         places = [_places(grid, node, pod or grid.world_size, bool(one)) for grid, one in zip(grids, self.is_sharded)]
         self.places = {name: array(place[name] for place in places) for name in places[0]}
 
-    @cached_property
-    def shard_bytes(self) -> Array:
-        """Bytes of the tensor between two stages."""
-        return np.array([float(step.units.ends.shard) for step in self.steps])
-
     def price(self) -> StepTime:
-        """The time of every step."""
         c, m = self.c, self.microbatches
         terms_of = self._virtual_stages()  # [kind, pass, term, runs]
         passes = terms_of.sum(axis=2)  # [kind, pass, runs]
         shares = self._shares()  # [stage, kind, runs]
+        # Seconds of a microbatch on the first, an inner and the last pipeline stage; the slowest one sets the pace.
         stages = np.einsum("skr,kpr->sr", shares, passes)
         busiest = np.argmax(stages, axis=0)
         slowest = np.take_along_axis(stages, busiest[None], axis=0)[0]
@@ -242,20 +244,24 @@ class _Steps:
             found.append((0, inner, like[-1] if len(like) > 1 else None))
         return found
 
-    def _virtual_stages(self) -> Array:
-        """Seconds of the kinds of virtual stages, ``[kind, pass, term, runs]``."""
-        found = np.zeros((len(self.steps), 3, 3, len(TERMS)))
+    def _by_kind(self, values: Callable[[PlannedStep, int], Any], *shape: int) -> Array:
+        """Values of the kinds of virtual stages, ``[kind, *shape, runs]``; 0 where a run has none of a kind."""
+        found = np.zeros((len(self.steps), 3, *shape))
         for place, (step, numbers) in enumerate(zip(self.steps, self._kinds)):
             for kind, number in enumerate(numbers):
                 if number is not None:
-                    found[place, kind] = self.prices.passes(step, number)
-        by_kind = np.moveaxis(found, 0, -1)
+                    found[place, kind] = values(step, number)
+        return np.moveaxis(found, 0, -1)
+
+    def _virtual_stages(self) -> Array:
+        """Seconds of the kinds of virtual stages, ``[kind, pass, term, runs]``."""
+        by_kind = self._by_kind(self.prices.passes, 3, len(TERMS))
         by_kind[:, :2, _TERM["pipeline messages"]] += self.message
         self._write_gradients(by_kind)
         return by_kind
 
     def _shares(self) -> Array:
-        """How many first, inner and last virtual stages the first, an inner and the last pipeline stage have:
+        """The number of first, inner and last virtual stages of the first, an inner and the last pipeline stage:
         ``[stage, kind, runs]``."""
         is_whole, one = self.pp * self.vp == 1, np.ones_like(self.pp)
         none = np.zeros_like(one)
@@ -282,6 +288,7 @@ class _Steps:
     def _makespan(self, passes: Array, slowest: Array, busiest: Array) -> Array:
         """Seconds from the first to the last pass."""
         found = np.array(self.microbatches * slowest + self._bubble(passes, slowest, busiest))
+        # Other schedules are followed, all runs with one program at once.
         keys = list(zip(self.schedules, self.pp.astype(int), self.vp.astype(int), self.microbatches.astype(int)))
         for key in dict.fromkeys(key for key in keys if key[0] not in _CLOSED and key[1] > 1):
             runs = np.array([other == key for other in keys])
@@ -291,28 +298,30 @@ class _Steps:
     @cached_property
     def message(self) -> Array:
         """The exposed part of a message between two stages: of every tensor-parallel rank."""
+        size = np.array([float(step.units.ends.shard) for step in self.steps])  # bytes of [s/cp/tp, b, h]
         in_pod = self.places["stages_in_pod"]
         pods = between_pods(self.machines, in_pod, in_pod < self.pp)
         rate = message_rate(self.machines, self.c, self.places["stages_in_node"] == self.pp, pods)
         share = np.where(self.vp > 1, self.c["exposed_interleaved_messages"], self.c["exposed_messages"])
-        return np.where(self.pp > 1, self.shard_bytes / rate * share, 0.0)
+        return np.where(self.pp > 1, size / rate * share, 0.0)
 
     # Data parallelism and the optimizer.
 
     @cached_property
     def _parameters(self) -> Array:
         """Parameters of the largest pipeline stage of a rank, outside of experts and of experts: ``[2, runs]``."""
-        return np.array([_largest_stage(step.units) for step in self.steps]).T
+        found = []
+        for step in self.steps:
+            sizes = {number: _sizes(step.units, number) for number in set(step.units.division.like)}
+            stages = [[sizes[number] for number in content] for content in set(step.units.division.contents)]
+            found.append([max(sum(one[kind] for one in stage) for stage in stages) for kind in range(2)])
+        return np.array(found).T
 
     def _write_gradients(self, by_kind: Array) -> None:
         """Change the terms of passes, ``[kind, pass, term, runs]``, of sharded gradients. Those of layers are written,
         and not added to as in the records; every microbatch reduces them and adds them to the main gradient's shard."""
-        sizes = np.zeros((len(self.steps), 3, 3))
-        for place, (step, numbers) in enumerate(zip(self.steps, self._kinds)):
-            for kind, number in enumerate(numbers):
-                if number is not None:
-                    sizes[place, kind] = _sizes(step.units, number)
-        dense, experts, of_layers = np.moveaxis(sizes, 0, -1).swapaxes(0, 1)  # [kind, runs] each
+        sizes = self._by_kind(lambda step, number: _sizes(step.units, number), 3)
+        dense, experts, of_layers = sizes.swapaxes(0, 1)  # [kind, runs] each
         writes = (self.reduces_each | self.is_fully_sharded) & ~self.defers_reduction
         shards = self.dp * self.cp / self.replicas, self.edp / self.replicas
         written = np.where(writes, self.gradient_bytes * of_layers, 0.0)
@@ -340,7 +349,6 @@ class _Steps:
         return (gathered + reduced) * ring + 2 * (replicas - 1) / replicas * copied / shards / copies
 
     def _ring_rate(self, group: str, ranks: Array) -> Array:
-        """Bytes per second of a ring of ``ranks``."""
         in_node, in_pod = self.places[f"{group}_in_node"], self.places[f"{group}_in_pod"]
         share = between_pods(self.machines, in_pod, in_pod < ranks)
         return ring_rate(self.machines, self.c, in_node, in_node >= ranks, share)
@@ -349,10 +357,12 @@ class _Steps:
         """The exposed part of the reduction of gradients and of the gathers of weights."""
         c, m, gradient, weight = self.c, self.microbatches, self.gradient_bytes, self.weight_bytes
         none = np.zeros_like(m)
+        # In each microbatch: FSDP gathers weights forward and backward, sharded gradients are reduced.
         gathers = np.where(self.keeps_gathered, none, 2 * weight)
         reduces = np.where(self.defers_reduction, none, gradient)
         is_each = self.is_fully_sharded | self.reduces_each
         each = self._moved(np.where(self.is_fully_sharded, gathers, none), np.where(is_each, reduces, none), none)
+        # Once in a step: the updated weights are gathered, the other gradients reduced.
         gathered_once = np.where(self.is_fully_sharded, np.where(self.keeps_gathered, weight, none), weight)
         gathered_once = np.where(self.is_sharded, gathered_once, none)
         gathered = self._moved(gathered_once, none, none)
@@ -360,6 +370,7 @@ class _Steps:
         overlapped = np.where(self.overlaps_gathers, gathered, 0.0) + np.where(
             self.overlaps_reduction, reduced_once, 0.0
         )
+        # What overlaps hides behind the last backward passes; the rest is exposed in full.
         window = reduction_window(slowest, m, self.pp, self.vp > 1)
         exposed = exposed_reduction(c, overlapped, window, True) + (gathered + reduced_once - overlapped)
         sharded = exposed_sharding(c, each, slowest, c["fsdp2_contention"])
@@ -384,14 +395,6 @@ class _Steps:
         return optimizer_seconds(self.machines, self.c, parameters * moved)
 
 
-def _largest_stage(units: UnitsOfRun) -> tuple[float, float]:
-    """Parameters of the largest pipeline stage outside of experts, and of experts."""
-    sizes = {number: _sizes(units, number) for number in set(units.division.like)}
-    stages = [[sizes[number] for number in content] for content in set(units.division.contents)]
-    dense, experts = (max(sum(one[kind] for one in stage) for stage in stages) for kind in range(2))
-    return dense, experts
-
-
 def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float, float]:
     """Parameters of a virtual stage outside of experts, of experts, and of its layers. A weight that both ends share
     counts once."""
@@ -412,7 +415,7 @@ def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float, float]:
 
 @lru_cache(maxsize=4096)
 def _places(grid: RankGrid, node_size: int, pod_size: int, is_sharded: bool) -> dict[str, int]:
-    """How many ranks of each group of the first rank are in its node and in its pod."""
+    """The number of ranks of each group of the first rank in its node and in its pod."""
     shards = ("cp", "dp_shard") if is_sharded else ("cp", "dp")
     groups = {
         "stages": ("pp",),
@@ -450,14 +453,16 @@ def _program(
 def followed_makespan(name: str, stages: int, chunks: int, microbatches: int, passes: Array, slowest: Array) -> Array:
     """The makespan of a schedule for many runs; ``passes`` are those of the first, an inner and the last virtual
     stage, ``[kind, pass, runs]``."""
+    # Further microbatches repeat the middle of the pipeline at the pace of the slowest stage.
     left_out = max(0, -(-(microbatches - _MOST_MICROBATCHES * stages) // stages)) * stages
     program = _program(name, stages, chunks, microbatches - left_out)
     splits = any(kind == 2 for _, _, kind, _ in program)
     last = stages * chunks - 1
-    ends: list[Array] = []
+    ends: list[Array] = []  # [runs] each, by place in the program
     free = [np.zeros_like(slowest) for _ in range(stages)]
     for stage, virtual_stage, kind, needs in program:
         times = passes[0 if virtual_stage == 0 else 2 if virtual_stage == last else 1]
+        # Without W passes a backward pass computes both gradients.
         duration = times[kind] if splits or kind == 0 else times[1] + times[2]
         start = free[stage]
         for need in needs:

@@ -26,11 +26,6 @@ class LayerKind:
     and only the others --attention-temperature-tuning."""
 
 
-def layer_kinds(architecture: TransformerConfig) -> tuple[LayerKind, ...]:
-    """The kind of every layer."""
-    return tuple(map(LayerKind, architecture.moe_layers(), architecture.rope_layers()))
-
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -46,7 +41,7 @@ class Unit:
     """Layers that run, or run again, as one unit."""
 
     layers: tuple[int, ...]
-    """By their number in the model."""
+    """Numbers of the layers in the model."""
     is_recomputed: bool
     kind: Hashable
     """Equal for units with equal weights, operators and memory."""
@@ -74,8 +69,40 @@ class Division:
 
     @cached_property
     def contents(self) -> tuple[tuple[int, ...], ...]:
-        """By pipeline stage what :attr:`like` has for its chunks: stages with equal contents have equal units."""
+        """What :attr:`like` has for the chunks of each pipeline stage: stages with equal contents have equal units."""
         return tuple(tuple(self.like[number] for number in numbers) for numbers in self.by_stage)
+
+
+def divide(config: RunConfig, architecture: TransformerConfig, num_stages: int) -> Division:
+    """The virtual stages of a run on ``num_stages`` pipeline stages."""
+    pipeline, precision, types = config.pipeline, config.precision, config.parallel.cp_comm_type
+    count = architecture.num_layers
+    layer_kinds = list(map(LayerKind, architecture.moe_layers(), architecture.rope_layers()))
+    # Layers differ by their number only under --first-last-layers-bf16 and with several types of context parallelism.
+    in_fp8 = range(precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16)
+
+    def kind(layer: int) -> Hashable:
+        is_in_bf16 = precision.first_last_layers_bf16 and layer not in in_fp8
+        return layer_kinds[layer], is_in_bf16, types[layer] if len(set(types)) > 1 else ""
+
+    def units(stage: VirtualStage) -> Iterator[Unit]:
+        for unit in config.activations.units(len(stage.layers)):
+            layers = tuple(stage.layers[place] for place in unit.layers)
+            yield Unit(layers, unit.is_recomputed, (unit.is_recomputed, *map(kind, layers)))
+
+    stages = pipeline.virtual_stages(count, num_stages)
+    schedule = pipeline.schedule(count, num_stages) if num_stages > 1 else "1f1b"
+    placement = placement_of(schedule, num_stages, pipeline.num_chunks(count, num_stages))
+    of_stages = tuple(tuple(units(stage)) for stage in stages)
+    kinds = tuple(
+        (tuple(unit.kind for unit in each), one.has_embedding, one.has_output_layer)
+        for each, one in zip(of_stages, stages)
+    )
+    by_stage = tuple(
+        tuple(placement.virtual_stage(stage, chunk) for chunk in range(placement.num_chunks))
+        for stage in range(num_stages)
+    )
+    return Division(tuple(stages), of_stages, placement, kinds, tuple(map(kinds.index, kinds)), by_stage)
 
 
 @dataclass(frozen=True)
@@ -106,7 +133,9 @@ class UnitRecords:
         """Rehearse every unit of ``runs`` that has no record yet."""
         wanted: dict[Hashable, _Request] = {}
         for run in runs:
-            for key, unit in run.unit_keys():
+            units = [((unit.kind, run.key), unit) for unit in run.division.different_units]
+            # None stands for the ends of the model.
+            for key, unit in ((run.ends_key, None), *units):
                 if key not in self._records and key not in wanted:
                     wanted[key] = run.request(unit)
         self._records.update(zip(wanted, map_in_parallel(_Request.rehearse, wanted.values())))
@@ -121,36 +150,9 @@ class UnitRecords:
         """The virtual stages of ``config`` on ``num_stages`` pipeline stages."""
         key = num_stages, config.pipeline, config.activations
         if key not in self._divisions:
-            self._divisions[key] = self._divide(config, num_stages)
+            architecture = config.model.resolve(self.vocab_size, 1, config.seq_length)
+            self._divisions[key] = divide(config, architecture, num_stages)
         return self._divisions[key]
-
-    def _divide(self, config: RunConfig, num_stages: int) -> Division:
-        architecture = config.model.resolve(self.vocab_size, 1, config.seq_length)
-        kinds, count, types = layer_kinds(architecture), architecture.num_layers, config.parallel.cp_comm_type
-
-        def kind(layer: int) -> Hashable:
-            return kinds[layer], _is_in_bf16(config, layer, count), types[layer] if len(set(types)) > 1 else ""
-
-        def units(stage: VirtualStage) -> Iterator[Unit]:
-            for unit in config.activations.units(len(stage.layers)):
-                layers = tuple(stage.layers[place] for place in unit.layers)
-                yield Unit(layers, unit.is_recomputed, (unit.is_recomputed, *map(kind, layers)))
-
-        pipeline = config.pipeline
-        stages = pipeline.virtual_stages(count, num_stages)
-        schedule = pipeline.schedule(count, num_stages) if num_stages > 1 else "1f1b"
-        placement = placement_of(schedule, num_stages, pipeline.num_chunks(count, num_stages))
-        of_stages = tuple(tuple(units(stage)) for stage in stages)
-        kinds_of_stages = tuple(
-            (tuple(unit.kind for unit in each), one.has_embedding, one.has_output_layer)
-            for each, one in zip(of_stages, stages)
-        )
-        like = tuple(map(kinds_of_stages.index, kinds_of_stages))
-        by_stage = tuple(
-            tuple(placement.virtual_stage(stage, chunk) for chunk in range(placement.num_chunks))
-            for stage in range(num_stages)
-        )
-        return Division(stages, of_stages, placement, kinds_of_stages, like, by_stage)
 
     def with_attention_kernel(self, config: RunConfig) -> RunConfig:
         """``config`` with the attention that it chooses on GPUs. Over packed sequences that is a kernel that takes all
@@ -165,20 +167,16 @@ class UnitRecords:
 
 
 class UnitsOfRun:
-    """The units of a run."""
-
     def __init__(self, records: UnitRecords, config: RunConfig, grid: RankGrid) -> None:
         self.records, self.config, self.grid = records, config, grid
         self._found: dict[Hashable, UnitRecord] = {}
 
     @cached_property
     def division(self) -> Division:
-        """Its virtual stages."""
         return self.records.division(self.config, self.grid.pp)
 
     @cached_property
     def schedule(self) -> str:
-        """The name of its pipeline schedule."""
         num_layers = sum(len(stage.layers) for stage in self.division.stages)
         return self.config.pipeline.schedule(num_layers, self.grid.pp) if self.grid.pp > 1 else "1f1b"
 
@@ -196,7 +194,6 @@ class UnitsOfRun:
 
     @property
     def is_fully_sharded(self) -> bool:
-        """Whether FSDP shards parameters."""
         return self.config.parallel.sharding_strategy == "optim_grads_params" and max(self.shards) > 1
 
     @property
@@ -213,7 +210,6 @@ class UnitsOfRun:
 
     @cached_property
     def ends(self) -> Ends:
-        """The embedding and the output layer."""
         record = self.records.record(self.ends_key, partial(self.request, None))
         assert isinstance(record, Ends)
         return record
@@ -261,7 +257,10 @@ class UnitsOfRun:
         config = self.config
         if unit is not None and self._is_derived:
             config = replace(config, precision=replace(config.precision, grad_reduce_in_bf16=False))
-        return _Request(self._rehearsals_of(config), unit)
+        records = self.records
+        config = records.with_attention_kernel(with_local_layers(config))
+        rehearsals = UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
+        return _Request(rehearsals, unit)
 
     def of_stage(self, number: int) -> list[UnitRecord]:
         """The records of all units of a virtual stage, in order."""
@@ -269,20 +268,3 @@ class UnitsOfRun:
         found = [ends.embedding] if stage.has_embedding else []
         found += map(self.unit, self.division.units[number])
         return found + ([ends.output] if stage.has_output_layer else [])
-
-    def unit_keys(self) -> Iterator[tuple[Hashable, Unit | None]]:
-        """The keys of the records of all units that the run has, each with a unit; None for the ends."""
-        yield self.ends_key, None
-        for unit in self.division.different_units:
-            yield (unit.kind, self.key), unit
-
-    def _rehearsals_of(self, config: RunConfig) -> UnitRehearsals:
-        records = self.records
-        config = records.with_attention_kernel(with_local_layers(config))
-        return UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
-
-
-def _is_in_bf16(config: RunConfig, layer: int, num_layers: int) -> bool:
-    precision = config.precision
-    first, last = precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16
-    return precision.first_last_layers_bf16 and not first <= layer < num_layers - last

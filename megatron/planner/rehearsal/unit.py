@@ -29,16 +29,21 @@ from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.topology import RankGrid
 from megatron.planner.fake_backend import SimulatedTopology, simulated_kernels
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
-from megatron.planner.memory import CUDA_BLOCK, Kind, MemoryTracker
-from megatron.planner.rehearsal.layer import LayerRehearsal, Pass, PassLog, RehearsalSetting, RehearsedLayer
+from megatron.planner.memory import CUDA_BLOCK
+from megatron.planner.rehearsal.layer import (
+    MAX_ATTEMPTS,
+    LayerRehearsal,
+    Pass,
+    PassLog,
+    RehearsalSetting,
+    RehearsedLayer,
+)
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensor, FakeTensorMode
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-_MAX_ATTEMPTS = 3
-"""A first run may also allocate what lasts: FP8 weights, and what all units share."""
 
 
 class UnitRecorder(LaunchRecorder):
@@ -65,12 +70,6 @@ class UnitRecorder(LaunchRecorder):
 
     def counts(self, tensor: Tensor) -> bool:
         return isinstance(tensor, FakeTensor) if self.device == CPU else tensor.is_meta
-
-    def mark(self, tensor: Tensor, kind: Kind) -> None:
-        MemoryTracker.mark(self, tensor, kind)
-
-    def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
-        MemoryTracker.mark_if_temporary(self, tensor, kind)
 
 
 @dataclass(frozen=True)
@@ -106,8 +105,8 @@ class UnitRecord:
     parameters: tuple[ParameterInfo, ...]
     """The parameters of the rank before sharding."""
     launches: tuple[Launches, Launches, Launches]
-    """In the forward pass, in the backward pass, and of the weight gradients that it defers, for a microbatch that is
-    neither the first nor the last. Gradients are added to those of earlier microbatches; nothing is reduced."""
+    """Launches of the forward pass, of the backward pass, and of the weight gradients that it defers, for a microbatch
+    that is neither the first nor the last. Gradients are added to those of earlier ones; nothing is reduced."""
     num_layers: int = 0
 
     def with_gradients_in_bf16(self) -> "UnitRecord":
@@ -166,7 +165,13 @@ class UnitRehearsals:
                     context.build_layer(number, architecture, context.of_layer(number, architecture.num_layers))
                     for number in numbers
                 ]
-            unit = self._recomputed(built, is_recomputed, context)
+            activations = self._config.activations
+            if is_recomputed:
+                shards = context.parallel.communicator if activations.distribute_saved_activations else None
+                unit: nn.Module = Recomputed(LayerGroup(built), shards)
+            else:
+                (unit,) = built
+                recompute_modules(unit, activations.modules)
             record = self._rehearse(recorder, context, architecture, unit)
         return replace(record, num_layers=len(numbers))
 
@@ -180,6 +185,7 @@ class UnitRehearsals:
                 model = TransformerModel(architecture, context, [whole])
             apply_loss_chunks(model, config.activations)
             self._attach_main_grads(recorder, model)
+            # The whole model is one stage, whose chunk has no layers: the executor of a run trains it.
             one_stage = replace(self._grid, pp=1)
             executor = build_executor(
                 model,
@@ -191,6 +197,7 @@ class UnitRehearsals:
             )
             (chunk,) = model.transformer_chunks
             assert chunk.embedding is not None and chunk.output_layer is not None
+            # The rotations of all positions are made once; the chunk keeps them.
             before = recorder.now.total
             length = config.seq_length // self._grid.cp
             tables = chunk.positions(length, config.micro_batch_size)
@@ -211,6 +218,7 @@ class UnitRehearsals:
         return UnitRecorder(is_fake=not is_half or self._device.type == "cpu", rounds_up=self._device.type != "cpu")
 
     def _microbatches(self) -> Iterator[dict[str, Tensor]]:
+        # A generator, so that the executor alone refers to the tensors.
         shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
         tokens = torch.zeros(shape, dtype=torch.int64)
         yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}
@@ -235,25 +243,21 @@ class UnitRehearsals:
         kernels = simulated_kernels(config, topology, self._device, size, recorder)
         return build_context(config, architecture, topology, kernels), architecture
 
-    def _recomputed(self, layers: Sequence[nn.Module], is_recomputed: bool, context: BuildContext) -> nn.Module:
-        activations = self._config.activations
-        if is_recomputed:
-            shards = context.parallel.communicator if activations.distribute_saved_activations else None
-            return Recomputed(LayerGroup(layers), shards)
-        (layer,) = layers
-        recompute_modules(layer, activations.modules)
-        return layer
-
     def _rehearse(
         self, recorder: UnitRecorder, context: BuildContext, architecture: TransformerConfig, unit: nn.Module
     ) -> UnitRecord:
-        config = self._config
+        config, data = self._config, self._config.data
         gradient = number_formats(config.precision, config.optimizer).gradient
         self._attach_main_grads(recorder, unit)
         recorder.label_recompute(unit)
+        # The input is [s/cp/tp, b, h] with sequence parallelism, else [s/cp, b, h].
         length = config.seq_length // self._grid.cp
         rows = config.micro_batch_size
-        positions = PositionTables(architecture, context)(length, rows, self._documents(recorder))
+        documents = None
+        if data.marks_documents:
+            starts = torch.zeros(rows, config.seq_length, dtype=torch.bool)
+            documents = Documents(starts, data.masks_documents, data.reset_position_ids, recorder.device)
+        positions = PositionTables(architecture, context)(length, rows, documents)
         inputs = recorder.empty(
             (length // context.parallel.sequence_parts, rows, architecture.hidden_size), context.dtype
         )
@@ -262,7 +266,7 @@ class UnitRehearsals:
         before, recorded = recorder.now.total, None
         if context.fp8 is not None:
             context.fp8.load(context.fp8.state())  # delayed scaling has scales from the second step on
-        for _ in range(_MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             log = _LaunchLog(recorder)
             with nullcontext() if context.fp8 is None else context.fp8.forward_pass():
                 recorded = rehearsal.run(log, inputs, positions)
@@ -273,13 +277,6 @@ class UnitRehearsals:
         size = recorder.size_of(inputs)
         lasting = recorder.now.total - before
         return UnitRecord(_memory(recorded, size, lasting, infos), infos, log.launches())
-
-    def _documents(self, recorder: UnitRecorder) -> Documents | None:
-        data, config = self._config.data, self._config
-        if not data.marks_documents:
-            return None
-        starts = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)
-        return Documents(starts, data.masks_documents, data.reset_position_ids, recorder.device)
 
 
 class _LaunchLog(PassLog):
@@ -300,7 +297,6 @@ class _LaunchLog(PassLog):
         super().open()
 
     def launches(self) -> tuple[Launches, Launches, Launches]:
-        """The launches of the three passes."""
         found = self._recorder.launches
         first, second, third, *_ = (*self._starts, len(found))
         return tuple(found[first:second]), tuple(found[second:third]), tuple(found[third:])
@@ -380,6 +376,7 @@ class _PassesOfEnds:
 
 def _memory(unit: RehearsedLayer, shard: int, lasting: int, infos: Sequence[ParameterInfo]) -> UnitMemory:
     """``shard`` are the bytes of the unit's input, and of its output's gradient."""
+    # The rehearsal has the unit's input and its output's gradient apart; a chunk holds them.
     kept = unit.saved + shard * unit.saves_input
     forward, _ = _peaks(unit.forward)
     early, late = _peaks(unit.backward)

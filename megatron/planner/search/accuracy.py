@@ -1,8 +1,8 @@
-"""How far a predicted step time may be off: the model's own error, or more where nothing like it was measured; and the
-level of all step times, corrected by the metrics file of a real run."""
+"""The error of a predicted step time: that of the model, or more where nothing like it was measured; and the level of
+all step times, corrected by the metrics file of a real run."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 from pathlib import Path
@@ -25,17 +25,21 @@ def _in_percent(error: float) -> float:
 
 
 KNOWN_ERROR = _in_percent(_ERRORS["left_out"])
-"""Of software that the fit does not know: the 90th percentile of the source that is predicted worst if it is left out,
-without doubtful rows (docs/planner.md, by source)."""
+"""The error of software that the fit does not know: the 90th percentile of the source that is predicted worst if it is
+left out, without doubtful rows (docs/planner.md, by source)."""
 CORRECTED_ERROR = _in_percent(_ERRORS["same_software"])
-"""After one run of the same software: 90th percentile of all sources (docs/planner.md, after one run)."""
+"""The error after one run of the same software: the 90th percentile of all sources (docs/planner.md, after one run)."""
 SAME_MODEL_ERROR = _in_percent(_ERRORS["same_software_and_model"])
-"""After one run of the same software, model and sequence length: the same."""
+"""The error after one run of the same software, model and sequence length: the same percentile."""
 OWN_ERROR = 0.2
-"""Of this code without a measured run: ``KNOWN_ERROR``, and the 90th percentile between two releases of one software
-(6 %, docs/planner.md, after one run), rounded up. No run of this code on GPUs has been measured."""
+"""The error of this code without a measured run: ``KNOWN_ERROR``, and the 90th percentile between two releases of one
+software (6 %, docs/planner.md, after one run), rounded up. No run of this code on GPUs has been measured."""
 UNKNOWN_ERROR = 0.3
-"""Where the GPU or the regime has no measurements."""
+"""The error where the GPU or the regime has no measurements."""
+LARGEST_MEASURED: int = _MEASURED["most_gpus"]
+"""The most GPUs of a published run."""
+_MEASURED_REGIMES = frozenset(tuple(key) for key in _MEASURED["regimes"])
+"""The keys of the regimes of published runs of dense models."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,8 @@ def regimes(
     yield Regime(("precision", generation, str(is_fp8)), f"{'FP8' if is_fp8 else 'bf16'} on {generation}")
     yield Regime(("sharding", sharding), f"the sharding {sharding}")
     yield Regime(("schedule", schedule), f"the schedule {schedule}")
-    if gpus > largest_measured():
-        yield Regime(("gpus",), f"more than {largest_measured():,} GPUs")
+    if gpus > LARGEST_MEASURED:
+        yield Regime(("gpus",), f"more than {LARGEST_MEASURED:,} GPUs")
     if cp > 1:
         yield Regime(("cp", generation), f"context parallelism on {generation}")
     if has_experts:
@@ -69,32 +73,12 @@ _SCHEDULES = {"interleaved": "1f1b"}
 
 
 def regimes_of(config: RunConfig, cluster: Cluster, gpus: int, schedule: str) -> Iterator[Regime]:
-    """Those of a run of this project; ``schedule`` is its pipeline schedule."""
+    """The regimes of a run of this project; ``schedule`` is its pipeline schedule."""
     parallel = config.parallel
     sharding = _SHARDING.get(parallel.sharding_strategy, "optimizer")
     is_fp8, has_experts = config.precision.fp8_format is not None, bool(config.model.num_experts)
     schedule = _SCHEDULES.get(schedule, schedule)
     return regimes(cluster, is_fp8, sharding, schedule, gpus, parallel.context_parallel_size, has_experts)
-
-
-def largest_measured() -> int:
-    """The most GPUs of a published run."""
-    largest: int = _MEASURED["most_gpus"]
-    return largest
-
-
-def measured_regimes() -> frozenset[tuple[str, ...]]:
-    """The keys of the regimes of published runs of dense models."""
-    return frozenset(tuple(key) for key in _MEASURED["regimes"])
-
-
-def unmeasured(found: Iterable[Regime], cluster: Cluster, measured: frozenset[tuple[str, ...]]) -> list[str]:
-    """Descriptions of the regimes of a run without measurements."""
-    return [
-        regime.description
-        for regime in found
-        if regime.key not in measured and not (regime.key[0] == "gpu" and cluster.constants)
-    ]
 
 
 @dataclass(frozen=True)
@@ -114,6 +98,15 @@ def level_of(cluster: Cluster) -> Level:
     return Level(error=KNOWN_ERROR if cluster.constants else OWN_ERROR)
 
 
+def unmeasured(config: RunConfig, cluster: Cluster, gpus: int, schedule: str, level: Level) -> list[str]:
+    """Descriptions of what of a run has been measured neither elsewhere nor for the level."""
+    measured = _MEASURED_REGIMES | level.regimes
+    if cluster.constants:
+        measured |= {("gpu", cluster.generation, str(cluster.bf16_flops))}
+    found = regimes_of(config, cluster, gpus, schedule)
+    return [regime.description for regime in found if regime.key not in measured]
+
+
 def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[str]:
     """Sentences on what the times of plans on these numbers of GPUs rest on."""
     found = []
@@ -123,9 +116,9 @@ def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[
             f"been measured, so times are at best +-{OWN_ERROR:.0%}. A measured run of yours corrects "
             "them (--measured)."
         )
-    if max(gpus) > largest_measured():
+    if max(gpus) > LARGEST_MEASURED:
         found.append(
-            f"No measured run has more than {largest_measured():,} GPUs: the times on {max(gpus):,} GPUs are "
+            f"No measured run has more than {LARGEST_MEASURED:,} GPUs: the times on {max(gpus):,} GPUs are "
             "extrapolated."
         )
     return found
@@ -136,7 +129,7 @@ _WARM_UP = 2
 
 
 def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
-    """How much slower the run of a metrics file was than predicted on the job's cluster; ``flag`` names the file.
+    """The level by the run of a metrics file: its time over that predicted on the cluster. ``flag`` names the file.
 
     Raises :class:`ConfigError` if the file does not say which flags and how many ranks its run had, or has no times.
     """
@@ -148,7 +141,11 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
             "first record has the flags (key run)."
         )
     described, last = records[starts[-1]][RUN], records[-1]
-    seconds = _step_time(f"{flag} {path}", records[starts[-1] :])
+    # Only the records of the last process count.
+    times = [record["iteration_time_ms"] for record in records[starts[-1] :] if _has_time(record)]
+    if not times:
+        raise ConfigError(f"{flag} {path} has no iteration_time_ms after its last start: let the run train on.")
+    seconds = median(times[_WARM_UP:] or times) / 1e3
     # Only now: torch is not needed to refuse a file.
     from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind
     from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
@@ -192,15 +189,8 @@ def _is_described(record: Mapping[str, Any]) -> bool:
     return isinstance(run, dict) and isinstance(run.get("flags"), dict) and isinstance(run.get("world_size"), int)
 
 
-def _step_time(file: str, records: list[dict[str, Any]]) -> float:
-    """The median of the records' step times, in seconds, of a single process."""
-    times = [record["iteration_time_ms"] for record in records if _is_number(record.get("iteration_time_ms"))]
-    if not times:
-        raise ConfigError(f"{file} has no iteration_time_ms after its last start: let the run train on.")
-    return median(times[_WARM_UP:] or times) / 1e3
-
-
-def _is_number(value: object) -> bool:
+def _has_time(record: Mapping[str, Any]) -> bool:
+    value = record.get("iteration_time_ms")
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -210,8 +200,8 @@ def config_of(flags: Mapping[str, Any]) -> RunConfig:
     for group in fields(RunConfig):
         kind: Any = group.default_factory
         stated = flags.get(group.name, {})
-        values = {field.name: stated[field.name] for field in fields(kind) if field.name in stated}
+        known = {field.name for field in fields(kind)} & stated.keys()
         groups[group.name] = kind(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+            **{name: tuple(stated[name]) if isinstance(stated[name], list) else stated[name] for name in known}
         )
     return RunConfig(**groups)

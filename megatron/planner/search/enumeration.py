@@ -33,7 +33,7 @@ MOST_STAGES = 32
 """Pipeline stages above which deeper pipelines are not searched."""
 _RECOMPUTE = ("none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
 _FARTHEST = 4096
-"""How far from a number of GPUs another one is searched."""
+"""Distance from a number of GPUs to which another one is searched."""
 _SHARDING = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2")
 _RECOMPUTE_FLAGS = (
     "recompute_granularity",
@@ -82,13 +82,12 @@ def enumerate_layouts(
     (``etp``); in a node, expert parallelism over fewer ranks than there can be; gradients that are both sharded
     (``optim_grads``) and reduced in bf16; full recompute of other than half or all layers of a chunk.
     """
-    space = _Space(config, architecture, num_gpus, cluster, frozenset(given))
-    return list(space.layouts())
+    return list(_Space(config, architecture, num_gpus, cluster, frozenset(given)).layouts())
 
 
 def require_layout(job: Job) -> None:
     """Raise :class:`ConfigError` if there is no layout. It takes no longer than to find the first one."""
-    if not _has_layout(job, job.num_gpus):
+    if next(_Space.of(job, job.num_gpus).layouts(), None) is None:
         raise no_layout(job)
 
 
@@ -98,14 +97,15 @@ def no_layout(job: Job) -> ConfigError:
     batch, size = job.global_batch_size, job.config.micro_batch_size
     if batch % size:
         return ConfigError(f"--global-batch-size {batch} is not divisible by --micro-batch-size {size}: change one.")
-    space = _space(job, job.num_gpus)
-    first = next(space.candidates(), None)
+    space = _Space.of(job, job.num_gpus)
+    first = next((one for variants in space.groups() for one in variants), None)  # valid or not
     if first is not None and (refusal := space.refusal(first)) is not None:
         return ConfigError(f"{flags}: {refusal.sentences[0]}")
+    # The nearest numbers of GPUs with a layout, by trying them outwards.
     below = range(job.num_gpus - 1, max(job.num_gpus // 2, job.num_gpus - _FARTHEST, 1) - 1, -1)
     above = range(job.num_gpus + 1, min(2 * job.num_gpus, job.num_gpus + _FARTHEST) + 1)
-    nearest = [next((count for count in counts if _has_layout(job, count)), None) for counts in (below, above)]
-    counts = [f"{count:,}" for count in nearest if count is not None]
+    possible = ((count for count in counts if any(_Space.of(job, count).layouts())) for counts in (below, above))
+    counts = [f"{count:,}" for nearest in possible for count in islice(nearest, 1)]
     other = f"use {' or '.join(counts)} GPUs" if counts else ""
     if job.given & LAYOUT_FIELDS:
         return ConfigError(f"{flags}: remove one that fixes the layout{f', or {other}' if other else ''}.")
@@ -116,70 +116,40 @@ def no_layout(job: Job) -> ConfigError:
     )
 
 
-def _space(job: Job, num_gpus: int) -> "_Space":
-    return _Space(job.config, job.architecture, num_gpus, job.cluster, job.given)
-
-
-def _has_layout(job: Job, num_gpus: int) -> bool:
-    return next(_space(job, num_gpus).layouts(), None) is not None
-
-
-@dataclass(frozen=True)
-class _Grid:
-    """The sizes of the axes, and the division of the layers."""
-
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    ep: int
-    etp: int
-
-
-@dataclass(frozen=True)
-class _Pipeline:
-    schedule: str
-    vp: int
-    counts_ends: bool
-    layers: int
-    """Of the longest chunk."""
-
-
 @dataclass(frozen=True)
 class _Space:
+    """The layouts of a run under the flags that are ``given``.
+
+    Sizes are chosen from the outside to the inside. A layout is built up on the way::
+
+        tp > pp > cp > ep, etp | schedule, chunks | sharding, replicas | microbatch, recompute, gradients
+                               a division of the layers                 | a group, whose first layout is checked
+    """
+
     config: RunConfig
     architecture: TransformerConfig
     num_gpus: int
     cluster: Cluster
     given: frozenset[str]
 
-    def _grids(self) -> Iterator[_Grid]:
-        parallel = self.config.parallel
-        for tp in self._sizes("tensor_model_parallel_size", parallel.tensor_model_parallel_size, self.num_gpus):
-            if not self._allows_tensor_parallel(tp):
-                continue
-            rest = self.num_gpus // tp
-            for pp in self._sizes("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, rest):
-                if not self._allows_pipeline_parallel(pp):
-                    continue
-                of_stage = rest // pp
-                for cp in self._sizes("context_parallel_size", parallel.context_parallel_size, of_stage):
-                    dp = of_stage // cp
-                    if self._allows_context_parallel(tp, cp) and self._batch % (dp * self._least_microbatch) == 0:
-                        for ep, etp in self._expert_sizes(tp, of_stage * tp):
-                            yield _Grid(tp, pp, cp, dp, ep, etp)
+    @classmethod
+    def of(cls, job: Job, num_gpus: int) -> "_Space":
+        """The layouts of a job on ``num_gpus`` GPUs."""
+        return cls(job.config, job.architecture, num_gpus, job.cluster, job.given)
+
+    @cached_property
+    def _base(self) -> Layout:
+        """The layout of one GPU."""
+        is_parallel = self.config.parallel.sequence_parallel if "sequence_parallel" in self.given else True
+        return Layout(1, 1, 1, 1, 1, "1f1b", "optim", 1, "none", sequence_parallel=is_parallel)
 
     def layouts(self) -> Iterator[Layout]:
         """All valid layouts; the first of a group is checked for all of it."""
-        for variants in self._groups():
+        for variants in self.groups():
             first = next(variants, None)
             if first is not None and self.refusal(first) is None:
                 yield first
                 yield from variants
-
-    def candidates(self) -> Iterator[Layout]:
-        """A layout of each division, valid or not."""
-        return (first for variants in self._groups() for first in islice(variants, 1))
 
     def refusal(self, layout: Layout) -> ConfigError | None:
         """What the checks of a run find."""
@@ -189,55 +159,46 @@ class _Space:
             return error
         return None
 
-    def _groups(self) -> Iterator[Iterator[Layout]]:
+    def groups(self) -> Iterator[Iterator[Layout]]:
         """Groups of layouts that differ in recompute, microbatch and gradient precision alone."""
         for grid in self._grids():
-            overlaps = self._overlaps_tensor_parallel(grid)
-            for pipeline in self._pipelines(grid.pp):
+            for piped, longest in self._pipelines(grid):
                 for sharding, replicas in self._shardings(grid):
+                    sharded = replace(piped, sharding=sharding, replicas=replicas)
+                    choices = product(
+                        self._micro_batch_sizes(piped), self._recomputes(longest), self._gradient_formats(sharding)
+                    )
                     yield (
-                        self._layout(grid, pipeline, sharding, replicas, size, recompute, narrow, overlaps)
-                        for size, recompute, narrow in product(
-                            self._micro_batch_sizes(grid, pipeline),
-                            self._recomputes(pipeline),
-                            self._gradient_formats(sharding),
+                        replace(
+                            sharded,
+                            micro_batch_size=size,
+                            recompute=recompute,
+                            recompute_layers=layers,
+                            reduces_in_bf16=is_narrow,
                         )
+                        for size, (recompute, layers), is_narrow in choices
                     )
 
-    def _layout(
-        self,
-        grid: _Grid,
-        pipeline: _Pipeline,
-        sharding: ShardingStrategy,
-        replicas: int,
-        micro_batch_size: int,
-        recompute: tuple[str, int],
-        reduces_in_bf16: bool,
-        tp_comm_overlap: bool = False,
-    ) -> Layout:
-        return Layout(
-            tp=grid.tp,
-            pp=grid.pp,
-            cp=grid.cp,
-            dp=grid.dp,
-            ep=grid.ep,
-            etp=grid.etp,
-            vp=pipeline.vp,
-            schedule=pipeline.schedule,
-            counts_ends=pipeline.counts_ends,
-            sharding=sharding,
-            replicas=replicas,
-            micro_batch_size=micro_batch_size,
-            recompute=recompute[0],
-            recompute_layers=recompute[1],
-            reduces_in_bf16=reduces_in_bf16,
-            sequence_parallel=self._sequence_parallel,
-            tp_comm_overlap=tp_comm_overlap,
-        )
-
-    @property
-    def _sequence_parallel(self) -> bool:
-        return self.config.parallel.sequence_parallel if "sequence_parallel" in self.given else True
+    def _grids(self) -> Iterator[Layout]:
+        """Layouts whose sizes are chosen."""
+        parallel = self.config.parallel
+        is_piped = not self.given.isdisjoint(("pipeline_model_parallel_size", "pipeline_model_parallel_layout"))
+        deepest = self.architecture.num_layers + 2 if is_piped else min(self.architecture.num_layers + 2, MOST_STAGES)
+        for tp in self._sizes("tensor_model_parallel_size", parallel.tensor_model_parallel_size, self.num_gpus):
+            if not self._allows_tensor_parallel(tp):
+                continue
+            rest = self.num_gpus // tp
+            for pp in self._sizes("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size, rest):
+                if pp > deepest:
+                    continue
+                of_stage = rest // pp
+                for cp in self._sizes("context_parallel_size", parallel.context_parallel_size, of_stage):
+                    dp = of_stage // cp
+                    if self._allows_context_parallel(tp, cp) and self._batch % (dp * self._least_microbatch) == 0:
+                        grid = replace(self._base, tp=tp, pp=pp, cp=cp, dp=dp)
+                        grid = replace(grid, tp_comm_overlap=self._overlaps_tensor_parallel(grid))
+                        for ep, etp in self._expert_sizes(tp, of_stage * tp):
+                            yield replace(grid, ep=ep, etp=etp)
 
     def _sizes(self, name: str, value: int, ranks: int) -> list[int]:
         """The given size, if it divides ``ranks``, or all divisors."""
@@ -245,40 +206,32 @@ class _Space:
             return [value] if ranks % value == 0 else []
         return _divisors(ranks)
 
-    def _allows_pipeline_parallel(self, pp: int) -> bool:
-        is_given = not self.given.isdisjoint(("pipeline_model_parallel_size", "pipeline_model_parallel_layout"))
-        return pp <= self.architecture.num_layers + 2 and (pp <= MOST_STAGES or is_given)
-
     def _allows_tensor_parallel(self, tp: int) -> bool:
         model = self.architecture
         if tp > self.cluster.node_size and "tensor_model_parallel_size" not in self.given:
             return False
         divided = [model.num_attention_heads, model.num_query_groups]
         if not all(model.moe_layers()):
+            # Experts have an expert-tensor-parallel size of their own.
             divided.append(model.ffn_hidden_size)
-        if self._sequence_parallel:
+        if self._base.sequence_parallel:
             divided.append(self.config.seq_length)
         return all(value % tp == 0 for value in divided)
 
-    def _overlaps_tensor_parallel(self, grid: _Grid) -> bool:
+    def _overlaps_tensor_parallel(self, grid: Layout) -> bool:
         """Wherever it hides communication and costs nothing else: with PyTorch's symmetric memory, and in Transformer
         Engine. The overlap by messages, of other GPUs, over nodes, and of FP8 rows, divides the matrix products among
         as many parts as ranks, and copies and adds the parts."""
         if "tp_comm_overlap" in self.given:
             return self.config.parallel.tp_comm_overlap
-        if grid.tp == 1 or not self._sequence_parallel:
+        if grid.tp == 1 or not self._base.sequence_parallel:
             return False
         if self.config.model.transformer_impl == "local":
             has_symmetric_memory = self.cluster.generation in ("hopper", "blackwell")
             is_in_node = grid.tp <= self.cluster.node_size and self.config.parallel.rank_order.startswith("tp-")
             return has_symmetric_memory and is_in_node and self.config.precision.fp8_format is None
-        parallel = replace(
-            self.config.parallel,
-            tensor_model_parallel_size=grid.tp,
-            context_parallel_size=grid.cp,
-            tp_comm_overlap=True,
-        )
-        run = replace(self.config, parallel=parallel)
+        parallel = replace(self.config.parallel, tensor_model_parallel_size=grid.tp, context_parallel_size=grid.cp)
+        run = replace(self.config, parallel=replace(parallel, tp_comm_overlap=True))
         try:
             check_transformer_engine_overlap(run, self.num_gpus)
             check_transformer_engine_buffers(run, self.num_gpus)
@@ -290,7 +243,8 @@ class _Space:
         length = self.config.seq_length
         if cp > 1 and length // cp < SHORTEST_PART and "context_parallel_size" not in self.given:
             return False
-        return cp == 1 or (length % (2 * cp) == 0 and (not self._sequence_parallel or length % (cp * tp) == 0))
+        # A rank has two parts of the sequence, one from each end, so that causal attention is balanced.
+        return cp == 1 or (length % (2 * cp) == 0 and (not self._base.sequence_parallel or length % (cp * tp) == 0))
 
     def _expert_sizes(self, tp: int, ranks: int) -> Iterator[tuple[int, int]]:
         """Expert-parallel and expert-tensor-parallel sizes over the ``ranks`` of a stage."""
@@ -325,45 +279,42 @@ class _Space:
     def _least_microbatch(self) -> int:
         return self.config.micro_batch_size if "micro_batch_size" in self.given else 1
 
-    def _num_microbatches(self, grid: _Grid, size: int) -> int:
-        return self._batch // (grid.dp * size)
-
-    def _micro_batch_sizes(self, grid: _Grid, pipeline: _Pipeline) -> Iterator[int]:
+    def _micro_batch_sizes(self, grid: Layout) -> Iterator[int]:
         given, size = "micro_batch_size" in self.given, self._least_microbatch
-        while self._batch % (grid.dp * size) == 0:
+        while self._batch % (grid.dp * size) == 0:  # powers of two times the least
             is_small = size <= LARGEST_MICROBATCH and size * self.config.seq_length <= LONGEST_MICROBATCH
-            count = self._num_microbatches(grid, size)
+            count = self._batch // (grid.dp * size)
             if not given and size > 1 and (grid.cp > 1 or not is_small or count < grid.pp):
                 return
-            if pipeline.schedule != "interleaved" or count >= grid.pp or "pipeline_schedule" in self.given:
+            if grid.schedule != "interleaved" or count >= grid.pp or "pipeline_schedule" in self.given:
                 yield size
             if given:
                 return
             size *= 2
 
-    def _pipelines(self, pp: int) -> Iterator[_Pipeline]:
-        if pp == 1:
-            yield _Pipeline("1f1b", 1, False, self.architecture.num_layers)
+    def _pipelines(self, grid: Layout) -> Iterator[tuple[Layout, int]]:
+        """``grid`` with each schedule and division of the layers, and the layers of its longest chunk."""
+        if grid.pp == 1:
+            yield grid, self.architecture.num_layers
             return
-        pipeline = self.config.pipeline
-        wanted = pipeline.pipeline_schedule if "pipeline_schedule" in self.given else None
+        wanted = self.config.pipeline.pipeline_schedule if "pipeline_schedule" in self.given else None
         for name in (wanted,) if wanted is not None else SEARCHED_SCHEDULES:
-            for vp in self._chunks(name, pp):
+            # Whether the flags say how many chunks a rank has.
+            has_two = "pipeline_schedule" in self.given and SCHEDULES[name].placement == "v"
+            is_fixed = has_two or not self.given.isdisjoint(_CHUNK_FLAGS)
+            for vp in self._chunks(name, grid.pp):
                 for counts_ends in (False,) if divides_layers(self.given) else (False, True):
-                    layers = self._longest_chunk(pp, vp, name, counts_ends)
-                    if layers > 1 or (layers and (vp == 1 or self._fixes_chunks(name))):
-                        yield _Pipeline(name, vp, counts_ends, layers)
+                    layout = replace(grid, vp=vp, schedule=name, counts_ends=counts_ends)
+                    layers = self._longest_chunk(layout)
+                    if layers > 1 or (layers and (vp == 1 or is_fixed)):
+                        yield layout, layers
                     if layers:
                         break
-
-    def _fixes_chunks(self, schedule: str) -> bool:
-        """Whether the flags say how many chunks a rank has."""
-        has_two = "pipeline_schedule" in self.given and SCHEDULES[schedule].placement == "v"
-        return has_two or not self.given.isdisjoint(_CHUNK_FLAGS)
 
     def _chunks(self, schedule: str, pp: int) -> list[int]:
         spec = SCHEDULES[schedule]
         if not self.given.isdisjoint(_CHUNK_FLAGS):
+            # The flags say how many; the schedule may not take so many.
             try:
                 wanted = self.config.pipeline.num_chunks(self.architecture.num_layers, pp)
             except ConfigError:
@@ -371,19 +322,16 @@ class _Space:
             return [wanted] if spec.allows(wanted) else []
         return [vp for vp in range(1, (self.architecture.num_layers + 2) // pp + 1) if spec.allows(vp)]
 
-    def _longest_chunk(self, pp: int, vp: int, schedule: str, counts_ends: bool) -> int:
+    def _longest_chunk(self, layout: Layout) -> int:
         """Layers of the longest chunk; 0 if the layers cannot be divided."""
-        layout = self._layout(
-            _Grid(1, pp, 1, 1, 1, 1), _Pipeline(schedule, vp, counts_ends, 0), "optim", 1, 1, ("none", 0), False
-        )
         try:
             pipeline = layout.apply(self.config, self.given).pipeline
-            stages = pipeline.virtual_stages(self.architecture.num_layers, pp)
+            stages = pipeline.virtual_stages(self.architecture.num_layers, layout.pp)
         except ConfigError:
             return 0
         return max(len(stage.layers) for stage in stages)
 
-    def _shardings(self, grid: _Grid) -> Iterator[tuple[ShardingStrategy, int]]:
+    def _shardings(self, grid: Layout) -> Iterator[tuple[ShardingStrategy, int]]:
         """Strategies, each with its copies of a shard."""
         parallel = self.config.parallel
         of_experts = grid.tp * grid.cp * grid.dp // (grid.ep * grid.etp) if self.architecture.num_experts else 1
@@ -393,27 +341,28 @@ class _Space:
         elif max(grid.cp * grid.dp, of_experts) == 1:
             strategies = ("no_shard",)
         elif grid.pp > 1:
+            # Fully sharded weights would be gathered for every microbatch.
             strategies = ("optim", "optim_grads")
         for strategy in strategies:
             if "num_distributed_optimizer_instances" in self.given:
                 yield strategy, parallel.num_distributed_optimizer_instances
                 continue
             yield strategy, 1
+            # Hybrid sharding: a copy of the shards in each node, so that weights are gathered over the fast link.
             nodes = grid.tp * grid.cp * grid.dp // self.cluster.node_size
             if strategy == "optim_grads_params" and nodes > 1 and grid.dp % nodes == 0 and of_experts % nodes == 0:
                 yield strategy, nodes
 
-    def _recomputes(self, pipeline: _Pipeline) -> Iterator[tuple[str, int]]:
+    def _recomputes(self, longest: int) -> Iterator[tuple[str, int]]:
+        """What is recomputed, and the layers of a unit; ``longest`` is the number of layers of the longest chunk."""
         activations = self.config.activations
         if not self.given.isdisjoint(_RECOMPUTE_FLAGS):
             if activations.granularity != "full":
                 yield "+".join(sorted(activations.modules)) or "none", 0
                 return
             if "recompute_num_layers" in self.given:
-                yield (
-                    "uniform" if activations.recompute_method == "uniform" else "full",
-                    (activations.recompute_num_layers or 1),
-                )
+                method = "uniform" if activations.recompute_method == "uniform" else "full"
+                yield method, activations.recompute_num_layers or 1
                 return
         else:
             for modules in self._selective_recomputes:
@@ -421,7 +370,7 @@ class _Space:
             if not self._supports("full"):
                 return
         if activations.recompute_method != "uniform" or "recompute_method" not in self.given:
-            for layers in sorted({pipeline.layers // 2, pipeline.layers} - {0}):
+            for layers in sorted({longest // 2, longest} - {0}):
                 yield "full", layers
         else:
             yield "uniform", 1
@@ -433,8 +382,7 @@ class _Space:
 
     def _supports(self, recompute: str) -> bool:
         """Whether the layers of ``--transformer-impl`` can recompute that."""
-        whole = _Pipeline("1f1b", 1, False, self.architecture.num_layers)
-        layout = self._layout(_Grid(1, 1, 1, 1, 1, 1), whole, "optim", 1, 1, (recompute, 0), False)
+        layout = replace(self._base, recompute=recompute)
         try:
             check_transformer_engine(layout.apply(self.config, self.given), 1)
         except ConfigError:

@@ -30,6 +30,13 @@ _OTHER_DIVISIONS = (
     "decoder_last_pipeline_num_layers",
     "pipeline_model_parallel_layout",
 )
+_ALIASES: dict[str, Any] = {
+    "use_distributed_optimizer": False,
+    "use_torch_fsdp2": False,
+    "recompute_activations": False,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+"""Fields that mean the same as fields of :meth:`Layout.settings`, at their defaults."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +51,34 @@ class Layout:
     vp: int
     """Model chunks of a pipeline rank: 1 without interleaving, 2 with zb-v."""
     schedule: str
-    """As in --pipeline-schedule; ``"1f1b"`` without pipeline parallelism."""
+    """A value of --pipeline-schedule; ``"1f1b"`` without pipeline parallelism."""
     sharding: ShardingStrategy
-    """As in --data-parallel-sharding-strategy."""
+    """A value of --data-parallel-sharding-strategy."""
     micro_batch_size: int
     recompute: str
     """``"none"``; the values of --recompute-modules joined by ``+``; ``"full"``, the first ``recompute_layers`` layers
     of each chunk one by one; or ``"uniform"``, all layers in units of ``recompute_layers``."""
     recompute_layers: int = 0
     replicas: int = 1
-    """Copies of each shard, as in --num-distributed-optimizer-instances: above 1 is hybrid sharding."""
+    """Copies of each shard (--num-distributed-optimizer-instances): above 1 is hybrid sharding."""
     reduces_in_bf16: bool = False
-    """Accumulate and reduce gradients in bf16, which changes the numerics."""
+    """Gradients are accumulated and reduced in bf16, which changes the numerics."""
     counts_ends: bool = False
     """The embedding and the output layer count as a layer each in the division among the stages."""
     sequence_parallel: bool = True
-    """No effect with ``tp`` 1."""
+    """This has no effect with ``tp`` 1."""
     tp_comm_overlap: bool = False
-    """Overlap the collectives of tensor parallelism with matrix products."""
+    """The collectives of tensor parallelism overlap with matrix products."""
     ep: int = 1
     etp: int = 1
+
+    @property
+    def name(self) -> str:
+        """Sizes above 1, such as ``TP4 PP4 VP5 CP2 DP2``."""
+        sizes = {"TP": self.tp, "PP": self.pp, "VP": self.vp, "CP": self.cp, "EP": self.ep, "DP": self.dp}
+        if self.ep > 1 and self.etp != self.tp:
+            sizes["ETP"] = self.etp
+        return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 GPU"
 
     @property
     def num_gpus(self) -> int:
@@ -99,7 +114,7 @@ class Layout:
         }
 
     def overlaps(self) -> dict[str, Any]:
-        """As :meth:`settings`: the communication that our recipes overlap with computation, and the dispatcher."""
+        """More values of flags by field: what our recipes overlap with computation, and the dispatcher of tokens."""
         overlaps = self.dp * self.cp > 1
         chosen: dict[str, Any] = {
             "overlap_grad_reduce": overlaps,
@@ -114,7 +129,9 @@ class Layout:
     def apply(self, config: RunConfig, given: Collection[str] = ()) -> RunConfig:
         """``config`` with this layout. Fields of :meth:`overlaps` whose name is in ``given`` keep their value, as do
         those that divide the layers if one of these is in ``given``."""
-        values = self._chosen(given, bool(config.model.num_experts)) | _aliases(given)
+        values = self._chosen(given, bool(config.model.num_experts)) | _ALIASES
+        if not divides_layers(given):
+            values |= dict.fromkeys(_OTHER_DIVISIONS)
         changed: dict[str, dict[str, Any]] = defaultdict(dict)
         for name, value in values.items():
             changed[_groups_by_field()[name]][name] = value
@@ -138,9 +155,8 @@ class Layout:
         }
 
     def _chosen(self, given: Collection[str], has_experts: bool) -> dict[str, Any]:
-        values = self.settings(has_experts) | {
-            name: value for name, value in self.overlaps().items() if name not in given
-        }
+        overlaps = self.overlaps()
+        values = self.settings(has_experts) | {name: overlaps[name] for name in overlaps if name not in given}
         if divides_layers(given):
             for name in DIVISION:
                 del values[name]
@@ -161,18 +177,6 @@ def divides_layers(given: Collection[str]) -> bool:
     return not {*DIVISION, *_OTHER_DIVISIONS}.isdisjoint(given)
 
 
-def _aliases(given: Collection[str]) -> dict[str, Any]:
-    """Fields that mean the same as fields of :meth:`Layout.settings`, at their defaults."""
-    aliases = {
-        "use_distributed_optimizer": False,
-        "use_torch_fsdp2": False,
-        "recompute_activations": False,
-        "num_layers_per_virtual_pipeline_stage": None,
-    }
-    others = {} if divides_layers(given) else dict.fromkeys(_OTHER_DIVISIONS)
-    return {**aliases, **others}
-
-
 @dataclass(frozen=True)
 class Operation:
     """What the days and the cost of a run depend on besides the time of a step."""
@@ -180,11 +184,11 @@ class Operation:
     tokens: float = 1e12
     """Tokens of the whole run."""
     price_per_gpu_hour: float | None = None
-    """By default the cluster's."""
+    """The cluster's price by default."""
     save_s: float = 5.0
-    """For which a save blocks training; --async-save blocks only while the state is copied."""
+    """Seconds for which a save blocks training; --async-save blocks only while the state is copied."""
     restart_s: float = 300.0
-    """From a failure to the first new step."""
+    """Seconds from a failure to the first new step."""
 
 
 @dataclass(frozen=True)
@@ -226,14 +230,14 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model, or its size."""
         if self.config.model.model is not None:
             return str(self.config.model.model)
         return f"{self.architecture.num_parameters() / 1e9:.3g}B parameters"
 
     @cached_property
     def architecture(self) -> TransformerConfig:
-        """Without padding for tensor parallelism."""
+        """The model without padding for tensor parallelism."""
         return self.config.model.resolve(self.vocabulary.size, 1, self.seq_length)
 
     @property
@@ -255,41 +259,26 @@ class Job:
         return self.global_batch_size * self.seq_length
 
     @property
-    def is_fp8(self) -> bool:
-        return self.config.precision.fp8_format is not None
-
-    @property
     def precision(self) -> str:
-        return "fp8" if self.is_fp8 else "bf16"
-
-    @property
-    def tokens(self) -> float:
-        """Of the whole run."""
-        return self.operation.tokens
-
-    @property
-    def price_per_gpu_hour(self) -> float | None:
-        """None if neither the user nor the cluster file states one."""
-        given = self.operation.price_per_gpu_hour
-        return self.cluster.price_per_gpu_hour if given is None else given
+        return "bf16" if self.config.precision.fp8_format is None else "fp8"
 
     @property
     def gpu_hours_per_failure(self) -> float:
-        """The cluster's, by default that of Llama 3 405B."""
+        """The rate of failures of the cluster file, or that of Llama 3 405B."""
         return self.cluster.gpu_hours_per_failure or GPU_HOURS_PER_FAILURE
 
     @property
     def peak_flops(self) -> float:
         """FLOP/s of a GPU in this precision."""
-        return self.cluster.fp8_flops if self.is_fp8 else self.cluster.bf16_flops
+        return self.cluster.bf16_flops if self.precision == "bf16" else self.cluster.fp8_flops
 
     @cached_property
     def constants(self) -> Mapping[str, float]:
-        """Of the step-time model: the fitted ones, and in place of them the cluster's own."""
+        """Constants of the prices: the fitted ones, and in place of them the cluster's own."""
         return {**load_fitted(), **self.cluster.constants}
 
     def with_gpus(self, num_gpus: int) -> "Job":
-        """The same job on another number of GPUs."""
+        """This job on another number of GPUs."""
         return replace(self, config=_completed(self.config, self.cluster, num_gpus), num_gpus=num_gpus)
 
 

@@ -1,31 +1,18 @@
 """The result of a search: ranked layouts, what a run of the best ones would cost, and both as JSON and as tables."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron.flags import words_of
+from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout
-
-if TYPE_CHECKING:
-    from megatron.planner.rehearsal.price import PassTimes
-    from megatron.planner.search.layout import Job, Layout
-
-
-def layout_name(layout: Layout) -> str:
-    """Sizes above 1, such as ``TP4 PP4 VP5 CP2 DP2``."""
-    sizes = {"TP": layout.tp, "PP": layout.pp, "VP": layout.vp, "CP": layout.cp, "EP": layout.ep, "DP": layout.dp}
-    if layout.ep > 1 and layout.etp != layout.tp:
-        sizes["ETP"] = layout.etp
-    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "1 GPU"
 
 
 @dataclass(frozen=True)
@@ -41,14 +28,14 @@ class PlannedLayout:
     terms: Mapping[str, float]
     """Seconds by cause; they add up to ``step_time_s``."""
     memory_bytes: int
-    """GPU memory of the tightest stage with the allowance: of the dry run if rehearsed, otherwise by its units."""
+    """GPU memory of the tightest stage with the allowance: by the dry run if simulated, otherwise by its units."""
     tightest_stage: int
-    is_rehearsed: bool
+    is_simulated: bool
     """Whether the memory is that of the dry run."""
     memory_by_stage: tuple[Mapping[str, int], ...]
-    """Bytes by kind at the peak of every stage; empty unless rehearsed."""
+    """Bytes by kind at the peak of every stage; empty unless simulated."""
     passes: PassTimes | None
-    """Of a rehearsed layout."""
+    """The seconds of the passes of a simulated layout."""
     bubble_fraction: float
     tokens_per_s_per_gpu: float
     mfu: float
@@ -56,14 +43,9 @@ class PlannedLayout:
     limits: str
     """What limits it: the largest term besides products, in words."""
     advice: str
-    """What would change that."""
+    """What would change the limit."""
     is_tie: bool
     """Whether the step time is within 2 % of the fastest."""
-
-    @property
-    def name(self) -> str:
-        """Of the layout."""
-        return layout_name(self.layout)
 
 
 @dataclass(frozen=True)
@@ -82,18 +64,11 @@ class ScalePoint:
     """Wall time."""
     gpu_hours: float
     price: float | None
-    """In the currency of ``price_per_gpu_hour``; None without a price."""
-
-    @property
-    def name(self) -> str:
-        """Of the layout."""
-        return layout_name(self.layout)
+    """Price in the currency of ``price_per_gpu_hour``; None without one."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found."""
-
     job: Job
     layouts: tuple[PlannedLayout, ...]
     """Every layout that fits, ranked: the ties for first, the simplest first, then by step time."""
@@ -101,7 +76,7 @@ class SearchResult:
     num_fitting: int
     seconds: float
     scaling: tuple[ScalePoint, ...]
-    """By number of GPUs. The point of ``job.num_gpus`` has the layout ``layouts[0]``."""
+    """Points by number of GPUs. The point of ``job.num_gpus`` has the layout ``layouts[0]``."""
     warnings: tuple[str, ...]
     """Sentences, such as a regime without measurements."""
 
@@ -151,7 +126,7 @@ def rank(planned: Sequence[PlannedLayout], limit: int) -> tuple[PlannedLayout, .
 
 
 def num_dimensions(layout: Layout) -> int:
-    """How many things a layout does that the simplest one, sharded data parallelism, does not."""
+    """The number of things that a layout does and the simplest one, sharded data parallelism, does not."""
     return sum(
         (
             layout.tp > 1,
@@ -195,6 +170,7 @@ _TABLE_TITLE = (
 def as_json(result: SearchResult) -> dict[str, Any]:
     """The result; docs/planner.md explains its fields."""
     job = result.job
+    named = ("num_gpus", "step_time_s", "tokens_per_s_per_gpu", "goodput", "save_interval_s", "days", "gpu_hours")
     return {
         "model": job.name,
         "cluster": job.cluster.name,
@@ -202,39 +178,36 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "seq_length": job.seq_length,
         "global_batch_size": job.global_batch_size,
         "precision": job.precision,
-        "tokens": job.tokens,
+        "tokens": job.operation.tokens,
         "num_enumerated": result.num_enumerated,
         "num_fitting": result.num_fitting,
         "seconds": result.seconds,
         "warnings": list(result.warnings),
-        "layouts": [_layout(one) for one in result.layouts],
-        "scaling": [_point(point) for point in result.scaling],
+        "layouts": [
+            {
+                "flags": dict(one.flags),
+                "step_time_s": one.step_time_s,
+                "interval_s": list(one.interval_s),
+                "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
+                "mfu": one.mfu,
+                "memory_gib": one.memory_bytes / 2**30,
+                "limits": one.limits,
+                "advice": one.advice,
+                "is_tie": one.is_tie,
+                "is_rehearsed": one.is_simulated,
+                "changes_numerics": one.layout.reduces_in_bf16,
+                "tightest_stage": one.tightest_stage,
+                "bubble_fraction": one.bubble_fraction,
+                "terms_s": dict(one.terms),
+                "memory_by_stage": [dict(kinds) for kinds in one.memory_by_stage],
+            }
+            for one in result.layouts
+        ],
+        "scaling": [
+            {**{name: getattr(point, name) for name in named}, "price": point.price, "flags": point.layout.flags()}
+            for point in result.scaling
+        ],
     }
-
-
-def _layout(one: PlannedLayout) -> dict[str, Any]:
-    return {
-        "flags": dict(one.flags),
-        "step_time_s": one.step_time_s,
-        "interval_s": list(one.interval_s),
-        "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-        "mfu": one.mfu,
-        "memory_gib": one.memory_bytes / 2**30,
-        "limits": one.limits,
-        "advice": one.advice,
-        "is_tie": one.is_tie,
-        "is_rehearsed": one.is_rehearsed,
-        "changes_numerics": one.layout.reduces_in_bf16,
-        "tightest_stage": one.tightest_stage,
-        "bubble_fraction": one.bubble_fraction,
-        "terms_s": dict(one.terms),
-        "memory_by_stage": [dict(kinds) for kinds in one.memory_by_stage],
-    }
-
-
-def _point(point: ScalePoint) -> dict[str, Any]:
-    named = ("num_gpus", "step_time_s", "tokens_per_s_per_gpu", "goodput", "save_interval_s", "days", "gpu_hours")
-    return {**{name: getattr(point, name) for name in named}, "price": point.price, "flags": point.layout.flags()}
 
 
 def print_result(result: SearchResult, console: Console, top: int) -> None:
@@ -267,7 +240,7 @@ def _layout_table(result: SearchResult, top: int) -> Table:
         recompute = layout.recompute + (f", {layout.recompute_layers}" if layout.recompute_layers else "")
         table.add_row(
             f"{number}{' =' if one.is_tie else ''}",
-            one.name,
+            one.layout.name,
             layout.schedule if layout.pp > 1 else "",
             layout.sharding + (", gradients in bf16 (!)" if layout.reduces_in_bf16 else ""),
             str(layout.micro_batch_size),
@@ -275,7 +248,7 @@ def _layout_table(result: SearchResult, top: int) -> Table:
             f"{one.step_time_s:.3f}",
             f"{one.tokens_per_s_per_gpu:,.0f}",
             f"{one.mfu:.1%}",
-            f"{one.memory_bytes / 2**30:.1f}" + ("" if one.is_rehearsed else " ~"),
+            f"{one.memory_bytes / 2**30:.1f}" + ("" if one.is_simulated else " ~"),
             f"{one.bubble_fraction:.1%}",
             one.limits,
         )
@@ -297,10 +270,10 @@ def _best(result: SearchResult) -> Text:
     one, job = result.best, result.job
     low, high = one.interval_s
     rows = [
-        f"\nbest: {one.name}, {one.step_time_s:.3f} s per step ({low:.3f} to {high:.3f}), "
+        f"\nbest: {one.layout.name}, {one.step_time_s:.3f} s per step ({low:.3f} to {high:.3f}), "
         f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {one.mfu:.1%} of {job.peak_flops / 1e12:,.0f} TFLOP/s",
         f"memory: {one.memory_bytes / 2**30:.1f} of {job.config.dry_run.gpu_memory / 2**30:g} GiB on stage "
-        f"{one.tightest_stage}, {'by the dry run' if one.is_rehearsed else 'by its units'}; bubble "
+        f"{one.tightest_stage}, {'by the dry run' if one.is_simulated else 'by its units'}; bubble "
         f"{one.bubble_fraction:.1%}",
         f"limited by {one.limits}. To change that: {one.advice}.",
     ]
@@ -310,7 +283,7 @@ def _best(result: SearchResult) -> Text:
 
 
 def _numerics(result: SearchResult) -> str:
-    """How much faster the best layout is with gradients in bf16, or a warning that it has them."""
+    """The gain of the best layout with gradients in bf16, or a warning that the first one has them."""
     text = "gradients that are accumulated and reduced in bf16 (--grad-reduce-in-bf16), which changes the numerics"
     if result.best.layout.reduces_in_bf16:
         return f"It has {text}."
@@ -319,12 +292,12 @@ def _numerics(result: SearchResult) -> str:
     if faster is None or faster.step_time_s >= result.best.step_time_s:
         return ""
     gain = 1 - faster.step_time_s / result.best.step_time_s
-    return f"{gain:.1%} faster: {faster.name} with {text}."
+    return f"{gain:.1%} faster: {faster.layout.name} with {text}."
 
 
 def _scaling_table(result: SearchResult) -> Table:
     job = result.job
-    title = f"a run over {job.tokens:.3g} tokens, a failure in {job.gpu_hours_per_failure:,.0f} GPU-hours"
+    title = f"a run over {job.operation.tokens:.3g} tokens, a failure in {job.gpu_hours_per_failure:,.0f} GPU-hours"
     table = Table(title=title, title_justify="left")
     table.add_column("GPUs", justify="right")
     table.add_column("layout")
@@ -334,7 +307,7 @@ def _scaling_table(result: SearchResult) -> Table:
         interval = point.save_interval_s
         table.add_row(
             f"{point.num_gpus:,}",
-            point.name,
+            point.layout.name,
             f"{point.step_time_s:.3f}",
             f"{point.tokens_per_s_per_gpu:,.0f}",
             f"{point.goodput:.1%}",

@@ -4,13 +4,9 @@ Thousands of layouts share some hundred units, whose records are their only acco
 simulates the best layouts, which decides whether they fit.
 """
 
-import multiprocessing
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -21,16 +17,14 @@ from megatron.config.dry_run import ALLOWANCE
 from megatron.errors import ConfigError
 from megatron.operation.effective_time import Costs, daly_interval_s, effective_time, job_mtbf_s
 from megatron.planner.arithmetic import DAY
-from megatron.planner.plan import Run, make_plan
-from megatron.planner.rehearsal.price import PassTimes, PlannedStep, StepPrices, attention_kind, pass_times
+from megatron.planner.plan import Run, make_plan, parallel_map
+from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, pass_times
 from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
 from megatron.planner.search.accuracy import (
     UNKNOWN_ERROR,
     Level,
     basis_warnings,
     level_of,
-    measured_regimes,
-    regimes_of,
     unmeasured,
 )
 from megatron.planner.search.enumeration import enumerate_layouts, no_layout
@@ -39,9 +33,6 @@ from megatron.planner.search.result import TIE, PlannedLayout, ScalePoint, Searc
 from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.workload import Array
 from megatron.training.initialize import rank_grid
-
-PRODUCTS = "products"
-"""The term that a layout is limited by in the best case."""
 
 _ADVICE: Mapping[str, str] = {
     "attention": "a faster attention kernel (docs/kernels.md), or a shorter sequence",
@@ -57,27 +48,18 @@ _ADVICE: Mapping[str, str] = {
     "optimizer": "the optimizer state sharded over more ranks",
     "expert parallelism": "a smaller expert-parallel size, so that tokens stay in a node",
 }
-"""By term of the step time."""
-
-
-def largest_overhead(terms: Mapping[str, float], layout: Layout) -> str:
-    """The largest term besides products.
-
-    The output layer is a product, too. It limits a pipeline only, where the other stages wait for the last one.
-    """
-    is_product = {PRODUCTS} if layout.pp > 1 else {PRODUCTS, "output layer"}
-    overheads = {name: seconds for name, seconds in terms.items() if name not in is_product}
-    return max(overheads, key=overheads.__getitem__)
+"""What would change each term of the step time."""
 
 
 def describe_limit(terms: Mapping[str, float], layout: Layout, job: Job) -> tuple[str, str]:
-    """What limits the layout, and what would change that."""
-    name = largest_overhead(terms, layout)
-    share = terms[name] / sum(terms.values())
+    """What limits the layout, the largest term besides products, and what would change that."""
+    # The output layer is a product, too. It limits a pipeline only, where the other stages wait for the last one.
+    products = {"products"} if layout.pp > 1 else {"products", "output layer"}
+    name = max((name for name in terms if name not in products), key=terms.__getitem__)
     advice = _ADVICE[name]
     if name == "tensor parallelism" and "tp_comm_overlap" in job.given and not layout.tp_comm_overlap:
         advice = f"--tp-comm-overlap, or {advice}"
-    return f"{name}: {share:.0%} of the step", advice
+    return f"{name}: {terms[name] / sum(terms.values()):.0%} of the step", advice
 
 
 @dataclass(frozen=True)
@@ -93,14 +75,13 @@ class Priced:
 
 
 def step_of(job: Job, layout: Layout, records: UnitRecords) -> PlannedStep:
-    """The step of a layout."""
     config = layout.apply(job.config, job.given)
     return PlannedStep(UnitsOfRun(records, config, rank_grid(config.parallel, job.num_gpus)), job.global_batch_size)
 
 
 def price_layouts(job: Job, layouts: Sequence[Layout], records: UnitRecords, map_in_parallel: Map = map) -> Priced:
-    """The times of all layouts."""
     steps = [step_of(job, layout, records) for layout in layouts]
+    # Thousands of layouts share some hundred units, which are rehearsed first.
     records.rehearse((step.units for step in steps), map_in_parallel)
     times = StepPrices(job.cluster, job.constants).price(steps)
     order = np.argsort(times.total, kind="stable")
@@ -117,10 +98,32 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
     flops_per_token = job.architecture.flops_per_token(job.seq_length)
     planned = []
     for number, (num_bytes, stage) in needed.items():
-        terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
         layout = priced.layouts[number]
+        terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
+        seconds = sum(terms.values())
         error = UNKNOWN_ERROR if _unmeasured(job, layout, level) else level.error
-        planned.append(_planned(job, layout, num_bytes, stage, terms, error, flops_per_token))
+        rate = job.tokens_per_step / seconds / job.num_gpus
+        limits, advice = describe_limit(terms, layout, job)
+        planned.append(
+            PlannedLayout(
+                layout=layout,
+                flags=layout.flags(job.given, job.architecture.num_experts is not None),
+                step_time_s=seconds,
+                interval_s=(seconds * (1 - error), seconds * (1 + error)),
+                terms=terms,
+                memory_bytes=num_bytes,
+                tightest_stage=stage,
+                is_simulated=False,
+                memory_by_stage=(),
+                passes=None,
+                bubble_fraction=terms["bubble"] / seconds,
+                tokens_per_s_per_gpu=rate,
+                mfu=rate * flops_per_token / job.peak_flops,
+                limits=limits,
+                advice=advice,
+                is_tie=False,
+            )
+        )
     return planned
 
 
@@ -131,121 +134,81 @@ def accuracy_warnings(job: Job, layout: Layout, level: Level) -> list[str]:
 
 
 def _unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
-    config = layout.apply(job.config, job.given)
-    found = regimes_of(config, job.cluster, job.num_gpus, layout.schedule)
-    return unmeasured(found, job.cluster, measured_regimes() | level.regimes)
+    return unmeasured(layout.apply(job.config, job.given), job.cluster, job.num_gpus, layout.schedule, level)
 
 
-def _planned(
-    job: Job, layout: Layout, needed: int, stage: int, terms: Mapping[str, float], error: float, flops_per_token: float
-) -> PlannedLayout:
-    seconds = sum(terms.values())
-    tokens_per_s_per_gpu = job.tokens_per_step / seconds / job.num_gpus
-    limits, advice = describe_limit(terms, layout, job)
-    return PlannedLayout(
-        layout=layout,
-        flags=layout.flags(job.given, job.architecture.num_experts is not None),
-        step_time_s=seconds,
-        interval_s=(seconds * (1 - error), seconds * (1 + error)),
-        terms=terms,
-        memory_bytes=needed,
-        tightest_stage=stage,
-        is_rehearsed=False,
-        memory_by_stage=(),
-        passes=None,
-        bubble_fraction=terms["bubble"] / seconds,
-        tokens_per_s_per_gpu=tokens_per_s_per_gpu,
-        mfu=tokens_per_s_per_gpu * flops_per_token / job.peak_flops,
-        limits=limits,
-        advice=advice,
-        is_tie=False,
-    )
-
-
-_MOST_PROCESSES = 8
 _MOST_TRIES = 4
-"""Rehearsals for each one wanted, if most of them do not fit."""
+"""Dry runs for each one wanted, if most of them do not fit."""
 
 Report = Callable[[str, int, int], None]
 """Receives what is being done, how much is done, and of how much."""
 
 
 def no_report(what: str, done: int, total: int) -> None:
-    """For callers that do not show progress."""
+    """Show no progress."""
 
 
 Memory = tuple[Mapping[str, int], ...]
 """Bytes by kind at the peak of each stage, with the allowance."""
 
 
-def rehearse(job: Job, layout: Layout) -> Memory:
-    """Simulate a step of ``layout``."""
+def memory_by_dry_run(job: Job, layout: Layout) -> Memory:
     run = Run.of(layout.apply(job.config, job.given), job.num_gpus, job.vocabulary)
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
     return tuple({**stage.peak.by_kind, "allowance": ALLOWANCE} for stage in plan.stages)
 
 
-def rehearse_best(
+def simulate_best(
     job: Job,
     ranked: Sequence[PlannedLayout],
     wanted: int,
     records: UnitRecords,
     report: Report = no_report,
-    simulate: Callable[[Job, Layout], Memory] = rehearse,
+    simulate: Callable[[Job, Layout], Memory] = memory_by_dry_run,
     in_parallel: bool = True,
 ) -> tuple[PlannedLayout, ...]:
-    """``ranked`` with the first layouts of its first ``wanted`` families rehearsed. Layouts that do not fit by their
-    rehearsal are left out, and the next ones are rehearsed instead."""
+    """``ranked``, with the first layouts of its first ``wanted`` families simulated by the dry run. Layouts that do not
+    fit in it are left out, and the next ones are simulated instead."""
     limit = job.config.dry_run.gpu_memory
     found: dict[Layout, Memory] = {}
     with parallel_map() if in_parallel else nullcontext(map) as map_in_parallel:
         while len(found) < _MOST_TRIES * wanted:
+            # Layouts that failed drop out, so that the next families move up.
             kept = (one for one in ranked if one.layout not in found or _needed(found[one.layout])[0] <= limit)
             best = [one.layout for one in islice(first_of_families(kept), wanted)]
             batch = [layout for layout in best if layout not in found]
             if not batch:
                 break
             done = wanted - len(batch)
-            report("rehearse", done, wanted)
-            for number, rehearsal in enumerate(map_in_parallel(partial(simulate, job), batch), start=1):
-                found[batch[number - 1]] = rehearsal
-                report("rehearse", done + number, wanted)
+            report("dry run", done, wanted)
+            for number, memory in enumerate(map_in_parallel(partial(simulate, job), batch), start=1):
+                found[batch[number - 1]] = memory
+                report("dry run", done + number, wanted)
     prices = StepPrices(job.cluster, job.constants)
-    completed = (
-        _with_rehearsal(one, found[one.layout], pass_times(prices, step_of(job, one.layout, records), one.step_time_s))
-        if one.layout in found
-        else one
-        for one in ranked
-    )
-    return tuple(one for one in completed if not one.is_rehearsed or one.memory_bytes <= limit)
+    completed: list[PlannedLayout] = []
+    for one in ranked:
+        if one.layout not in found:
+            completed.append(one)
+            continue
+        memory = found[one.layout]
+        needed, stage = _needed(memory)
+        if needed <= limit:
+            completed.append(
+                replace(
+                    one,
+                    memory_bytes=needed,
+                    tightest_stage=stage,
+                    is_simulated=True,
+                    memory_by_stage=memory,
+                    passes=pass_times(prices, step_of(job, one.layout, records), one.step_time_s),
+                )
+            )
+    return tuple(completed)
 
 
 def _needed(memory: Memory) -> tuple[int, int]:
     """Bytes of the tightest stage, and the stage."""
     return max((sum(kinds.values()), stage) for stage, kinds in enumerate(memory))
-
-
-def _with_rehearsal(planned: PlannedLayout, memory: Memory, passes: PassTimes) -> PlannedLayout:
-    needed, stage = _needed(memory)
-    return replace(
-        planned,
-        memory_bytes=needed,
-        tightest_stage=stage,
-        is_rehearsed=True,
-        memory_by_stage=memory,
-        passes=passes,
-    )
-
-
-@contextmanager
-def parallel_map() -> Iterator[Map]:
-    """A ``map`` in as many processes as there are cores, in order."""
-    workers = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if sys.platform == "linux" else 1
-    if workers == 1:
-        yield map
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        yield pool.map
 
 
 SAFETY = 1.02
@@ -256,8 +219,8 @@ _SCALES = ((1, 4), (1, 2), (1, 1), (2, 1), (4, 1))
 """Numbers of GPUs, relative to the job's, of the strong-scaling curve."""
 
 
-def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report: Report = no_report) -> SearchResult:
-    """The layouts of ``job`` that fit, ranked, of which the first ``num_rehearsed`` have been rehearsed.
+def search(job: Job, num_simulated: int = 5, level: Level | None = None, report: Report = no_report) -> SearchResult:
+    """The layouts of ``job`` that fit, ranked, of which the dry run has simulated the first ``num_simulated``.
 
     Raises :class:`ConfigError` if no layout satisfies the flags, or none fits.
     """
@@ -265,7 +228,7 @@ def search(job: Job, num_rehearsed: int = 5, level: Level | None = None, report:
     level = level or level_of(job.cluster)
     records = unit_records(job)
     found = find_layouts(job, level, records, report=report)
-    ranked = rehearse_best(job, found.planned, num_rehearsed, records, report)
+    ranked = simulate_best(job, found.planned, num_simulated, records, report)
     if not ranked:
         raise ConfigError(
             f"None of {found.num_enumerated:,} layouts fits by the dry run: use more GPUs than --num-gpus "
@@ -336,7 +299,7 @@ def find_layouts(
 
 
 def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) -> dict[int, tuple[int, int]]:
-    """By number of a layout that fits: bytes of the tightest stage, and that stage."""
+    """The bytes of the tightest stage, and that stage, by number of a layout that fits."""
     limit = job.config.dry_run.gpu_memory
     memory = StageMemory(job.config, records, job.given)
     needed: dict[int, tuple[int, int]] = {}
@@ -347,6 +310,7 @@ def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) ->
             needed[number] = memory.tightest(layout, job.num_microbatches(layout), priced.units[number])
         return needed[number][0] * SAFETY <= limit
 
+    # From the fastest on: memory is computed only until the first that fits says what is of interest.
     numbers = range(len(priced.layouts))
     fastest = next((number for number in numbers if fits(number) and not priced.layouts[number].reduces_in_bf16), None)
     if fastest is not None:
@@ -366,19 +330,17 @@ def _scaling(job: Job, best: PlannedLayout, level: Level, records: UnitRecords, 
     """The best layout on fewer and more GPUs, where one fits."""
     report("other numbers of GPUs", 0, 1)
     counts = [job.num_gpus * top // bottom for top, bottom in _SCALES if job.num_gpus * top % bottom == 0]
-    others = [_scaled(job, level, records, count) for count in counts if count != job.num_gpus]
-    points = [scale_point(job, best.layout, best.step_time_s), *(point for point in others if point is not None)]
+    points = []
+    for count in counts:
+        # The search is repeated for other numbers, without the dry run, for ties alone.
+        scaled, chosen = job.with_gpus(count), best
+        if count != job.num_gpus:
+            try:
+                chosen = find_layouts(scaled, level, records, TIE).planned[0]
+            except ConfigError:
+                continue  # none fits
+        points.append(scale_point(scaled, chosen.layout, chosen.step_time_s))
     return sorted(points, key=lambda point: point.num_gpus)
-
-
-def _scaled(job: Job, level: Level, records: UnitRecords, num_gpus: int) -> ScalePoint | None:
-    """The best layout on another number of GPUs; None if none fits."""
-    scaled = job.with_gpus(num_gpus)
-    try:
-        found = find_layouts(scaled, level, records, TIE).planned[0]
-    except ConfigError:
-        return None
-    return scale_point(scaled, found.layout, found.step_time_s)
 
 
 def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
@@ -386,9 +348,10 @@ def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
     costs = Costs(job_mtbf_s(job.num_gpus, job.gpu_hours_per_failure), job.operation.restart_s, job.operation.save_s)
     interval = daly_interval_s(costs)
     goodput = effective_time(interval, costs)
-    seconds = job.tokens / job.tokens_per_step * step_time_s / goodput
+    seconds = job.operation.tokens / job.tokens_per_step * step_time_s / goodput
     gpu_hours = seconds * job.num_gpus / 3600.0
-    price = job.price_per_gpu_hour
+    price = job.operation.price_per_gpu_hour
+    price = job.cluster.price_per_gpu_hour if price is None else price  # None if neither states one
     return ScalePoint(
         num_gpus=job.num_gpus,
         layout=layout,

@@ -11,6 +11,7 @@ Not counted: --cpu-offloading-num-layers, and working memory of --optimizer muon
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import prod
 
 import numpy as np
@@ -22,16 +23,9 @@ from megatron.core.parameter import ParameterInfo
 from megatron.core.precision import number_formats
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
+from megatron.planner.search import state_memory
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.state_memory import (
-    Formats,
-    Sharding,
-    StateMemory,
-    UnitBuffers,
-    Weight,
-    buffered_state,
-    fully_sharded_state,
-)
+from megatron.planner.search.state_memory import StateMemory, UnitBuffers, Weight
 from megatron.schedules.registry import SCHEDULES, placement_of
 from megatron.schedules.schedule import Action, Kind, Placement
 from megatron.schedules.spec import Shape
@@ -48,7 +42,13 @@ class StageMoments:
     """``[n]``: the number of the kind in :data:`KINDS`, times the chunks, plus the chunk."""
     held: NDArray[np.int64]
     """``[n, 2 chunks + 1]``: by chunk the other microbatches between forward and backward pass, by chunk those between
-    backward pass and weight gradients, and whether the input of the next pass is being received."""
+    backward pass and weight gradients, and whether the input of the next pass is being received.
+
+    Under 1F1B the second of three stages has these moments of one chunk (``|`` a pass, ``F2`` of microbatch 2)::
+
+        pass         | F0 | F1 | B0 | F2 | B1 | ...
+        live beside  | 0  | 1  | 1  | 1  | 1  |
+    """
 
 
 def moments_of(
@@ -57,20 +57,18 @@ def moments_of(
     """The moments of ``stage``, each once."""
     spec = SCHEDULES[schedule]
     size = stages if group_size is None else group_size
-    count = microbatches if schedule == "gpipe" else _enough(microbatches, stages, size)
+    count = microbatches
+    if schedule != "gpipe":
+        # With so many microbatches a schedule reaches its steady state; as many are beyond whole groups.
+        groups, rest = divmod(microbatches, size)
+        count = min(groups, max(4, 2 * stages // size + 2, rest + 1)) * size + rest
     actions = list(spec.actions(stage, Shape(stages, count, chunks, size)))
     rows = np.unique(_rows(actions, placement_of(schedule, stages, chunks), stage, spec.splits_backward), axis=0)
     return StageMoments(rows[:, 0], rows[:, 1:])
 
 
-def _enough(microbatches: int, stages: int, group_size: int) -> int:
-    """Microbatches with which a schedule reaches its steady state; as many beyond whole groups."""
-    groups, rest = divmod(microbatches, group_size)
-    return min(groups, max(4, 2 * stages // group_size + 2, rest + 1)) * group_size + rest
-
-
 def _rows(actions: Sequence[Action], placement: Placement, stage: int, splits: bool) -> NDArray[np.int64]:
-    """For each action its pass, and what is held, ``[n, 2 chunks + 2]``."""
+    """The pass of each action, and what is held beside it, ``[n, 2 chunks + 2]``."""
     chunks = placement.num_chunks
     kinds = np.array([KINDS.index(action.kind) for action in actions])
     numbers = kinds * chunks + np.array([action.chunk for action in actions])
@@ -80,19 +78,14 @@ def _rows(actions: Sequence[Action], placement: Placement, stage: int, splits: b
     # A backward pass has already taken its microbatch, a forward pass does not hold its own yet.
     live = forward - backward - own[:, :chunks]
     deferred = (backward - weight - own[:, chunks : 2 * chunks]) if splits else np.zeros_like(live)
-    received = np.array([_is_received(number, placement, stage) for number in range(3 * chunks)], dtype=np.int64)
-    receives = np.append(received[numbers[1:]], 0)
-    return np.column_stack((numbers, live, deferred, receives))
-
-
-def _is_received(number: int, placement: Placement, stage: int) -> bool:
-    """Whether the input of the pass ``number`` comes from another stage."""
-    kind, chunk = divmod(number, placement.num_chunks)
-    here = placement.virtual_stage(stage, chunk)
-    source = {"F": here - 1, "B": here + 1, "W": -1}[KINDS[kind]]
-    if not 0 <= source < placement.num_virtual_stages:
-        return False
-    return placement.location(source)[0] != stage
+    # A forward pass receives from the virtual stage before it, a backward pass from the one after it.
+    received = np.zeros(3 * chunks, dtype=np.int64)
+    for chunk in range(chunks):
+        here = placement.virtual_stage(stage, chunk)
+        for kind, source in enumerate((here - 1, here + 1)):
+            if 0 <= source < placement.num_virtual_stages:
+                received[kind * chunks + chunk] = placement.location(source)[0] != stage
+    return np.column_stack((numbers, live, deferred, np.append(received[numbers[1:]], 0)))
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ class _Chunk:
     forward: int
     backward: int
     deferred: int
-    """From the backward pass to the pass of the weight gradients."""
+    """Kept from the backward pass to the pass of the weight gradients."""
     weight_pass: int
 
 
@@ -112,11 +105,11 @@ class _Content:
     """The memory of a stage with certain layers, in bytes."""
 
     lasting: int
-    """Between the passes, without activations."""
+    """What is allocated between the passes, without activations."""
     passes: NDArray[np.int64]
-    """Of each pass (:class:`StageMoments`)."""
+    """The peak of each pass (:class:`StageMoments`)."""
     held: NDArray[np.int64]
-    """Of each thing that is held beside a pass."""
+    """The size of each thing that is held beside a pass."""
 
 
 class StageMemory:
@@ -144,18 +137,18 @@ class StageMemory:
 
 
 class _LayoutMemory:
-    """The memory of one layout."""
-
     def __init__(self, shared: StageMemory, layout: Layout, units: UnitsOfRun, num_microbatches: int) -> None:
         self.shared, self.layout, self.units, self.num_microbatches = shared, layout, units, num_microbatches
         self.config, self.division = units.config, units.division
         self._contents: dict[tuple[int, ...], _Content] = {}
 
     @cached_property
-    def formats(self) -> Formats:
+    def formats(self) -> state_memory.Formats:
         formats = number_formats(self.config.precision, self.config.optimizer)
         weight = formats.weight.itemsize
-        return Formats(weight, formats.gradient.itemsize, self.units.bytes_of_moments, formats.master.itemsize)
+        return state_memory.Formats(
+            weight, formats.gradient.itemsize, self.units.bytes_of_moments, formats.master.itemsize
+        )
 
     def moments(self, stage: int) -> StageMoments:
         layout, chunks = self.layout, self.division.placement.num_chunks
@@ -179,13 +172,11 @@ class _LayoutMemory:
     def _content(self, numbers: Sequence[int]) -> "_Content":
         """``numbers`` are the virtual stages of the stage."""
         state, shard = self.state(numbers), self.units.ends.shard
-        chunks, first, lasting = [], 0, state.lasting + self.units.ends.position_tables
+        chunks, buffers, lasting = [], iter(state.units), state.lasting + self.units.ends.position_tables
         for number in numbers:
             units = self.units.of_stage(number)
-            buffers = state.units[first : first + len(units)]
-            first += len(units)
             receives = not self.division.stages[number].has_output_layer
-            chunks.append(self.chunk(units, buffers, held=shard if receives else 0))
+            chunks.append(self.chunk(units, list(islice(buffers, len(units))), held=shard if receives else 0))
             lasting += sum(unit.memory.lasting for unit in units)
         lasting += state.split_backward if self.units.splits_backward else 0
         return _Content(
@@ -203,6 +194,8 @@ class _LayoutMemory:
             # With a pass for weight gradients all whole gradients are counted in the state.
             own = UnitBuffers() if splits else buffer
             forward = max(forward, before + max(unit.forward + buffer.forward, buffer.start))
+            # Backward from the last unit on: this one runs while those in front of it keep `before`, and the weight
+            # gradients of those behind it `waiting`.
             is_last = number == len(units) - 1
             waiting -= unit.deferred
             deferred = waiting + before
@@ -217,6 +210,7 @@ class _LayoutMemory:
                 deferred + unit.kept + held + buffer.start,
             )
             before += unit.kept
+        # The pass of the weight gradients has two gathered inputs, [s/cp, b, h].
         gathers = self.config.parallel.sequence_parallel and self.layout.tp > 1
         gathered = 2 * self.layout.tp * self.units.ends.shard if gathers else 0
         return _Chunk(before, forward, backward, all_deferred, all_deferred + gathered)
@@ -238,31 +232,27 @@ class _LayoutMemory:
         tables = {info.name for info in ends.embedding.parameters}
         is_tied = any(info.name in tables for info in ends.output.parameters)
         has_both = any(one.has_embedding for one in stages) and any(one.has_output_layer for one in stages)
-        units = [
-            self._weights(record, is_tied and not has_both, not (is_tied and has_both))
-            for number in numbers
-            for record in self.units.of_stage(number)
-        ]
+        units: list[list[Weight]] = []
+        for number in numbers:
+            for record in self.units.of_stage(number):
+                # A tied weight on a stage with both ends is one weight, that of the embedding.
+                is_twice = record is ends.output and is_tied and has_both
+                infos = [info for info in record.parameters if not (is_twice and info.is_vocabulary)]
+                units.append([_weight(info, is_tied and not has_both) for info in infos])
         if not self.units.is_fully_sharded:
-            return buffered_state(units, self.formats, sharding)
+            return state_memory.buffered_state(units, self.formats, sharding)
         root: list[Weight] = []
         if is_tied and has_both:
             root, units[0], units[-1] = [*units[0], *units[-1]], [], []
-        return fully_sharded_state(units, root, self.formats, sharding)
-
-    def _weights(self, record: UnitRecord, is_tied: bool, has_output_weight: bool) -> list[Weight]:
-        infos = record.parameters
-        if record is self.units.ends.output and not has_output_weight:
-            infos = tuple(info for info in infos if not info.is_vocabulary)
-        return [_weight(info, is_tied) for info in infos]
+        return state_memory.fully_sharded_state(units, root, self.formats, sharding)
 
     @cached_property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> state_memory.Sharding:
         layout, parallel = self.layout, self.config.parallel
         dense, experts = self.units.shards if layout.sharding != "no_shard" else (1, 1)
         grid = self.units.grid
         copies = {False: grid.cp * grid.dp, True: grid.edp}
-        return Sharding(
+        return state_memory.Sharding(
             dense=dense,
             experts=experts,
             bucket_size=lambda is_expert, size: parallel.bucket_size(copies[is_expert], size),

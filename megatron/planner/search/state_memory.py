@@ -31,14 +31,10 @@ class Formats:
     """All moments together."""
     master: int = 4
 
-    @property
-    def has_master_weights(self) -> bool:
-        return self.weight != self.master
-
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the ranks with the same weights divide them."""
+    """The division of weights among the ranks that share them."""
 
     dense: int
     """Ranks that divide a dense weight."""
@@ -66,26 +62,19 @@ class UnitBuffers:
     """What a unit of a chunk has allocated beside its activations, in bytes."""
 
     start: int = 0
-    """When it begins."""
+    """Bytes at its beginning."""
     forward: int = 0
     backward: int = 0
     experts_end: int = 0
-    """When the gradients of its experts are reduced."""
+    """Bytes when the gradients of its experts are reduced."""
     late_backward: int = 0
-    """From when on the gradient of its output is freed."""
+    """Bytes in the backward pass after the gradient of its output is freed."""
     backward_end: int = 0
-    """At the end of its backward pass, when its gradients are reduced and its activations are freed."""
+    """Bytes at the end of its backward pass, when gradients are reduced and activations are freed."""
 
     def plus(self, other: "UnitBuffers", itemsize: int) -> "UnitBuffers":
         """The sum with ``other`` in elements of ``itemsize`` bytes."""
-        return UnitBuffers(
-            self.start + other.start * itemsize,
-            self.forward + other.forward * itemsize,
-            self.backward + other.backward * itemsize,
-            self.experts_end + other.experts_end * itemsize,
-            self.late_backward + other.late_backward * itemsize,
-            self.backward_end + other.backward_end * itemsize,
-        )
+        return UnitBuffers(*(one + itemsize * more for one, more in zip(vars(self).values(), vars(other).values())))
 
 
 @dataclass(frozen=True)
@@ -100,11 +89,12 @@ class StateMemory:
 
 def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding: Sharding) -> StateMemory:
     """Contiguous buffers: no sharding, of the optimizer (ZeRO-1), and of the gradients (ZeRO-2)."""
+    # A buffer of dense weights and one of experts, in the order of the backward pass; the shards divide each bucket:
+    #   | bucket 0: last layer ... pad | bucket 1: ... pad | ... embedding pad |
     lasting, everything = 0, 0
     num_elements = sum(weight.size for unit in units for weight in unit)
     passes = [UnitBuffers() for _ in units]
     for is_expert in (False, True):
-        # The buffer is in the order of the backward pass.
         owners = [
             (number, weight)
             for number, unit in reversed(list(enumerate(units)))
@@ -117,10 +107,12 @@ def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding
         alone = [place for place, (_, weight) in enumerate(owners) if weight.is_tied]
         sizes = [weight.size for _, weight in owners]
         layout = plan_buffer(sizes, shards, sharding.bucket_size(is_expert, num_elements), alone)
+        # ZeRO-2 keeps a shard of the gradients between passes; whole ones are allocated bucket by bucket.
         splits = sharding.shards_gradients and shards > 1
         own = _own_elements(layout, shards)
         gradients = layout.size // shards if splits else layout.size
-        state = formats.moments + (formats.master if formats.has_master_weights else 0)
+        # Weights in the dtype of the main weights are the main weights.
+        state = formats.moments + (formats.master if formats.weight != formats.master else 0)
         lasting += layout.size * formats.weight + gradients * formats.gradient + own * state
         if splits:
             places = [number for number, _ in owners]
@@ -145,7 +137,7 @@ def _own_elements(layout: BufferLayout, shards: int) -> int:
 def _whole_gradients(
     layout: BufferLayout, owners: Sequence[int], num_units: int, shards: int, in_flight: int
 ) -> list[UnitBuffers]:
-    """By unit the most elements of whole gradients and of reductions under way. At most ``in_flight`` reductions of
+    """The most elements of whole gradients and of reductions under way, by unit. At most ``in_flight`` reductions of
     earlier buckets, perhaps of the microbatch before, are under way while a bucket is filled."""
     sizes = [stop - start for start, stop in layout.buckets]
     count = min(in_flight, len(sizes) - 1)
@@ -169,10 +161,11 @@ def fully_sharded_state(
     dense = [_sharded_unit([one for one in unit if not one.is_expert], formats, sharding) for unit in units]
     experts = [_sharded_unit([one for one in unit if one.is_expert], formats, sharding) for unit in units]
     common = _sharded_unit(root, formats, sharding)
+    # Shards of weights, gradients and moments last; weights of several units stay gathered in all passes.
     lasting = sum(one.lasting for one in (*dense, *experts, common)) + common.gathered
     if not sharding.reshards:
         lasting += sum(one.gathered for one in (*dense, *experts))
-        dense, experts = [one.resident() for one in dense], [one.resident() for one in experts]
+        dense, experts = ([replace(one, gathered=0) for one in part] for part in (dense, experts))
     # The experts of a unit are reduced before its dense weights.
     parts = {
         (place, is_expert): part.part
@@ -185,6 +178,7 @@ def fully_sharded_state(
     kept_weights = not sharding.frees_experts
     buffers = []
     for place, (one, inner) in enumerate(zip(dense, experts)):
+        # The weights of the next unit are gathered ahead: of the one after it forward, of the one before it backward.
         after = dense[place + 1].gathered if sharding.prefetches and place + 1 < len(units) else 0
         before = dense[place - 1].gathered if sharding.prefetches and place > 0 else 0
         resident = one.gathered + before + common.gradients
@@ -209,17 +203,13 @@ class _ShardedUnit:
     lasting: int = 0
     gathered: int = 0
     gradients: int = 0
-    """Whole."""
+    """Whole gradients."""
     part: int = 0
     """The rank's part of the gradients."""
 
-    def resident(self) -> "_ShardedUnit":
-        """The same, whose weights stay gathered."""
-        return replace(self, gathered=0)
-
 
 def _reductions_before(parts: Sequence[int], in_flight: int) -> list[int]:
-    """By unit the sizes of the reductions of units whose backward pass was before, of which ``in_flight`` are under
+    """The sizes of the reductions of units whose backward pass was before, by unit, of which ``in_flight`` are under
     way; the last unit follows the first of the microbatch before."""
     count = min(in_flight, len(parts) - 1)
     return [sum(parts[(place + back + 1) % len(parts)] for back in range(count)) for place in range(len(parts))]
@@ -229,7 +219,7 @@ def _sharded_unit(unit: Sequence[Weight], formats: Formats, sharding: Sharding) 
     lasting = gathered = gradients = part = 0
     for weight in unit:
         shards = sharding.of(weight.is_expert)
-        padded = -(-weight.rows // shards) * weight.width
+        padded = -(-weight.rows // shards) * weight.width  # elements of a rank; rows are padded to whole shards
         lasting += min(padded, weight.size) * (formats.master + formats.moments) + padded * formats.gradient
         gathered += padded * shards * formats.weight
         gradients += padded * shards * formats.gradient

@@ -55,7 +55,7 @@ class Cluster:
     pod_size: int | None = None
     """GPUs between which the network has its full rate; None for all."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """By constant: where it is from, with a date."""
+    """The source of each constant, with a date."""
     constants: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Values that replace fitted constants."""
 
@@ -94,6 +94,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file ({error}): correct it.") from error
     base = own.pop("base", [])
     files = [_base_of(path, name) for name in (base if isinstance(base, list) else [base])]
+    # From the bases to the file itself: later values replace earlier ones.
     return _merge([*(_read(file, (*readers, path)) for file in files), own], path)
 
 

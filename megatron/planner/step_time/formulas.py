@@ -20,23 +20,8 @@ from functools import partial
 
 import numpy as np
 
-from megatron.planner.step_time.prices import (
-    BACKWARD_ATTENTION,
-    EXPOSED_RING,
-    Constants,
-    Machines,
-    exchange_seconds,
-    exposed_reduction,
-    exposed_sharding,
-    fp32_rate,
-    growth,
-    message_rate,
-    pod_share,
-    product_seconds,
-    product_traffic,
-    reduction_window,
-    ring_rate,
-)
+from megatron.planner.step_time import prices
+from megatron.planner.step_time.prices import Constants
 from megatron.planner.step_time.workload import Array, Mask, StepTime, Workload
 
 _ELEMENT = 2  # bytes of a token's or row's element
@@ -47,7 +32,7 @@ class ExpertPass:
     """Seconds of the experts of one layer and microbatch in one pass, by cause."""
 
     products: Array
-    """The router's, the experts' and the shared expert's."""
+    """Products of the router, the experts and the shared expert."""
     accesses: Array
     """Elements of 2 bytes that are read or written between the products."""
     casts: Array
@@ -63,7 +48,7 @@ class ExpertShapes:
         w = workload
         self.is_moe: Mask = (w.number("num_experts") > 0) & (w.number("moe_layers") > 0)
         self.share = np.where(self.is_moe, w.number("moe_layers") / w.number("layers"), 0.0)
-        """MoE layers among all layers."""
+        """The share of MoE layers among all layers."""
         self.hidden, self.tp = w.number("hidden"), w.number("tp")
         self.num_experts, self.topk = np.maximum(w.number("num_experts"), 1.0), w.number("moe_topk")
         self.ffn, self.shared_ffn = w.number("moe_ffn"), w.number("shared_ffn")
@@ -71,30 +56,17 @@ class ExpertShapes:
         self.edp = self.tp * w.number("cp") * w.number("dp") / self.ep
         tokens = w.number("micro_batch_size") * w.number("seq_length") / w.number("cp")
         self.tokens = np.where(self.is_moe, tokens / self.tp, 0.0)  # n
-        self.main_grad_bytes, self.layers, self.pp = w.number("main_grad_bytes"), w.number("layers"), w.number("pp")
+        self.main_grad_bytes = w.number("main_grad_bytes")
         self.is_fp8 = w.where("is_fp8")
         self.node_size, self.is_one_node = w.number("node_size"), w.number("gpus") <= w.number("node_size")
-
-    @property
-    def local_experts(self) -> Array:
-        return self.num_experts / self.ep
-
-    @property
-    def rows(self) -> Array:
-        """m: of all experts of the rank."""
-        return self.tokens * self.topk
-
-    @property
-    def parameters(self) -> Array:
-        """Of the experts of a rank, before sharding."""
-        per_layer = self.local_experts * 3 * self.hidden * self.ffn
-        return self.share * self.layers / self.pp * per_layer
-
-    @property
-    def dense_parameters(self) -> Array:
-        """Of the routers and shared experts of a rank: they are sharded like attention."""
+        self.local_experts = self.num_experts / self.ep
+        self.rows = self.tokens * self.topk  # m
+        layers = self.share * w.number("layers") / w.number("pp")  # MoE layers of a rank
+        self.parameters = layers * (self.local_experts * 3 * self.hidden * self.ffn)
+        """Parameters of the experts of a rank, before sharding."""
         router = self.hidden * np.where(self.is_moe, self.num_experts, 0.0)
-        return self.share * self.layers / self.pp * (router + 3 * self.hidden * self.shared_ffn / self.tp)
+        self.dense_parameters = layers * (router + 3 * self.hidden * self.shared_ffn / self.tp)
+        """Parameters of the routers and shared experts of a rank, which are sharded like attention."""
 
 
 GroupedProduct = Callable[[Array, Array, Array, Array | float, Array | float], Array]
@@ -114,7 +86,11 @@ def expert_passes(
     forward, backward, weights = _products(shapes, product)
     router = 2 * shapes.tokens * shapes.hidden * shapes.num_experts / fp32_flops  # in fp32, three times
     accesses, accesses_backward = accesses_between(shapes)
-    casts, casts_backward = _casts(shapes)
+    # The inputs of the linear layers are cast forward, the gradients of their outputs backward.
+    shared = np.where(shapes.is_fp8, shapes.tokens * shapes.shared_ffn, 0.0)
+    rows = np.where(shapes.is_fp8, shapes.rows, 0.0)
+    casts = rows * (shapes.hidden + shapes.ffn) + shared
+    casts_backward = rows * (shapes.hidden + 2 * shapes.ffn) + 2 * shared
     messages = dispatch_seconds(shapes, link, network) / 2  # half of it in each direction
     none = np.zeros_like(router)
     return (
@@ -125,7 +101,7 @@ def expert_passes(
 
 
 def _products(shapes: ExpertShapes, product: GroupedProduct) -> tuple[Array, Array, Array]:
-    """Of the experts, which are one grouped product for each linear layer, and of the shared expert."""
+    """Products of the experts, which are one grouped product for each linear layer, and of the shared expert."""
     h, count = shapes.hidden, shapes.local_experts
     rows = np.maximum(shapes.rows / count, 1e-9)  # of an expert
     width = np.maximum(shapes.ffn, 1e-9)
@@ -163,14 +139,6 @@ def accesses_between(shapes: ExpertShapes) -> tuple[Array, Array]:
     return forward, backward
 
 
-def _casts(shapes: ExpertShapes) -> tuple[Array, Array]:
-    """Inputs of the linear layers forward, and the gradients of their outputs backward."""
-    width, shared = shapes.ffn, shapes.shared_ffn / shapes.tp
-    forward = shapes.rows * (shapes.hidden + width) + shapes.tokens * shapes.tp * shared
-    backward = shapes.rows * (shapes.hidden + 2 * width) + shapes.tokens * shapes.tp * 2 * shared
-    return np.where(shapes.is_fp8, forward, 0.0), np.where(shapes.is_fp8, backward, 0.0)
-
-
 def dispatch_seconds(shapes: ExpertShapes, link: Array, network: Array) -> Array:
     """Seconds of the all-to-alls of one layer and microbatch, forward and backward.
 
@@ -179,7 +147,7 @@ def dispatch_seconds(shapes: ExpertShapes, link: Array, network: Array) -> Array
     ep = shapes.ep
     rows = 4 * _ELEMENT * shapes.tokens * shapes.topk * shapes.hidden
     in_node = np.where(shapes.is_one_node, ep, np.minimum(ep, shapes.node_size))
-    return np.asarray(exchange_seconds(rows * (ep - 1) / ep, ep, in_node, link, network))
+    return np.asarray(prices.exchange_seconds(rows * (ep - 1) / ep, ep, in_node, link, network))
 
 
 _OPTIMIZER_BYTES = 30  # per parameter: gradient, main weight and two moments, read and written, and the weight
@@ -221,16 +189,24 @@ class StepTimeModel:
         self.tokens = w.number("micro_batch_size") * self.seq_length / self.cp  # of a microbatch on a rank
         self.microbatches = w.number("global_batch_size") / (w.number("micro_batch_size") * self.dp)
         self.is_fp8, self.sequence_parallel = w.where("is_fp8"), w.where("sequence_parallel")
-        self.machines = Machines([run.cluster for run in w.runs])
+        self.machines = prices.Machines([run.cluster for run in w.runs])
         self.bf16_flops, self.hbm = self.machines.bf16_flops, self.machines.hbm
         self.node_size, self.link = self.machines.node_size, self.machines.link
-        self.main_grad_bytes, self.element_bytes = w.number("main_grad_bytes"), w.number("element_bytes")
+        self.main_grad_bytes = w.number("main_grad_bytes")
         self.experts = ExpertShapes(w)
-        self._workload = w
         self._is = {(name, value): w.where(name, value) for name, values in _CHOICES.items() for value in values}
+        # If the number of layers + 2 divides, the first and the last stage have one layer less.
+        short_ends = (self.pp > 1) & (self.layers % self.pp != 0) & ((self.layers + 2) % self.pp == 0)
+        self.middle_layers = np.where(short_ends, (self.layers + 2) / self.pp, self.layers / self.pp)
+        self.last_layers = self.middle_layers - short_ends
+        # Parameters of a rank, before sharding, without experts.
+        mlp = (1 - self.experts.share) * (self.gates + 1) * self.hidden * self.ffn
+        layer = 2 * self.hidden * self.query_hidden + 2 * self.hidden * self.kv_hidden + mlp
+        # With a pipeline a rank has at most one of embedding and output layer.
+        tables = np.where(self.pp > 1, 1.0, 2.0) * self.hidden * self.vocab
+        self.parameters = (self.layers / self.pp * layer + tables) / self.tp + self.experts.dense_parameters
 
     def price(self, constants: Constants) -> StepTime:
-        """The time of every run."""
         c = constants
         forward, backward, weights = self._layer(c)
         again = self._recomputed(forward)
@@ -239,11 +215,20 @@ class StepTimeModel:
         layer = forward.total + backward.total + weights.total + again + gap
         head = self._head(c)
         messages = self._messages(c)
-        slowest, whole = self._stages(layer, head, messages)
-        bubble = self._bubble((whole - slowest) / self.vp, weights.total)
+        # The pipeline: the slowest stage sets the pace of the microbatches, all stages make the bubble.
+        last, middle = self.last_layers * layer + head, self.middle_layers * layer
+        is_head_slowest = (self.pp == 1) | (last >= middle)
+        slowest = np.where(is_head_slowest, last, middle) + messages  # [runs], of a microbatch
+        whole = self.layers * layer + head + self.pp * messages  # one stage after the other
+        # ZB-H1 fills the bubble of 1F1B with two weight gradients of a microbatch for each other stage. ZB-2p, which is
+        # searched with twice the memory of 1F1B, has next to none.
+        bubble, filled = (whole - slowest) / self.vp, 2 * (self.pp - 1) * self.middle_layers * weights.total
+        bubble = np.where(self._is["schedule", "zb-h1"], np.maximum(bubble - filled, 0.0), bubble)
+        bubble = np.where(self._is["schedule", "zb-2p"], 0.0, bubble)
         optimizer, data_parallel = self._optimizer(c), self._data_parallel(c, slowest)
-        larger = growth(c, self.gpus)
-        slowest_head = np.where(self._is_head_slowest(layer, head), head, 0.0)
+        larger = prices.growth(c, self.gpus)
+        slowest_head = np.where(is_head_slowest, head, 0.0)
+        # Terms of layers are those of the slowest stage.
         per_layer = self.microbatches * (slowest - slowest_head - messages) / layer
         passes = (forward, backward, weights)
         terms = {
@@ -279,11 +264,12 @@ class StepTimeModel:
         """``count`` products ``[rows, depth] x [depth, columns]`` in one launch, each with ``extra_bytes`` of memory
         traffic."""
         is_fp8 = self.is_fp8 & (not in_bf16)
-        traffic = product_traffic(rows, columns, depth, is_fp8, extra_bytes, self.element_bytes)
-        return product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
+        traffic = prices.product_traffic(rows, columns, depth, is_fp8, extra_bytes, _ELEMENT)
+        return prices.product_seconds(self.machines, c, rows, columns, depth, traffic, is_fp8, count)
 
     def _layer(self, c: Constants) -> tuple[_Pass, _Pass, _Pass]:
-        """The forward pass, the backward pass without the weight gradients, and the weight gradients."""
+        """The forward pass, the backward pass without the weight gradients, and the weight gradients of the mean
+        layer."""
         h, t, n = self.hidden, self.tp, self.tokens
         qkv, up = (self.query_hidden + 2 * self.kv_hidden) / t, self.gates * self.ffn / t
         dense = 1 - self.experts.share  # layers with an MLP
@@ -296,15 +282,17 @@ class StepTimeModel:
             for inputs, outputs, share in linears
         )
         attention, attention_backward = self._attention(c)
+        # With sequence parallelism norms and residuals are divided among the tensor-parallel ranks.
         # Elements that are read or written: norms, residuals, rotary embedding, activation.
         residual = np.where(self.sequence_parallel, h / t, h)
         inner = dense * (self.gates + 1) * self.ffn / t
         accesses = n * (10 * residual + inner + 2 * qkv)
         accesses_backward = n * (16 * residual + 2 * inner + 2 * qkv)
+        # Casts to FP8 move 4 bytes for each element.
         casts = np.where(self.is_fp8, c["fp8_cast"] * 4 * n / self.hbm, 0.0)
-        between = self.element_bytes * self._elementwise(c) / self.hbm
+        between = _ELEMENT * self._elementwise(c) / self.hbm
         collective = self._tensor_parallel(c)
-        ring = EXPOSED_RING * 2 * self.element_bytes * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
+        ring = prices.EXPOSED_RING * 2 * _ELEMENT * (self.cp - 1) * self.kv_hidden / t * n / (c["link"] * self.link)
         none = np.zeros_like(h)
         passes = (
             _Pass(
@@ -328,38 +316,35 @@ class StepTimeModel:
         if not self.experts.is_moe.any():
             return passes
         of_experts = expert_passes(
-            self.experts, partial(self._product, c), fp32_rate(self.bf16_flops), c["link"] * self.link,
+            self.experts, partial(self._product, c), prices.fp32_rate(self.bf16_flops), c["link"] * self.link,
             c["network"] * self.machines.network,
         )  # fmt: skip
-        first, second, third = (self._with_experts(c, one, also) for one, also in zip(passes, of_experts))
+        share, cast = self.experts.share, c["fp8_cast"] * 4 / self.hbm
+        first, second, third = (
+            replace(
+                one,
+                products=one.products + share * moe.products,
+                elementwise=one.elementwise + share * (between * moe.accesses + cast * moe.casts),
+                expert_parallel=share * moe.dispatch,
+            )
+            for one, moe in zip(passes, of_experts)
+        )
         return first, second, third
 
-    def _with_experts(self, c: Constants, one: _Pass, of_experts: ExpertPass) -> _Pass:
-        """A pass of the mean layer: ``one`` has attention, and the MLPs of dense layers."""
-        between = 2 * self._elementwise(c) / self.hbm * of_experts.accesses
-        casts = c["fp8_cast"] * 4 / self.hbm * of_experts.casts
-        share = self.experts.share
-        return replace(
-            one,
-            products=one.products + share * of_experts.products,
-            elementwise=one.elementwise + share * (between + casts),
-            expert_parallel=share * of_experts.dispatch,
-        )
-
     def _attention(self, c: Constants) -> tuple[Array, Array]:
-        """Forward and backward."""
+        """Seconds of the forward and of the backward pass."""
         length = self.seq_length
         flops = 2 * self.tokens * length * self.query_hidden / self.tp
         fused = flops / self.machines.attention_flops(c, self._is["attention", "cudnn"], length)
         # Unfused attention computes the masked half, too, and reads and writes the scores 6 + 8 times.
         is_odd = self.head_size % 8 != 0
         products = 2 * flops / (c["batched_product"] * self.bf16_flops) * np.where(is_odd, 2.0, 1.0)
-        score_bytes = self.element_bytes * self.tokens * length * self.heads / self.tp
+        score_bytes = _ELEMENT * self.tokens * length * self.heads / self.tp
         access = c["softmax"] * score_bytes / self.hbm * np.where(is_odd, _ODD_HEAD_SOFTMAX, 1.0)
         is_unfused = self._is["attention", "unfused"]
         return (
             np.where(is_unfused, products + 6 * access, fused),
-            np.where(is_unfused, 2 * products + 8 * access, BACKWARD_ATTENTION * fused),
+            np.where(is_unfused, 2 * products + 8 * access, prices.BACKWARD_ATTENTION * fused),
         )
 
     def _elementwise(self, c: Constants) -> Array:
@@ -368,8 +353,8 @@ class StepTimeModel:
         return c["elementwise"] * np.where(is_unfused_llama, 1.5, 1.0)
 
     def _tensor_parallel(self, c: Constants) -> Array:
-        """Two all-reduces of a pass, or the all-gathers and reduce-scatters of sequence parallelism."""
-        activation = self.element_bytes * self.tokens * self.hidden
+        """Seconds of the two all-reduces of a pass, or of the collectives of sequence parallelism."""
+        activation = _ELEMENT * self.tokens * self.hidden
         seconds = 2 * 2 * (self.tp - 1) / self.tp * activation / (c["link"] * self.link)
         # Experts have no such communication, unless every token uses a shared expert.
         seconds = seconds * (1 - self.experts.share * np.where(self.experts.shared_ffn > 0, 0.0, 0.5))
@@ -378,14 +363,10 @@ class StepTimeModel:
     def _recomputed(self, forward: _Pass) -> Array:
         """What runs a second time."""
         half = 0.5 * (forward.products + forward.elementwise + forward.tensor_parallel)
-        selective = np.where(
-            self._is["recomputes_products", True],
-            half,
-            np.where(self._is["attention", "unfused"], forward.attention, 0.0),
-        )
-        return np.where(
-            self._is["recompute", "full"], forward.total, np.where(self._is["recompute", "selective"], selective, 0.0)
-        )
+        attention = np.where(self._is["attention", "unfused"], forward.attention, 0.0)
+        selective = np.where(self._is["recomputes_products", True], half, attention)
+        selective = np.where(self._is["recompute", "selective"], selective, 0.0)
+        return np.where(self._is["recompute", "full"], forward.total, selective)
 
     # The ends of the model, and the pipeline.
 
@@ -394,83 +375,49 @@ class StepTimeModel:
         n, columns = self.tokens, self.vocab / self.tp
         shapes = ((n, columns, self.hidden), (n, self.hidden, columns), (self.hidden, columns, n))
         products = sum(self._product(c, *shape, in_bf16=True) for shape in shapes)
-        return products + self._elementwise(c) * 6 * self.element_bytes * n * columns / self.hbm
-
-    def _middle_layers(self) -> Array:
-        """Layers of an inner stage. If the number of layers + 2 divides, the first and the last stage have one less."""
-        has_short_ends = (self.pp > 1) & (self.layers % self.pp != 0) & ((self.layers + 2) % self.pp == 0)
-        return np.where(has_short_ends, (self.layers + 2) / self.pp, self.layers / self.pp)
-
-    def _last_layers(self) -> Array:
-        """Layers of the last stage."""
-        middle = self._middle_layers()
-        return np.where(middle > self.layers / self.pp, middle - 1, middle)
-
-    def _is_head_slowest(self, layer: Array, head: Array) -> Mask:
-        """Whether the stage with the output layer takes longest."""
-        return (self.pp == 1) | (self._last_layers() * layer + head >= self._middle_layers() * layer)
-
-    def _stages(self, layer: Array, head: Array, messages: Array) -> tuple[Array, Array]:
-        """A microbatch on the slowest stage, and on all stages after another."""
-        last = self._last_layers() * layer + head
-        slowest = np.where(self._is_head_slowest(layer, head), last, self._middle_layers() * layer) + messages
-        return slowest, self.layers * layer + head + self.pp * messages
-
-    def _bubble(self, bubble: Array, weights: Array) -> Array:
-        """The bubble of the schedule, from that of 1F1B. ZB-H1 fills it with two weight gradients of a microbatch for
-        each other stage. ZB-2p, which is searched with twice the memory of 1F1B, has next to none."""
-        filled = 2 * (self.pp - 1) * self._middle_layers() * weights
-        bubble = np.where(self._is["schedule", "zb-h1"], np.maximum(bubble - filled, 0.0), bubble)
-        return np.where(self._is["schedule", "zb-2p"], 0.0, bubble)
+        return products + self._elementwise(c) * 6 * _ELEMENT * n * columns / self.hbm
 
     def _messages(self, c: Constants) -> Array:
         """The exposed messages of a microbatch: one activation and one gradient per chunk."""
-        between_pods = pod_share(self.machines, self.pp, self.gpus / self.pp)
-        rate = message_rate(self.machines, c, self.gpus <= self.node_size, between_pods)
+        between_pods = prices.pod_share(self.machines, self.pp, self.gpus / self.pp)
+        rate = prices.message_rate(self.machines, c, self.gpus <= self.node_size, between_pods)
         # Tensor-parallel ranks each send a part.
-        activation = self.element_bytes * self.tokens * self.hidden / self.tp
+        activation = _ELEMENT * self.tokens * self.hidden / self.tp
         share = np.where(self.vp > 1, c["exposed_interleaved_messages"], c["exposed_messages"])
         return np.where(self.pp > 1, 2 * self.vp * activation / rate * share, 0.0)
 
     # Data parallelism and the optimizer.
 
-    def _parameters(self) -> Array:
-        """Parameters of a rank, before sharding, without experts."""
-        h = self.hidden
-        mlp = (1 - self.experts.share) * (self.gates + 1) * h * self.ffn
-        layer = 2 * h * self.query_hidden + 2 * h * self.kv_hidden + mlp
-        tables = np.where(self.pp > 1, 1.0, 2.0) * h * self.vocab
-        return (self.layers / self.pp * layer + tables) / self.tp + self.experts.dense_parameters
-
     def _ring_seconds(self, c: Constants, ranks: Array, distance: Array) -> Array:
         """Seconds to reduce-scatter or all-gather a byte over ``ranks``, which are ``distance`` apart: several of them
         in a node share its adapters."""
+        # Ranks that are a node's size apart are all on different nodes.
         in_node = np.maximum(1.0, np.minimum(self.node_size / distance, ranks))
-        share = pod_share(self.machines, ranks, distance)
-        return (ranks - 1) / ranks / ring_rate(self.machines, c, in_node, self.gpus <= self.node_size, share)
+        share = prices.pod_share(self.machines, ranks, distance)
+        return (ranks - 1) / ranks / prices.ring_rate(self.machines, c, in_node, self.gpus <= self.node_size, share)
 
     def _data_parallel(self, c: Constants, slowest: Array) -> Array:
         """The exposed part of the reduction of gradients and of the gathers of weights."""
         # Seconds per byte of a parameter.
-        moved = self._parameters() * self._ring_seconds(c, self.dp * self.cp, self.tp)
+        moved = self.parameters * self._ring_seconds(c, self.dp * self.cp, self.tp)
         experts = self.experts
         moved = moved + experts.parameters * self._ring_seconds(c, experts.edp, experts.ep)
         is_fsdp = self._is["sharding", "fsdp1"] | self._is["sharding", "fsdp2"]
         # Gradients of the replicas are reduced once, and weights gathered once; with the interleaved schedule behind
         # several microbatches.
-        once = 2 * self.element_bytes * moved
-        window = reduction_window(slowest, self.microbatches, self.pp, self.vp > 1)
-        replicated = exposed_reduction(c, once, window, self._is["overlaps_data_parallel", True])
+        once = 2 * _ELEMENT * moved
+        window = prices.reduction_window(slowest, self.microbatches, self.pp, self.vp > 1)
+        replicated = prices.exposed_reduction(c, once, window, self._is["overlaps_data_parallel", True])
         # Two gathers of weights and one reduction of gradients for each microbatch.
-        each = np.where(self._is["keeps_weights_gathered", True], 2.0, 3.0) * self.element_bytes * moved
+        each = np.where(self._is["keeps_weights_gathered", True], 2.0, 3.0) * _ELEMENT * moved
         contention = np.where(self._is["sharding", "fsdp1"], 1.0, c["fsdp2_contention"])
-        return np.where(is_fsdp, self.microbatches * exposed_sharding(c, each, slowest, contention), replicated)
+        return np.where(is_fsdp, self.microbatches * prices.exposed_sharding(c, each, slowest, contention), replicated)
 
     def _optimizer(self, c: Constants) -> Array:
         is_sharded = ~self._is["sharding", "none"]
-        parameters = self._parameters() / np.where(is_sharded, self.dp * self.cp, 1.0)
+        parameters = self.parameters / np.where(is_sharded, self.dp * self.cp, 1.0)
         parameters = parameters + self.experts.parameters / np.where(is_sharded, self.experts.edp, 1.0)
-        return c["optimizer"] * _OPTIMIZER_BYTES * parameters / self.hbm
+        return prices.optimizer_seconds(self.machines, c, _OPTIMIZER_BYTES * parameters)
 
 
 _CHOICES: dict[str, tuple[object, ...]] = {

@@ -109,6 +109,18 @@ EXPOSED_RING = 0.2
 """Share of the ring of context parallelism that attention does not hide."""
 
 
+_SHARED_NAMES = {
+    ("flash", "blackwell"): "cudnn_blackwell",
+    ("cudnn", "ampere"): "flash_ampere",
+    ("cudnn", "cpu"): "flash_cpu",
+}
+
+
+def constant_name(operation: str, generation: str) -> str:
+    """The constant of products or of an attention kernel on a generation of GPUs."""
+    return _SHARED_NAMES.get((operation, generation), f"{operation}_{generation}")
+
+
 class Machines:
     """The clusters of some runs; arrays ``[runs]``."""
 
@@ -125,24 +137,16 @@ class Machines:
         self.is_gpu = all(name != "cpu" for name in names)
         self._generations = {name: np.array([other == name for other in names]) for name in dict.fromkeys(names)}
 
-    def by_generation(self, constants: Constants, operation: str, names: dict[str, str] | None = None) -> Array:
-        """The constant of an ``operation``, ``operation_generation`` unless ``names`` has another for a generation."""
-        names = names or {}
-        return np.asarray(
-            sum(
-                np.where(mask, constants[names.get(name, f"{operation}_{name}")], 0.0)
-                for name, mask in self._generations.items()
-            )
+    def by_generation(self, constants: Constants, operation: str) -> Array:
+        """The constant of an ``operation`` on the GPU of each run."""
+        found = (
+            np.where(mask, constants[constant_name(operation, name)], 0.0) for name, mask in self._generations.items()
         )
-
-    def product_flops(self, constants: Constants) -> Array:
-        """bf16 FLOP/s that a large product reaches."""
-        return self.bf16_flops * self.by_generation(constants, "product")
+        return np.asarray(sum(found))
 
     def attention_flops(self, constants: Constants, is_cudnn: Any, seq_length: Any) -> Array:
         """Causal FLOP/s of fused attention in the forward pass."""
-        flash = self.by_generation(constants, "flash", {"blackwell": "cudnn_blackwell"})
-        cudnn = self.by_generation(constants, "cudnn", {"ampere": "flash_ampere", "cpu": "flash_cpu"})
+        cudnn, flash = (self.by_generation(constants, kernel) for kernel in ("cudnn", "flash"))
         share = np.where(is_cudnn, cudnn, flash) * seq_length / (seq_length + constants["attention_length"])
         return np.asarray(share * self.bf16_flops)
 
@@ -156,6 +160,7 @@ def product_traffic(
     rows: Any, columns: Any, depth: Any, is_fp8: Any, extra_bytes: Any = 0.0, element_bytes: Any = 2
 ) -> Any:
     """Bytes that a product reads and writes once; its output is not in FP8, and ``extra_bytes`` are on top."""
+    # [rows, depth] and [depth, columns] are read, [rows, columns] is written
     element = np.where(is_fp8, 1, element_bytes)
     return (rows + columns) * depth * element + element_bytes * rows * columns + extra_bytes
 
@@ -167,7 +172,8 @@ def product_seconds(
 
     Short inner lengths and a partial last wave of tiles lower the rate; a share of the traffic is not hidden.
     """
-    rate = machines.product_flops(c) * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
+    rate = machines.bf16_flops * machines.by_generation(c, "product") * np.where(is_fp8, 2 * c["product_fp8"], 1.0)
+    # The tiles of a launch run in waves of one tile for each multiprocessor; a CPU counts as one.
     waves = count * np.ceil(rows / _TILE_ROWS) * np.ceil(columns / _TILE_COLUMNS) / machines.multiprocessors
     quantization = 1 + c["wave_quantization"] * (np.ceil(waves) / waves - 1)
     computation = 2 * rows * columns * depth / rate * (1 + c["product_depth"] / depth)
@@ -194,6 +200,7 @@ def ring_rate(machines: Machines, c: Constants, in_node: Any, is_in_node: Any, s
     """Bytes per second of a ring with ``in_node`` ranks in each of its nodes, or all of them in one: ranks of a node
     share its network adapters, and no ring is faster than the link inside of a node. ``share`` of the adapters' rate
     is left between pods."""
+    # The slowest of the ring's links sets its rate.
     link = c["link"] * machines.link
     across = np.minimum(link, c["network"] * machines.network * in_node * share)
     return np.where(is_in_node, link, across)

@@ -8,6 +8,7 @@ import csv
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -74,20 +75,13 @@ def whole(row: Row, name: str, default: int) -> int:
     return int(value)
 
 
-def measured_number(row: Row, name: str) -> float | None:
-    """A measured value, None if there is none that makes sense."""
-    try:
-        return real(row, name)
-    except Unpriceable:
-        return None
-
-
 def cluster_name(source: str, gpu: str) -> str:
     """The file of a GPU; raises :class:`Unpriceable` for GPUs without measurements."""
     if source == "bloom":
         return "jean-zay-a100"
     if gpu in CLUSTERS:
         return CLUSTERS[gpu]
+    # "DGX-H100 80GB": the family must be known; the memory chooses among its members.
     words = re.findall(r"[A-Z]+\d+[A-Z]*|\d+GB|PCIE|NVL$", gpu.upper())
     known = dict.fromkeys(name for name in CLUSTERS if name.partition("-")[0] in words)
     if not known or "PCIE" in words or "NVL" in words:
@@ -118,12 +112,15 @@ def is_gated(model: str, ffn: int | None, hidden: int) -> bool:
     return not any(word in name for word in _UNGATED) and ffn is not None and ffn != 4 * hidden
 
 
-def experts_of(row: Row, layers: int, hidden: int, heads: int) -> dict[str, Any]:
+def experts_of(row: Row, layers: int, hidden: int, heads: int, ranks: int) -> dict[str, Any]:
     """The fields of a run that describe experts: of a model that this project knows by name, empty for a dense model.
+    ``ranks`` are those of a pipeline stage.
 
     Raises:
-        Unpriceable: the columns do not describe the experts, and the model is not known or has another shape.
+        Unpriceable: the columns do not describe the experts, and the model is not known or has another shape; or their
+            ranks do not divide.
     """
+    # "Mixtral 8x7B" is the preset mixtral-8x7b.
     name = re.sub(r"[\s_]+", "-", text(row, "model").lower())
     preset = next((PRESETS[known] for known in PRESETS if known in name and PRESETS[known].get("num_experts")), None)
     if preset is None:
@@ -133,6 +130,9 @@ def experts_of(row: Row, layers: int, hidden: int, heads: int) -> dict[str, Any]
     shape = tuple(preset[field] for field in ("num_layers", "hidden_size", "num_attention_heads"))
     if shape != (layers, hidden, heads):
         raise Unpriceable("the columns do not describe experts, and the shape is not that of the model of this name")
+    ep = whole(row, "ep", 1)
+    if ranks % ep or preset["num_experts"] % ep:
+        raise Unpriceable(f"ep {ep} does not divide {ranks} ranks and {preset['num_experts']} experts")
     return {
         "num_experts": preset["num_experts"],
         "moe_topk": preset["moe_router_topk"],
@@ -140,7 +140,7 @@ def experts_of(row: Row, layers: int, hidden: int, heads: int) -> dict[str, Any]
         "moe_layers": sum(parse_layer_pattern(preset.get("moe_layer_freq", "1"), layers)),
         "head_size": preset.get("kv_channels", 0),
         "shared_ffn": preset.get("moe_shared_expert_intermediate_size") or 0,
-        "ep": whole(row, "ep", 1),
+        "ep": ep,
     }
 
 
@@ -170,23 +170,22 @@ SOFTWARE: Mapping[str, Software] = {
     "torchtitan": TORCHTITAN,
     "llm-foundry": LLM_FOUNDRY,
 }
-"""By source."""
+"""The software of each source."""
 _ZERO_BUBBLE: Mapping[str, Schedule] = {
     "ZB-1p": "zb-h1",
     "ZB-2p": "zb-2p",
     "ZB (handcrafted": "zb-2p",
     "ZB (auto": "zb-2p",
 }
-"""By label; without a limit of the memory the schedules of the zero-bubble paper have next to no bubble."""
+"""Schedules by label; without a limit of the memory the schedules of the zero-bubble paper have next to no bubble."""
 _OTHER_SCHEDULE = re.compile(r"\b(?:ZB(?:-\w+| \((?:handcrafted|auto))?|V-Half|V-Min|DualPipe\w*)\b")
 _VOCAB = {"bloom": 250880}
+_cached_cluster = cache(read_cluster)
 _USUAL_VOCAB = 50304  # GPT-2's, padded
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A row of a table."""
-
     row: Row
     run: Run | None
     """None if the row cannot be priced."""
@@ -229,10 +228,14 @@ def _published(row: Row) -> PublishedRun:
 
 
 def _seconds(row: Row, run: Run) -> float | None:
-    seconds, rate = measured_number(row, "step_time_s"), measured_number(row, "tokens_per_s_per_gpu")
-    if seconds is None and rate is not None:
-        seconds = run.global_batch_size * run.seq_length / rate / run.gpus
-    return seconds
+    """The measured time of a step; None if none is stated that makes sense."""
+    for name in ("step_time_s", "tokens_per_s_per_gpu"):
+        with suppress(Unpriceable):
+            value = real(row, name)
+            if value is not None:
+                is_time = name == "step_time_s"
+                return value if is_time else run.global_batch_size * run.seq_length / value / run.gpus
+    return None
 
 
 def _run_of(row: Row) -> Run:
@@ -264,7 +267,7 @@ def _run_of(row: Row) -> Run:
         software=software,
         cluster=cluster,
         **layout,
-        **_experts(row, layers, hidden, heads, layout),
+        **experts_of(row, layers, hidden, heads, layout["tp"] * layout["cp"] * layout["dp"]),
     )
 
 
@@ -285,21 +288,13 @@ def _layout(row: Row, source: str) -> dict[str, Any]:
     return dict(zip(names, (gpus, tp, pp, cp, dp, micro_batch_size, batch)))
 
 
-def _experts(row: Row, layers: int, hidden: int, heads: int, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a run that describe experts; raises :class:`Unpriceable`."""
-    found = experts_of(row, layers, hidden, heads)
-    ranks = layout["tp"] * layout["cp"] * layout["dp"]
-    if found and (ranks % found["ep"] or found["num_experts"] % found["ep"]):
-        raise Unpriceable(f"ep {found['ep']} does not divide {ranks} ranks and {found['num_experts']} experts")
-    return found
-
-
 def _software(source: str, where: str) -> Software:
     """The software of a source; of one that is not known, what its text suggests, else Megatron Core's.
 
     Raises:
         Unpriceable: sharding that has no measurements with this software.
     """
+    # An unknown source is priced by the software that its text names, else as NeMo.
     hint = f"{source} {where}".lower()
     similar = (
         "torchtitan" if "titan" in hint else "llm-foundry" if "foundry" in hint or "fsdp1" in hint else "nemo-25xx"
@@ -321,11 +316,6 @@ def _software(source: str, where: str) -> Software:
     if source == "nemo-25xx" and "FSDP" in where and "without FSDP" not in where:
         return replace(software, sharding="fsdp2", main_grad_bytes=2)
     return software
-
-
-@cache
-def _cached_cluster(name: str) -> Cluster:
-    return read_cluster(name)
 
 
 def _recompute(value: str) -> Recompute:

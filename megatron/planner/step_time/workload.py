@@ -48,7 +48,7 @@ class Software:
     attention: Attention
     """Kernels of attention: batched products and a softmax; FlashAttention 2 or Triton; cuDNN."""
     elementwise: Elementwise
-    """How operations between the products are fused."""
+    """The fusion of operations between the products."""
     sharding: Sharding = "none"
     """Sharded over the data-parallel ranks: nothing, optimizer state, or everything by FSDP 1 or 2."""
     main_grad_bytes: int = 4
@@ -60,8 +60,6 @@ class Software:
     recomputes_products: bool = False
     """Whether selective recompute runs half of the products again, and not attention alone."""
     has_deepspeed_pipeline: bool = False
-    element_bytes: int = 2
-    """Bytes of an element of weights, activations and reduced gradients: 4 in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ class Run:
     sequence_parallel: bool = False
     schedule: Schedule = "1f1b"
     head_size: int = 0
-    """Of attention; 0 for ``hidden / heads``."""
+    """Head size of attention; 0 means ``hidden / heads``."""
     num_experts: int = 0
     """Experts of a MoE layer; 0 for a dense model."""
     moe_topk: int = 0
@@ -115,7 +113,7 @@ class StepTime:
     terms: dict[str, Array]
     """Seconds by cause, one of :data:`TERMS`; their sum is ``total``."""
     passes: Array | None = None
-    """Of runs of this project ``[3, 3, runs]``: forward, backward and weight-gradient seconds of a microbatch in the
+    """``[3, 3, runs]``, for runs of this project: forward, backward and weight-gradient seconds of a microbatch in the
     first, an inner and the last virtual stage."""
 
 
@@ -124,9 +122,6 @@ class Workload:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
-
-    def __len__(self) -> int:
-        return len(self.runs)
 
     def number(self, name: str) -> Array:
         """A field of the runs, their software or their clusters, by name."""

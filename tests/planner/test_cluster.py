@@ -21,13 +21,14 @@ NO_CONSTANTS = {"name", "sources", "constants"}
 @pytest.mark.parametrize("name", cluster_names())
 def test_every_constant_has_a_source_with_a_date(name: str) -> None:
     cluster = read_cluster(name)
-    defaults = {one.name: one.default for one in fields(Cluster)}
-    stated = {
-        one.name for one in fields(Cluster) if getattr(cluster, one.name) != defaults[one.name]
-    } - NO_CONSTANTS  # fmt: skip
-    assert set(cluster.sources) == stated
+    stated = {one.name for one in fields(Cluster) if getattr(cluster, one.name) != one.default}
+    assert set(cluster.sources) == stated - NO_CONSTANTS
     for constant, source in cluster.sources.items():
         assert re.search(r"\b20\d\d\b", source), f"{constant}: {source}"
+    assert cluster.node_size == (72 if "gb200" in name else 8)
+    # 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3).
+    assert cluster.gpu_hours_per_failure == pytest.approx(54 * 24 * 16384 / 419, rel=1e-3)
+    assert {cluster: 1}[read_cluster(name)] == 1  # a cluster can be a key
 
 
 def test_there_is_a_file_for_each_gpu_with_either_network() -> None:
@@ -39,27 +40,12 @@ def test_there_is_a_file_for_each_gpu_with_either_network() -> None:
         assert same == replace(read_cluster(gpu), sources={})
 
 
-def test_the_nodes_of_gb200_have_72_gpus() -> None:
-    assert {name: read_cluster(name).node_size for name in cluster_names() if "gb200" in name} == {
-        "gb200": 72,
-        "gb200-roce": 72,
-    }
-    assert {read_cluster(name).node_size for name in cluster_names() if "gb200" not in name} == {8}
-
-
-def test_failures_are_those_of_llama_3() -> None:
-    """419 unexpected interruptions in 54 days of 16,384 GPUs."""
-    for name in cluster_names():
-        assert read_cluster(name).gpu_hours_per_failure == pytest.approx(54 * 24 * 16384 / 419, rel=1e-3)
-
-
-def test_a_cluster_can_be_a_key() -> None:
-    assert {read_cluster("h100"): 1}[read_cluster("h100")] == 1
-
-
-def test_an_unknown_cluster_is_refused_with_the_known_ones() -> None:
+def test_what_is_no_cluster_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"There is no cluster h900: .* h100"):
         read_cluster("h900")
+    assert "roce" not in cluster_names()
+    with pytest.raises(ConfigError, match="lacks"):
+        read_cluster(CLUSTERS / "fabrics" / "roce.toml")
 
 
 def write(directory: Path, name: str, text: str) -> str:
@@ -142,9 +128,3 @@ def test_oversubscription_slows_down_stages_larger_than_pods_and_not_the_rings_o
     assert ratio == pytest.approx(7.0)
     ratio = terms(roce, **of_llama)["pipeline messages"] / terms(full, **of_llama)["pipeline messages"]
     assert ratio == pytest.approx(7.0 / 3)
-
-
-def test_fabrics_are_no_clusters() -> None:
-    assert "roce" not in cluster_names()
-    with pytest.raises(ConfigError, match="lacks"):
-        read_cluster(CLUSTERS / "fabrics" / "roce.toml")

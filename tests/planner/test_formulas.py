@@ -1,5 +1,7 @@
-"""Prices of experts: against counts by hand, the bytes that docs/moe.md states, and published runs."""
+"""The closed form of a step's time: against counts by hand, the schedule simulator, the bytes that docs/moe.md states,
+and published runs of models with experts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,15 +11,106 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.fit import errors
+from benchmarks.published.table import TABLE
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.formulas import ExpertShapes, StepTimeModel, accesses_between, dispatch_seconds
 from megatron.planner.step_time.prices import CONSTANTS, load_fitted
-from megatron.planner.step_time.published import PublishedRun, read_published
-from megatron.planner.step_time.workload import Run, Software, Workload
+from megatron.planner.step_time.published import read_published
+from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
+from megatron.schedules.registry import build_schedule
+from megatron.schedules.simulator import Durations, simulate
 
-TABLE = Path(__file__).with_name("published_experts.csv")
+EXPERTS = Path(__file__).with_name("published_experts.csv")
 H100 = read_cluster("h100")
 SOFTWARE = Software(attention="cudnn", elementwise="transformer-engine", sharding="optimizer")
+LLAMA_8B = Run(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, is_gated=True, vocab=128256, seq_length=8192,
+    gpus=8, dp=8, global_batch_size=128, software=SOFTWARE, cluster=H100,
+)  # fmt: skip
+IDEAL = {
+    **dict.fromkeys(CONSTANTS, 1e-15),
+    **{name: 1.0 for name in CONSTANTS if name.startswith(("product_", "flash", "cudnn", "link", "network"))},
+    "product_depth": 1e-15,
+    "product_bytes": 1e-15,
+}
+"""A machine that reaches its peak, and overlaps everything but collectives."""
+
+
+def seconds(*runs: Run, constants: Mapping[str, float] | None = None) -> list[float]:
+    found: list[float] = StepTimeModel(Workload(runs)).price(constants or load_fitted()).total.tolist()
+    return found
+
+
+def terms(run: Run, constants: dict[str, float]) -> dict[str, float]:
+    return {name: float(value[0]) for name, value in StepTimeModel(Workload([run])).price(constants).terms.items()}
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_at_the_peak_the_time_is_the_flops_of_the_model(is_gated: bool) -> None:
+    run = replace(LLAMA_8B, is_gated=is_gated, gpus=1, dp=1, global_batch_size=4)
+    h, kv = 4096, 8 * 128
+    per_layer = 2 * h * h + 2 * h * kv + (3 if is_gated else 2) * h * 14336
+    tokens = 4 * 8192
+    products = 6 * (32 * per_layer + h * 128256) * tokens
+    attention = 3.5 * 32 * 2 * h * 8192 * tokens  # two causal products forward, five backward
+    assert seconds(run, constants=IDEAL) == [pytest.approx((products + attention) / 989e12, rel=1e-6)]
+
+
+def test_an_optimizer_updates_the_parameters_of_its_shard() -> None:
+    alone = replace(LLAMA_8B, gpus=1, dp=1)
+    whole = replace(LLAMA_8B, software=replace(SOFTWARE, sharding="none"))
+    shard, replica, all_parameters = (terms(run, load_fitted())["optimizer"] for run in (LLAMA_8B, whole, alone))
+    assert shard == pytest.approx(all_parameters / 8)
+    assert replica == pytest.approx(all_parameters)
+
+
+@pytest.mark.parametrize("faster", ["bf16_flops", "hbm_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s"])
+def test_a_faster_part_never_makes_a_step_slower(faster: str) -> None:
+    runs = [one.run for one in read_published(TABLE) if one.run is not None]
+    double = [replace(run, cluster=replace(run.cluster, **{faster: 2 * getattr(run.cluster, faster)})) for run in runs]
+    before, after = (np.array(seconds(*some)) for some in (runs, double))
+    assert (after <= before * (1 + 1e-12)).all()
+    assert (after < before).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "vp", "stages", "microbatches"),
+    [
+        ("1f1b", "1f1b", 1, 4, 4),
+        ("1f1b", "1f1b", 1, 8, 32),
+        ("1f1b", "1f1b", 1, 16, 48),
+        ("interleaved", "1f1b", 2, 4, 16),
+        ("interleaved", "1f1b", 4, 8, 32),
+        ("zb-h1", "zb-h1", 1, 4, 16),
+        ("zb-h1", "zb-h1", 1, 8, 32),
+    ],
+)
+def test_the_bubble_is_that_of_the_simulated_schedule(
+    name: str, schedule: Schedule, vp: int, stages: int, microbatches: int
+) -> None:
+    run = replace(
+        LLAMA_8B, vocab=1, layers=2 * stages * vp, pp=stages, vp=vp, gpus=stages, dp=1, schedule=schedule,
+        global_batch_size=microbatches,
+    )  # fmt: skip
+    # Equal passes: no attention, no operations between the products, and no messages.
+    constants = IDEAL | {"cudnn_hopper": 1e15, "link": 1e15, "network": 1e15}
+    found = terms(run, constants)
+    unit = found["products"] / (3 * microbatches)
+    placed = build_schedule(name, stages, microbatches, vp if vp > 1 else None)
+    timeline = simulate(placed, Durations.uniform(placed.placement, 1.0, 1.0, 1.0))
+    assert found["bubble"] / unit == pytest.approx(timeline.makespan - 3 * microbatches, rel=1e-5)
+
+
+def test_terms_of_published_runs_add_up() -> None:
+    published = [one.run for one in read_published(TABLE) if one.run is not None]
+    price = StepTimeModel(Workload(published)).price(load_fitted())
+    assert set(price.terms) == set(TERMS)
+    assert np.allclose(sum(price.terms.values()), price.total, rtol=1e-12)
+    assert all((one >= 0).all() and np.isfinite(one).all() for one in price.terms.values())
+
+
+# Experts.
+
 MIXTRAL = Run(
     layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, is_gated=True, vocab=32000, seq_length=4096, gpus=8, dp=8,
     global_batch_size=64, num_experts=8, moe_topk=2, moe_ffn=14336, moe_layers=32, ep=8, software=SOFTWARE,
@@ -33,18 +126,6 @@ PEAK = {
     **dict.fromkeys(("cudnn_hopper", "link", "network"), 1e15),
 }
 """A machine whose products reach the peak, and where all else takes no time."""
-
-
-def terms(run: Run, constants: dict[str, float]) -> dict[str, float]:
-    return {name: float(value[0]) for name, value in StepTimeModel(Workload([run])).price(constants).terms.items()}
-
-
-def seconds(run: Run, constants: dict[str, float]) -> float:
-    return float(StepTimeModel(Workload([run])).price(constants).total[0])
-
-
-def shapes(run: Run) -> ExpertShapes:
-    return ExpertShapes(Workload([run]))
 
 
 @pytest.mark.parametrize("run", [MIXTRAL, QWEN, replace(QWEN, shared_ffn=1024), replace(MIXTRAL, moe_layers=16)])
@@ -70,7 +151,7 @@ def test_an_all_to_all_takes_as_long_as_its_slower_kind_of_link(ep: int, node_si
     part = 4 * 4096 * 8 * 2048 * 2 / ep
     fast = sum(part for rank in range(1, ep) if rank // node_size == 0) / link
     slow = sum(part for rank in range(1, ep) if rank // node_size > 0) / network
-    found = dispatch_seconds(shapes(run), np.array([link]), np.array([network]))
+    found = dispatch_seconds(ExpertShapes(Workload([run])), np.array([link]), np.array([network]))
     assert float(found[0]) == pytest.approx(max(fast, slow), rel=1e-12)
 
 
@@ -81,20 +162,17 @@ def test_the_accesses_are_those_of_the_operations_one_by_one() -> None:
     inner = 2 * 4096 * 14336
     take, add = 2 * row, row + tokens  # a row is read and written; rows are read and the sum is written
     to_fp32, softmax, swiglu = 3 * tokens, 8 * logits, 3 * inner
-    forward, backward = accesses_between(shapes(run))
+    forward, backward = accesses_between(ExpertShapes(Workload([run])))
     assert float(forward[0]) == to_fp32 + softmax + take + swiglu + add
     # Backward: the gradients of the rows are taken, multiplied with the rows, and weighted in place.
     products = row + row, row + row
     from_fp32 = 5 * tokens
     assert float(backward[0]) == from_fp32 + softmax + take + sum(products) + 5 * inner + add
     sorted_twice = 4 * row  # by source and by expert, and back
-    forward_of_two, _ = accesses_between(shapes(replace(run, ep=2, dp=2, gpus=2, global_batch_size=2)))
+    forward_of_two, _ = accesses_between(
+        ExpertShapes(Workload([replace(run, ep=2, dp=2, gpus=2, global_batch_size=2)]))
+    )
     assert float(forward_of_two[0]) == float(forward[0]) + sorted_twice
-
-
-def test_experts_of_one_rank_need_no_messages() -> None:
-    assert terms(replace(MIXTRAL, ep=1), load_fitted())["expert parallelism"] == 0
-    assert terms(MIXTRAL, load_fitted())["expert parallelism"] > 0
 
 
 def test_one_expert_that_every_token_uses_is_a_dense_model_with_a_router() -> None:
@@ -105,6 +183,8 @@ def test_one_expert_that_every_token_uses_is_a_dense_model_with_a_router() -> No
     constants = load_fitted()
     difference = terms(one, constants)["products"] - terms(dense, constants)["products"]
     assert difference == pytest.approx(router, rel=1e-6)
+    # On one rank experts need no messages.
+    assert terms(one, constants)["expert parallelism"] == 0 < terms(MIXTRAL, constants)["expert parallelism"]
 
 
 def test_small_experts_are_slower_than_large_ones_of_the_same_flops() -> None:
@@ -132,7 +212,7 @@ def test_parameters_of_a_rank_are_those_of_its_experts() -> None:
         QWEN, layers=94, moe_layers=94, hidden=4096, heads=64, moe_ffn=1536, tp=2, pp=8, vp=4, ep=32, dp=16, gpus=256,
         sequence_parallel=True,
     )  # fmt: skip
-    found = shapes(run)
+    found = ExpertShapes(Workload([run]))
     assert float(found.parameters[0]) * 32 * 8 == pytest.approx(94 * 128 * 3 * 4096 * 1536)
     assert float(found.edp[0]) == 1
 
@@ -150,27 +230,20 @@ def test_more_choices_never_make_a_step_faster(ep: int, topk: int, sequences: in
     )  # fmt: skip
     found = terms(run, load_fitted())
     assert all(value >= 0 for value in found.values())
-    assert sum(found.values()) == pytest.approx(seconds(run, load_fitted()))
-    assert seconds(replace(run, moe_topk=topk + 1), load_fitted()) > seconds(run, load_fitted())
+    assert sum(found.values()) == pytest.approx(seconds(run)[0])
+    assert seconds(replace(run, moe_topk=topk + 1))[0] > seconds(run)[0]
 
 
 def test_a_dense_model_has_the_same_price_beside_one_with_experts() -> None:
     dense = replace(MIXTRAL, num_experts=0, moe_layers=0, moe_topk=0, moe_ffn=0, ep=1)
-    alone = StepTimeModel(Workload([dense])).price(load_fitted()).total[0]
-    beside = StepTimeModel(Workload([dense, QWEN])).price(load_fitted()).total
-    assert beside[0] == pytest.approx(alone, rel=1e-12)
-    assert beside[1] == pytest.approx(seconds(QWEN, load_fitted()), rel=1e-12)
+    assert seconds(dense, QWEN) == pytest.approx([*seconds(dense), *seconds(QWEN)], rel=1e-12)
 
 
 def test_published_runs_of_qwen3_are_within_thirty_percent() -> None:
     """Untuned. The release before 26.02.01 ran the same layout 1.8 times as slowly: no formula predicts both."""
-    runs = read_published(TABLE)
+    runs = read_published(EXPERTS)
     assert all(one.run is not None for one in runs), [one.reason for one in runs]
-
-    def is_slow_release(one: PublishedRun) -> bool:
-        return one.row["tokens_per_s_per_gpu"] == "5113"
-
-    usual = [one for one in runs if not is_slow_release(one)]
+    usual = [one for one in runs if one.row["tokens_per_s_per_gpu"] != "5113"]
     assert len(usual) == len(runs) - 1 == 8
     found = errors(usual, load_fitted())
     assert np.abs(found).max() <= 0.3

@@ -1,4 +1,4 @@
-"""The search of layouts: pruning, ranking, rehearsals, cost, and the correction by a measured run."""
+"""The search of layouts: pruning, ranking, dry runs, cost, and the correction by a measured run."""
 
 import json
 import math
@@ -12,49 +12,20 @@ import pytest
 
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
-from megatron.planner.search.accuracy import (
-    CORRECTED_ERROR,
-    KNOWN_ERROR,
-    OWN_ERROR,
-    SAME_MODEL_ERROR,
-    UNKNOWN_ERROR,
-    Level,
-    basis_warnings,
-    config_of,
-    largest_measured,
-    level_of,
-    measured_level,
-)
+from megatron.planner.plan import parallel_map
+from megatron.planner.search import accuracy, search
+from megatron.planner.search.accuracy import Level, measured_level
 from megatron.planner.search.enumeration import enumerate_layouts, require_layout
 from megatron.planner.search.layout import Job, Layout, Operation, given_fields
-from megatron.planner.search.result import (
-    TIE,
-    PlannedLayout,
-    command,
-    first_of_families,
-    layout_name,
-    num_dimensions,
-    rank,
-)
-from megatron.planner.search.search import (
-    Memory,
-    accuracy_warnings,
-    describe_limit,
-    find_layouts,
-    largest_overhead,
-    node_warnings,
-    parallel_map,
-    price_layouts,
-    rehearse_best,
-    scale_point,
-    unit_records,
-)
+from megatron.planner.search.result import TIE, PlannedLayout, command, first_of_families, num_dimensions, rank
+from megatron.planner.search.search import find_layouts, price_layouts, unit_records
 from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.published import NEMO
 from megatron.planner.step_time.workload import Run, Workload
+from tests.tools import sample_search
 
 LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")
 TINY = ("--model", "tiny", "--vocab-size", "1024", "--seq-length", "256", "--global-batch-size", "16", "--bf16")
@@ -70,12 +41,8 @@ def job(arguments: Sequence[str] = LLAMA_70B, num_gpus: int = 64, cluster: str =
 
 def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayout:
     """A priced layout that takes so many seconds and GiB."""
-    return PlannedLayout(
-        layout=layout, flags=layout.flags(), step_time_s=seconds, interval_s=(seconds, seconds),
-        terms={"products": seconds}, memory_bytes=int(memory * GIB), tightest_stage=0, is_rehearsed=False,
-        memory_by_stage=(), passes=None, bubble_fraction=0.0, tokens_per_s_per_gpu=1.0, mfu=0.5, limits="",
-        advice="", is_tie=False,
-    )  # fmt: skip
+    sample = sample_search.planned(0, layout)
+    return replace(sample, step_time_s=seconds, memory_bytes=int(memory * GIB), is_tie=False)
 
 
 # Ranking.
@@ -137,7 +104,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
         for layout in layouts
     ]  # fmt: skip
     seconds = StepTimeModel(Workload(steps)).price(load_fitted()).total
-    ties = {layout_name(layout) for layout, one in zip(layouts, seconds) if one <= TIE * seconds.min()}
+    ties = {layout.name for layout, one in zip(layouts, seconds) if one <= TIE * seconds.min()}
     assert "TP4 PP4 VP5 CP2 DP2" in ties and len(layouts) > 50 and len(ties) <= 10
 
 
@@ -147,12 +114,11 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
 def test_a_layout_is_limited_by_its_largest_term_besides_products() -> None:
     terms = {"products": 6.0, "attention": 0.5, "tensor parallelism": 1.0, "output layer": 2.0, "bubble": 0.5}
     alone = replace(LAYOUT, pp=1, vp=1)
-    assert largest_overhead(terms, alone) == "tensor parallelism"  # the output layer is a product
-    assert largest_overhead(terms, LAYOUT) == "output layer"  # for which the other stages wait
-    limits, advice = describe_limit(terms, alone, job((*LLAMA_70B, "--no-tp-comm-overlap")))
+    assert search.describe_limit(terms, LAYOUT, job())[0].startswith("output layer")  # for which the other stages wait
+    limits, advice = search.describe_limit(terms, alone, job((*LLAMA_70B, "--no-tp-comm-overlap")))
     assert limits == "tensor parallelism: 10% of the step"
     assert advice.startswith("--tp-comm-overlap")
-    assert "--tp-comm-overlap" not in describe_limit(terms, alone, job())[1]
+    assert "--tp-comm-overlap" not in search.describe_limit(terms, alone, job())[1]
 
 
 # Cost.
@@ -162,7 +128,7 @@ def test_cost_follows_from_the_step_time_and_the_failures() -> None:
     """Against a slow search of the save interval and the formulas written out."""
     of_run = job(tokens=2e12, price_per_gpu_hour=3.0, save_s=7.0, restart_s=200.0)
     of_run = replace(of_run, cluster=replace(of_run.cluster, gpu_hours_per_failure=30_000.0))
-    point = scale_point(of_run, LAYOUT, 11.0)
+    point = search.scale_point(of_run, LAYOUT, 11.0)
     between_failures = 30_000 / 64 * 3600
 
     def kept(interval: float) -> float:
@@ -194,12 +160,8 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     smaller = find_layouts(replace(of_run, config=replace(of_run.config, dry_run=limited)), Level()).planned
     assert len(smaller) < len(found.planned)
     assert max(one.memory_bytes for one in smaller) * 1.02 <= most
-
-
-def test_layouts_of_transformer_engine_are_those_of_local_layers() -> None:
-    """Its layers cannot be built without a GPU."""
-    engine = job((*TINY, "--transformer-impl", "transformer_engine"), num_gpus=2)
-    assert find_layouts(engine, Level()).planned
+    # Layers of Transformer Engine cannot be built without a GPU; local layers stand for them.
+    assert find_layouts(job((*TINY, "--transformer-impl", "transformer_engine"), num_gpus=2), Level()).planned
 
 
 def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> None:
@@ -224,33 +186,33 @@ def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
 
 def test_what_has_no_measurements_is_said() -> None:
     known, experts = job(), job(("--model", "mixtral-8x7b", *LLAMA_70B[2:]))
-    assert accuracy_warnings(known, LAYOUT, Level()) == []
-    (sentence,) = accuracy_warnings(experts, replace(LAYOUT, vp=4), Level())
+    assert search.accuracy_warnings(known, LAYOUT, Level()) == []
+    (sentence,) = search.accuracy_warnings(experts, replace(LAYOUT, vp=4), Level())
     assert sentence == "There are no measurements of models with experts: times are +-30%."
-    assert accuracy_warnings(experts, replace(LAYOUT, vp=4), Level(regimes=frozenset({("experts",)}))) == []
+    assert search.accuracy_warnings(experts, replace(LAYOUT, vp=4), Level(regimes=frozenset({("experts",)}))) == []
     other = replace(known, cluster=replace(known.cluster, name="h300", bf16_flops=2e15))
-    assert accuracy_warnings(other, LAYOUT, Level()) == [
+    assert search.accuracy_warnings(other, LAYOUT, Level()) == [
         "There are no measurements of the GPU of h300: times are +-30%."
     ]
-    largest = largest_measured()
+    largest = accuracy.LARGEST_MEASURED
     large = job((*LLAMA_70B[:5], "2048", "--bf16"), 4 * largest)
     layout = replace(LAYOUT, tp=8, pp=8, vp=5, cp=1, dp=128)
-    assert accuracy_warnings(large, layout, Level()) == [
+    assert search.accuracy_warnings(large, layout, Level()) == [
         f"There are no measurements of more than {largest:,} GPUs: times are +-30%."
     ]
 
 
 def test_what_the_times_rest_on_is_said_until_a_run_is_measured() -> None:
     cluster = job().cluster
-    (sentence,) = basis_warnings(cluster, [64, 256], level_of(cluster))
+    (sentence,) = accuracy.basis_warnings(cluster, [64, 256], accuracy.level_of(cluster))
     assert "no run of this code on GPUs has been measured, so times are at best +-20%" in sentence
-    assert level_of(cluster).error == OWN_ERROR
+    assert accuracy.level_of(cluster).error == accuracy.OWN_ERROR
     calibrated = replace(cluster, constants={"network": 0.85})
-    assert not basis_warnings(calibrated, [64, 256], level_of(calibrated))
-    assert level_of(calibrated).error == KNOWN_ERROR
-    measured = Level(1.1, SAME_MODEL_ERROR, source="The level is corrected by run.jsonl.")
-    assert not basis_warnings(cluster, [64, 2048], measured)
-    (sentence,) = basis_warnings(cluster, [4096, 16384], measured)
+    assert not accuracy.basis_warnings(calibrated, [64, 256], accuracy.level_of(calibrated))
+    assert accuracy.level_of(calibrated).error == accuracy.KNOWN_ERROR
+    measured = Level(1.1, accuracy.SAME_MODEL_ERROR, source="The level is corrected by run.jsonl.")
+    assert not accuracy.basis_warnings(cluster, [64, 2048], measured)
+    (sentence,) = accuracy.basis_warnings(cluster, [4096, 16384], measured)
     assert sentence == "No measured run has more than 2,048 GPUs: the times on 16,384 GPUs are extrapolated."
 
 
@@ -259,6 +221,10 @@ def test_a_search_that_finds_nothing_says_what_to_change() -> None:
         find_layouts(job((*TINY, "--tensor-model-parallel-size", "3"), 8), Level())
     with pytest.raises(ConfigError, match=r"No layout on --num-gpus 6 .* the layout, or use 4 or 8 GPUs\.$"):
         find_layouts(job((*TINY, "--tensor-model-parallel-size", "4"), 6), Level())
+    with pytest.raises(ConfigError, match=r"satisfies the flags: --num-distributed-.*-instances 7 does not divide"):
+        require_layout(job((*LLAMA_70B, "--num-distributed-optimizer-instances", "7")))
+    with pytest.raises(ConfigError, match=r"^--global-batch-size 128 is not divisible by --micro-batch-size 3"):
+        require_layout(job((*LLAMA_70B, "--micro-batch-size", "3")))
     with pytest.raises(ConfigError, match=r"None of \d+ layouts fits 4\.5 GiB, the smallest needs .* --num-gpus 8"):
         find_layouts(job((*LLAMA_70B, "--gpu-memory-gb", "4.5", "--tensor-model-parallel-size", "8"), 8), Level())
 
@@ -280,18 +246,9 @@ def test_a_number_of_gpus_without_layouts_is_told_why_and_its_neighbours(num_gpu
             require_layout(job(num_gpus=count))
 
 
-def test_flags_that_the_checks_refuse_are_told_with_their_reason() -> None:
-    with pytest.raises(
-        ConfigError, match=r"satisfies the flags: --num-distributed-optimizer-instances 7 does not divide"
-    ):
-        require_layout(job((*LLAMA_70B, "--num-distributed-optimizer-instances", "7")))
-    with pytest.raises(ConfigError, match=r"^--global-batch-size 128 is not divisible by --micro-batch-size 3"):
-        require_layout(job((*LLAMA_70B, "--micro-batch-size", "3")))
-
-
 @pytest.mark.parametrize(("num_gpus", "idle"), [(4, None), (8, None), (64, None), (12, 4), (65, 7)])
 def test_gpus_that_do_not_fill_a_node_are_remarked(num_gpus: int, idle: int | None) -> None:
-    found = node_warnings(job(num_gpus=num_gpus))
+    found = search.node_warnings(job(num_gpus=num_gpus))
     assert [f"{num_gpus} GPUs leave {idle} of the 8 GPUs of the last node idle" in one for one in found] == (
         [] if idle is None else [True]
     )
@@ -321,8 +278,9 @@ def test_terms_add_up_and_the_level_scales_them() -> None:
         tokens_per_s = one.tokens_per_s_per_gpu * 4
         assert tokens_per_s == pytest.approx(16 * 256 / one.step_time_s)
         assert one.mfu == pytest.approx(tokens_per_s / 4 * of_run.architecture.flops_per_token(256) / 9.89e14)
-    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in plain} <= {OWN_ERROR, UNKNOWN_ERROR}
-    assert {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in scaled} <= {0.05, UNKNOWN_ERROR}
+    for found, usual in ((plain, accuracy.OWN_ERROR), (scaled, 0.05)):
+        errors = {round(one.interval_s[1] / one.step_time_s - 1, 6) for one in found}
+        assert errors <= {usual, accuracy.UNKNOWN_ERROR}
 
 
 def test_the_pasted_command_gives_the_layout() -> None:
@@ -339,30 +297,30 @@ def test_the_pasted_command_gives_the_layout() -> None:
         assert pasted.training.micro_batch_size == one.layout.micro_batch_size
 
 
-def test_a_layout_that_does_not_fit_in_its_rehearsal_is_left_out() -> None:
-    """Memory of a rehearsal as if the records had missed something in some of the best layouts."""
+def test_a_layout_that_does_not_fit_in_its_dry_run_is_left_out() -> None:
+    """Memory of a dry run as if the records had missed something in some of the best layouts."""
     of_run = job(TINY, num_gpus=4)
     records = unit_records(of_run)
     ranked = find_layouts(of_run, Level(), records).planned
     limit = of_run.config.dry_run.gpu_memory
     first, second = (one.layout for one in islice(first_of_families(ranked), 2))
-    rehearsed: list[Layout] = []
+    simulated: list[Layout] = []
 
-    def rehearse(_: Job, layout: Layout) -> Memory:
-        rehearsed.append(layout)
+    def simulate(_: Job, layout: Layout) -> search.Memory:
+        simulated.append(layout)
         return {"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}
 
     too_large = {first, second}
-    found = rehearse_best(of_run, ranked, 3, records, simulate=rehearse, in_parallel=False)
+    found = search.simulate_best(of_run, ranked, 3, records, simulate=simulate, in_parallel=False)
     assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
-    assert too_large < set(rehearsed) and len(rehearsed) == len(set(rehearsed)) >= 5
-    kept = [one for one in found if one.is_rehearsed]
+    assert too_large < set(simulated) and len(simulated) == len(set(simulated)) >= 5
+    kept = [one for one in found if one.is_simulated]
     assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
     too_large = {one.layout for one in ranked}
-    rehearsed.clear()
-    found = rehearse_best(of_run, ranked, 1, records, simulate=rehearse, in_parallel=False)
-    assert len(rehearsed) == 4  # then it stops
-    assert len(found) == len(ranked) - 4 and not any(one.is_rehearsed for one in found)
+    simulated.clear()
+    found = search.simulate_best(of_run, ranked, 1, records, simulate=simulate, in_parallel=False)
+    assert len(simulated) == 4  # then it stops
+    assert len(found) == len(ranked) - 4 and not any(one.is_simulated for one in found)
 
 
 def test_given_flags_are_known_by_their_fields() -> None:
@@ -392,9 +350,10 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
     one = plain[len(plain) // 2]
     level = measured_level(log(tmp_path / "run.jsonl", of_run, one.layout, 1.7 * one.step_time_s), of_run)
     assert level.factor == pytest.approx(1.7)
-    assert level.error == SAME_MODEL_ERROR < CORRECTED_ERROR < KNOWN_ERROR < OWN_ERROR < UNKNOWN_ERROR
+    usual, unknown = accuracy.OWN_ERROR, accuracy.UNKNOWN_ERROR
+    assert level.error == accuracy.SAME_MODEL_ERROR < accuracy.CORRECTED_ERROR < accuracy.KNOWN_ERROR < usual < unknown
     longer = job((*TINY[:5], "512", *TINY[6:]), num_gpus=4)
-    assert measured_level(tmp_path / "run.jsonl", longer).error == CORRECTED_ERROR
+    assert measured_level(tmp_path / "run.jsonl", longer).error == accuracy.CORRECTED_ERROR
     corrected = find_layouts(of_run, level).planned
     same = next(found for found in corrected if found.layout == one.layout)
     assert same.step_time_s == pytest.approx(1.7 * one.step_time_s)
@@ -404,7 +363,7 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
 
 def test_flags_survive_the_metrics_file(tmp_path: Path) -> None:
     of_run = job((*LLAMA_70B, "--recompute-modules", "layernorm", "mlp_act", "--recompute-granularity", "selective"))
-    assert config_of(json.loads(json.dumps(asdict(of_run.config)))) == of_run.config
+    assert accuracy.config_of(json.loads(json.dumps(asdict(of_run.config)))) == of_run.config
 
 
 @pytest.mark.parametrize(
