@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.local_ranks import parse
-from benchmarks.shared_cores import price_on_cores
+from benchmarks.lib.local_ranks import parse
+from benchmarks.lib.shared_cores import price_on_cores
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig

@@ -23,7 +23,7 @@ import tyro
 
 from megatron.config.checks import check_run
 from megatron.errors import ConfigError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 SMALL_MODEL = (

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator, Observer, Work
-from megatron.core.kernels.request import Machine
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels
-from megatron.core.quantized import QuantizedTensor
-from megatron.core.tensor_parallel.overlap import P2POverlap, RowGemm
+from megatron.core.device import Machine
+from megatron.core.kernels.selection import Kernels, build_kernels
+from megatron.core.precision import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Message, Reduction, Transport
 from megatron.planner.memory import MemoryTracker

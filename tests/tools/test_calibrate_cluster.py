@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
-from benchmarks.shared_cores import price_on_cores
+from benchmarks.lib.shared_cores import price_on_cores
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands import calibrate_cluster
 from megatron.config.command_line import parse_command_line

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from megatron.metrics.history import History, Record
-from megatron.operation.accounting import Attempt, TimeClass, gaps
+from megatron.metrics.jsonl import History, Record
+from megatron.operation.attempts import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg
 from megatron.reports.charts import Axis, horizontal_axis

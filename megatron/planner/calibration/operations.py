@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import parallelize
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler

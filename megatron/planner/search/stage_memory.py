@@ -27,8 +27,7 @@ from megatron.planner.search import state_memory
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.state_memory import StateMemory, UnitBuffers, Weight
 from megatron.schedules.registry import SCHEDULES, placement_of
-from megatron.schedules.schedule import Action, Kind, Placement
-from megatron.schedules.spec import Shape
+from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")
