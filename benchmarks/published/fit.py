@@ -11,16 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from benchmarks.published.table import (
-    groups,
-    model_of_row,
-    precision,
-    release,
-    run_of,
-    same_layout,
-    same_replica,
-    sources,
-)
+from benchmarks.published import table
+from benchmarks.published.table import groups, run_of
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import CONSTANTS, Constants, starts
 from megatron.planner.step_time.published import PublishedRun, predict
@@ -117,7 +109,7 @@ class Errors:
 
 def constants_without(runs: Sequence[PublishedRun]) -> dict[str, dict[str, float]]:
     """The constants that are fitted to all sources but one, by that source."""
-    return {left: fit([one for one in runs if one.source != left]) for left in sources(runs)}
+    return {left: fit([one for one in runs if one.source != left]) for left in table.sources(runs)}
 
 
 def left_out(runs: Sequence[PublishedRun], source: str) -> list[PublishedRun]:
@@ -130,8 +122,8 @@ def errors_of_copies(runs: Sequence[PublishedRun], known: Sequence[PublishedRun]
     """Relative errors of ``runs`` that have twins among the ``known`` ones, if the median of the twins' tokens per
     second and GPU is their prediction."""
     rates = _tokens_per_s_per_gpu(known)
-    twins = {key: np.median(rates[group]) for key, group in groups(known, same_replica).items()}
-    return np.array([rate / twins[same_replica(one)] for one, rate in zip(runs, _tokens_per_s_per_gpu(runs))]) - 1
+    twins = {key: np.median(rates[group]) for key, group in groups(known, table.same_replica).items()}
+    return np.array([rate / twins[table.same_replica(one)] for one, rate in zip(runs, _tokens_per_s_per_gpu(runs))]) - 1
 
 
 def _tokens_per_s_per_gpu(runs: Sequence[PublishedRun]) -> Array:
@@ -183,12 +175,12 @@ class Repeat:
         first, second = self.runs
         if first.source != second.source:
             return "another source"
-        return "same release" if release(first) == release(second) else "another release"
+        return "same release" if table.release(first) == table.release(second) else "another release"
 
 
 def repeats(runs: Sequence[PublishedRun]) -> list[Repeat]:
     """All pairs of rows with the same layout."""
-    pairs = (pair for group in groups(runs, same_layout).values() for pair in combinations(group, 2))
+    pairs = (pair for group in groups(runs, table.same_layout).values() for pair in combinations(group, 2))
     return [Repeat((runs[first], runs[second])) for first, second in pairs]
 
 
@@ -239,8 +231,8 @@ def sweeps(
 def _job_of_sweep(one: PublishedRun) -> Hashable:
     run = run_of(one)
     software = replace(run.software, sharding="none", keeps_weights_gathered=False, main_grad_bytes=0)
-    stated = (one.source, release(one), one.row["gpu"], precision(one), one.row["model"])
-    return (stated, model_of_row(one), run.gpus, run.global_batch_size, software)
+    stated = (one.source, table.release(one), one.row["gpu"], table.precision(one), one.row["model"])
+    return (stated, table.model_of_row(one), run.gpus, run.global_batch_size, software)
 
 
 def _layout_of(one: PublishedRun) -> Hashable:

@@ -16,18 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.published.fit import (
-    Errors,
-    constants_without,
-    corrected_errors,
-    errors,
-    errors_of_copies,
-    fit,
-    fitted_names,
-    left_out,
-    repeats,
-    sweeps,
-)
+from benchmarks.published import fit as fitting
+from benchmarks.published.fit import Errors, errors
 from benchmarks.published.table import (
     TABLE,
     fitted_and_held_back,
@@ -86,7 +76,7 @@ class Evaluation:
     @classmethod
     def of_table(cls) -> "Evaluation":
         known, held_back = fitted_and_held_back()
-        return cls(known, held_back, fit(known), constants_without(known))
+        return cls(known, held_back, fitting.fit(known), fitting.constants_without(known))
 
     def tables(self) -> list[Table]:
         """All tables, in the order of the page."""
@@ -101,7 +91,7 @@ class Evaluation:
 
     def errors_left_out(self, source: str, with_doubtful: bool = True) -> Array | None:
         """Errors of the rows of a source with the constants without it; None if no other source has their GPUs."""
-        rows = left_out(self.known, source)
+        rows = fitting.left_out(self.known, source)
         rows = rows if with_doubtful else without_doubtful(rows)
         return errors(rows, self.without[source]) if rows else None
 
@@ -123,7 +113,7 @@ class Evaluation:
             "held back": errors(self.held_back, self.constants),
             "held back, without a twin": errors(others, self.constants),
             "held back, with a twin": errors(twins, self.constants),
-            "the same, by copying the twin": errors_of_copies(twins, self.known),
+            "the same, by copying the twin": fitting.errors_of_copies(twins, self.known),
         }
         rows = [(name, *_cells(values), f"{100 * values.mean():+.1f} %") for name, values in found.items()]
         return Table(("rows", "number", "median", "90th percentile", "mean"), tuple(rows))
@@ -163,10 +153,10 @@ class Evaluation:
 
     def _corrected(self, constants: Mapping[str, Constants]) -> list[dict[str, Array]]:
         """Errors by source after one run of the same software, and of the same software and model."""
-        return [corrected_errors(self.known, constants, key) for key in (same_software, same_job)]
+        return [fitting.corrected_errors(self.known, constants, key) for key in (same_software, same_job)]
 
     def _of_repeats(self) -> Table:
-        found = repeats(self.known)
+        found = fitting.repeats(self.known)
         rows = []
         for kind in ("same release", "another release", "another source"):
             values = np.array([one.difference for one in found if one.kind == kind])
@@ -181,7 +171,7 @@ class Evaluation:
         }
         rows = []
         for name, predicted in judged.items():
-            found = sweeps(self.known, predicted)
+            found = fitting.sweeps(self.known, predicted)
             regrets = np.array([one.regret for one in found])
             good = sum(one.is_good for one in found) / len(found)
             rows.append(
@@ -222,7 +212,7 @@ def record(evaluation: Evaluation) -> str:
     }
     content = {
         "constants": evaluation.constants,
-        "fitted": fitted_names(),
+        "fitted": fitting.fitted_names(),
         "errors": {name: round(value, 6) for name, value in evaluation.known_errors().items()},
         "measured": {
             "runs": len(runs),

@@ -88,6 +88,7 @@ def calibrate(config: CalibrateConfig) -> str | None:
     if not is_cpu and config.base is None:
         raise ConfigError("--base is missing: name the cluster file of this GPU, such as --base h100.")
     base = None if config.base is None else read_cluster(config.base)
+    # A step must fit on one rank, and be large enough for the rates of training.
     words = (config.flags or (SMALL_MODEL if is_cpu else f"{LARGE_MODEL} --bf16")).split()
     flags = f"--mock-data --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 --device {device.type}"
     run = parse_command_line([*words, *flags.split()])
@@ -103,7 +104,7 @@ def calibrate(config: CalibrateConfig) -> str | None:
         with torch.random.fork_rng(devices=[]), _progress(number_of_operations(plan, ranks), process.rank) as advance:
             measured = measure(plan, ranks, advance)
         if process.rank:
-            return None
+            return None  # all ranks have measured, one writes
         found = calibrated(plan, measured, base, host_memory_gib() / process.local_world_size, ranks)
         machine = f"{process.world_size} processes, {process.local_world_size} on each node, {device.type}"
         if is_cpu:

@@ -44,6 +44,7 @@ def plan_and_report(config: RunConfig, arguments: Sequence[str], console: Consol
     if run.config is not config:
         print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
+    # What does not fit is answered with the search of what does.
     command = None if plan.fits else plan_command(run, arguments)
     fitting_load = largest_fitting_load(plan)
     if (path := config.dry_run.dry_run_json) is not None:

@@ -131,6 +131,7 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
 
         yield print_line
         return
+    # On a terminal a bar that is gone at the end.
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}")
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")

@@ -115,6 +115,7 @@ class SimulatedSymmetricMemory(P2POverlap):
     ) -> tuple[Tensor, QuantizedTensor]:
         if matrix is None:
             return super().gather_gemm(rows, gemm, matrix)
+        # [rows / tp, k] of every rank arrive as [rows, k], then one product of all of them.
         whole = rows.with_rows([self._received(tensor, self._ranks.size) for tensor in rows.row_tensors])
         self._ranks.record("exchange", (self._ranks.size - 1) * rows.data.nbytes)
         return gemm(whole), whole
@@ -122,6 +123,7 @@ class SimulatedSymmetricMemory(P2POverlap):
     def gemm_reduce(self, inputs: QuantizedTensor, gemm: RowGemm, matrix: Tensor | None) -> Work[Tensor]:
         if matrix is None:
             return super().gemm_reduce(inputs, gemm, matrix)
+        # [rows, n] of this rank's columns; its part of the sum is [rows / tp, n], and it sends the other parts.
         partial, size = gemm(inputs), self._ranks.size
         self._ranks.record("exchange", partial.nbytes * (size - 1) // size)
         output = self._received(partial.chunk(size)[0], 1)
@@ -187,5 +189,6 @@ def simulated_kernels(
     are unknown: ``tracker`` counts each compiled function as one kernel."""
     if device.type == "cpu":
         return build_kernels(config, topology, vocab_size)
+    # Candidates of kernels are chosen as on such a machine, and what they compile runs as one kernel.
     machine = Machine(device, simulated_compiler=partial(partial, tracker.fused))
     return build_kernels(config, topology, vocab_size, machine)

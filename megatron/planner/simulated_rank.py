@@ -58,6 +58,7 @@ def build_rank(
     """
     tracker.during = "set-up"
     kernels = simulated_kernels(config, topology, device or topology.device, vocabulary.size, tracker)
+    # What is allocated inside has this kind; gradients and main weights are marked afterwards.
     with tracker.allocating("weights"):
         parallel = parallelize(config, topology, vocabulary.size, kernels)
     data_parallel = parallel.data_parallel

@@ -74,6 +74,7 @@ class Traffic:
             sent = bytes_sent(record)
             if sent == 0:
                 return
+            # Messages have a peer of their own; a collective stays in a node with all of its ranks.
             stays = in_node if record.peer is None else is_in_node((self.rank, record.peer), self.node_size)
             self.by_axis[axis_of(record.axes)] += sent
             self.by_link["in node" if stays else "across"] += sent
@@ -84,6 +85,7 @@ class Traffic:
         """The traffic of a step of ``wanted`` microbatches; ``self`` is a step of ``count``, ``one`` a step of one.
         Every microbatch sends equal bytes."""
 
+        # sent(m) = constant + m * per microbatch; steps of 1 and of ``count`` microbatches determine both.
         def extend(counted: Counter[Any], single: Counter[Any]) -> Counter[Any]:
             per_microbatch = {key: (counted[key] - single[key]) // (count - 1) for key in counted}
             return Counter({key: counted[key] + per_microbatch[key] * (wanted - count) for key in counted})

@@ -59,7 +59,7 @@ def stacked_bars(
     """Horizontal bars from 0 to ``end`` with ``(value, label)`` ticks below them."""
     scale = Scale(0.0, end)
     rows = "".join(_bar(bar, scale, [tick for tick, _ in ticks], limit) for bar in bars)
-    axis = f'<div class="label"></div>{_ticks(scale, ticks)}<div class="total"></div>'
+    axis = f'<div class="label"></div>{horizontal_axis(Axis(scale, ticks, ""))}<div class="total"></div>'
     above = ""
     if limit is not None:
         place, anchor = scale.percent(limit.value), "end" if scale.fraction(limit.value) > 0.5 else "start"
@@ -98,14 +98,6 @@ def _part(part: Part, start: float, scale: Scale) -> list[str]:
         middle = scale.percent((start + end) / 2)
         shapes.append(svg.text(middle, _BAR / 2 + 4, part.text, f"on on-{part.colour}"))
     return shapes
-
-
-def _ticks(scale: Scale, ticks: Sequence[tuple[float, str]]) -> str:
-    shapes = []
-    for index, (value, label) in enumerate(ticks):
-        css, x = "sparse" if index % 2 else "", scale.percent(value)
-        shapes += [svg.vertical(x, 0, 4, "axis"), svg.text(x, 17, label, css, _anchor(scale.fraction(value)))]
-    return svg.svg(21, *shapes)
 
 
 def _anchor(fraction: float) -> str:

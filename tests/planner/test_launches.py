@@ -37,22 +37,18 @@ def test_gemms_have_their_shape_and_say_whether_they_add_to_a_main_gradient() ->
     assert {launch.kind for launch in recorder.launches} == {"gemm"}
 
 
-@pytest.mark.parametrize(("is_causal", "share"), [(True, 0.5), (False, 1.0)])
-def test_attention_has_the_flops_of_its_two_products(is_causal: bool, share: float) -> None:
+def test_attention_has_the_flops_of_its_two_products() -> None:
     query, key = empty(2, 4, 64, 32), empty(2, 4, 128, 32)
+    packed, starts = empty(256, 4, 32), torch.arange(0, 257, 64, dtype=torch.int32, device=META)
     with LaunchRecorder() as recorder:
-        torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, is_causal)
-    assert recorder.launches[0].flops == share * 4 * 2 * 4 * 64 * 128 * 32
-
-
-def test_packed_attention_has_the_flops_of_chunks() -> None:
-    query, key = empty(256, 4, 32), empty(256, 2, 32)
-    starts = torch.arange(0, 257, 64, dtype=torch.int32, device=META)
-    with LaunchRecorder() as recorder:
-        torch.ops.aten._flash_attention_forward(query, key, key, starts, starts, 64, 64, 0.0, True, False)
-    (attention,) = recorder.launches
-    assert attention.kind == "attention"
-    assert attention.flops == 0.5 * 4 * 4 * (4 * 64 * 64) * 32 and attention.length == 64
+        for is_causal in (True, False):
+            torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, key, None, True, 0.0, is_causal)
+        short = empty(256, 2, 32)
+        torch.ops.aten._flash_attention_forward(packed, short, short, starts, starts, 64, 64, 0.0, True, False)
+    whole, chunks = 4 * 2 * 4 * 64 * 128 * 32, 4 * 4 * (4 * 64 * 64) * 32
+    assert [launch.kind for launch in recorder.launches] == ["attention"] * 3
+    assert [launch.flops for launch in recorder.launches] == [0.5 * whole, whole, 0.5 * chunks]
+    assert [launch.length for launch in recorder.launches] == [0, 0, 64]
 
 
 def recorded(flags: str, num_gpus: int) -> list[Launch]:

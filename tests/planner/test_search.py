@@ -266,6 +266,8 @@ def test_gpus_that_do_not_fill_a_node_are_remarked(num_gpus: int, idle: int | No
 def test_a_job_names_the_flag_that_it_needs(arguments: tuple[str, ...], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         job(arguments, 8)
+    words = ["--bf16", "--no-overlap-grad-reduce", "--micro-batch-size=2", "--recompute_modules", "mlp_act"]
+    assert given_fields(words) == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
 
 
 def test_terms_add_up_and_the_level_scales_them() -> None:
@@ -323,11 +325,6 @@ def test_a_layout_that_does_not_fit_in_its_dry_run_is_left_out() -> None:
     assert len(found) == len(ranked) - 4 and not any(one.is_simulated for one in found)
 
 
-def test_given_flags_are_known_by_their_fields() -> None:
-    words = ["--bf16", "--no-overlap-grad-reduce", "--micro-batch-size=2", "--recompute_modules", "mlp_act"]
-    assert given_fields(words) == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
-
-
 # A measured run.
 
 
@@ -359,9 +356,7 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
     assert same.step_time_s == pytest.approx(1.7 * one.step_time_s)
     low, high = same.interval_s
     assert (low / same.step_time_s, high / same.step_time_s) == pytest.approx((1 - level.error, 1 + level.error))
-
-
-def test_flags_survive_the_metrics_file(tmp_path: Path) -> None:
+    # Flags survive the metrics file.
     of_run = job((*LLAMA_70B, "--recompute-modules", "layernorm", "mlp_act", "--recompute-granularity", "selective"))
     assert accuracy.config_of(json.loads(json.dumps(asdict(of_run.config)))) == of_run.config
 

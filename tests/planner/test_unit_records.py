@@ -33,6 +33,7 @@ FP8 = "--fp8-format hybrid --fp8-recipe"
 EP = "--moe-token-dispatcher-type alltoall --rank-order tp-cp-ep-dp-pp --expert-model-parallel-size"
 FULL = "--recompute-granularity full --recompute-method"
 MODULES = "--recompute-activations --recompute-modules"
+LEVELS = "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes"
 TWO = "--num-layers 2"
 LLAMA_8B, LLAMA_70B = (f"--model llama3-{size} {TWO}" for size in ("8b", "70b"))
 FOLDED = f"{ZERO} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"
@@ -75,17 +76,11 @@ CASES = [
     Case(f"{LLAMA_8B} {ZERO} {TP4} --micro-batch-size 4 --grad-reduce-in-bf16", 8),
     Case(f"{LLAMA_8B} {ZERO} --grad-reduce-in-bf16 --no-gradient-accumulation-fusion", 8),
     Case(f"{LLAMA_8B} {ZERO} --transformer-impl transformer_engine --fp8-format hybrid", 8),
-    Case(
-        f"{LLAMA_8B} {ZERO} {PP2} --context-parallel-size 2 --rank-order tp-pp-cp-ep-dp",
-        64,
-    ),
+    Case(f"{LLAMA_8B} {ZERO} {PP2} --context-parallel-size 2 --rank-order tp-pp-cp-ep-dp", 64),
     Case(f"{LLAMA_8B} {ZERO} --context-parallel-size 4", 8),
     Case(f"{LLAMA_8B} {ZERO} {TP4} --context-parallel-size 2 --cp-comm-type a2a", 16),
     Case(f"{LLAMA_8B} {ZERO} --context-parallel-size 4 --cp-comm-type allgather", 8),
-    Case(
-        f"{LLAMA_8B} {ZERO} --context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
-        16,
-    ),
+    Case(f"{LLAMA_8B} {ZERO} {LEVELS} 4 2", 16),
     Case(f"{LLAMA_8B} {ZERO} --context-parallel-size 2 --cp-comm-type p2p a2a", 8),
     Case(f"{LLAMA_8B} {ZERO} --loss-chunk-size 1024", 8),
     Case(f"{LLAMA_8B} {ZERO} --kernel attention=reference", 8),

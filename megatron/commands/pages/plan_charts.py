@@ -130,9 +130,14 @@ def pareto_figure(result: SearchResult) -> str:
         shapes += _dot(mark, number, one, x, y)
     used = [mark for mark in reversed(_ORDER) if any(found == mark for found, *_ in marks)]
     chart = plane(*axes, _PARETO, shapes, "step time over memory")
-    return figure(chart, legend([(f"key-dot {mark.css}", mark.name) for mark in used])) + _explanation(
-        len(ranked) - len(shown), len(shown) - len(marks)
-    )
+    num_slower, num_covered = len(ranked) - len(shown), len(shown) - len(marks)
+    left_out = []
+    if num_slower:
+        left_out.append(f"{num_slower:,} layouts that take more than {_SLOWEST_SHOWN:g} times as long are left out")
+    if num_covered:
+        left_out.append(f"{num_covered:,} dots that others cover are not drawn")
+    note = paragraph("; ".join(left_out).capitalize() + ".", "note") if left_out else ""
+    return figure(chart, legend([(f"key-dot {mark.css}", mark.name) for mark in used])) + note
 
 
 def _step_ticks(low: float, high: float) -> list[tuple[float, str]]:
@@ -154,15 +159,6 @@ def _thinned(
             kept.append((mark, number, one))
         taken.add(cell)
     return kept
-
-
-def _explanation(num_slower: int, num_covered: int) -> str:
-    sentences = []
-    if num_slower:
-        sentences.append(f"{num_slower:,} layouts that take more than {_SLOWEST_SHOWN:g} times as long are left out")
-    if num_covered:
-        sentences.append(f"{num_covered:,} dots that others cover are not drawn")
-    return paragraph("; ".join(sentences).capitalize() + ".", "note") if sentences else ""
 
 
 def _front(shown: Sequence[tuple[int, PlannedLayout]]) -> dict[int, PlannedLayout]:

@@ -212,7 +212,9 @@ def date(epoch: float) -> str:
 
 
 def timeline(report: Report) -> str:
-    charts = [Lane("attempts", _bars(report))]
+    bars = [shape for attempt in report.run.attempts for shape in _attempt_shapes(attempt, report.time)]
+    used_for = "attempts, coloured by what their time was used for"
+    charts = [Lane("attempts", svg.svg(_BARS, *bars, label=used_for))]
     if any(attempt.is_failure for attempt in report.run.attempts):
         charts.insert(0, Lane("failures", _fault_marks(report)))
     if report.summary.saves:
@@ -255,13 +257,6 @@ def fault_tip(report: Report, attempt: Attempt) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _bars(report: Report) -> str:
-    shapes: list[str] = []
-    for attempt in report.run.attempts:
-        shapes += _attempt_shapes(attempt, report.time)
-    return svg.svg(_BARS, *shapes, label="attempts, coloured by what their time was used for")
-
-
 def _attempt_shapes(attempt: Attempt, time: Scale) -> list[str]:
     """Areas are seconds: start and load, then training with its evaluations, waits and saves, which alternate and are
     therefore stacked, then what was lost, and the end."""
@@ -270,7 +265,12 @@ def _attempt_shapes(attempt: Attempt, time: Scale) -> list[str]:
     def tip(name: TimeClass) -> str:
         seconds = attempt.second(name)
         share = f" ({100 * seconds / attempt.wall_s:.1f} %)" if attempt.wall_s else ""
-        return f"attempt {attempt.attempt}: {EXPLANATIONS[name][0]} {duration(seconds)}{share}\n{_summary(attempt)}"
+        first, last = attempt.first_iteration, attempt.last_iteration
+        iterations = f", iterations {first:,} to {last:,}" if first is not None and last is not None else ""
+        return (
+            f"attempt {attempt.attempt}: {EXPLANATIONS[name][0]} {duration(seconds)}{share}\n"
+            f"{date(attempt.start)} UTC, {duration(attempt.wall_s)}, {attempt.outcome}{iterations}"
+        )
 
     def full(names: Sequence[TimeClass]) -> None:
         nonlocal now
@@ -294,12 +294,6 @@ def _attempt_shapes(attempt: Attempt, time: Scale) -> list[str]:
     now += during
     full(AFTER)
     return shapes
-
-
-def _summary(attempt: Attempt) -> str:
-    first, last = attempt.first_iteration, attempt.last_iteration
-    iterations = f", iterations {first:,} to {last:,}" if first is not None and last is not None else ""
-    return f"{date(attempt.start)} UTC, {duration(attempt.wall_s)}, {attempt.outcome}{iterations}"
 
 
 def _saves(report: Report) -> str:

@@ -19,21 +19,8 @@ from megatron.core.communication import Communicator
 from megatron.core.control import ControlGroup
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.topology import single_process
-from megatron.planner.calibration.operations import (
-    AttentionShape,
-    CollectiveShape,
-    ProductShape,
-    attention_action,
-    attention_shapes,
-    build_step,
-    collective_action,
-    collective_shapes,
-    copy_action,
-    groups_of,
-    product_action,
-    product_shapes,
-    with_layers,
-)
+from megatron.planner.calibration import operations
+from megatron.planner.calibration.operations import AttentionShape, CollectiveShape, ProductShape
 from megatron.planner.step_time.workload import Attention
 
 Action = Callable[[], object]
@@ -216,17 +203,19 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
 
     # Each kind takes its turns apart; `together` bounds how many of a kind are in memory at once.
     model, length, device = plan.model, plan.config.seq_length, plan.device
-    products = product_shapes(model, length, plan.batches)
-    attention = attention_shapes(model, length, max(plan.batches))
+    products = operations.product_shapes(model, length, plan.batches)
+    attention = operations.attention_shapes(model, length, max(plan.batches))
     kernel = choose_attention_kernel("auto", device, plan.dtype)
     steps = list(_steps(plan))
-    of_products = turns("products", [partial(product_action, one, plan.dtype, device) for one in products])
-    of_attention = turns("attention", [partial(attention_action, one, kernel, plan.dtype, device) for one in attention])
+    of_products = turns("products", [partial(operations.product_action, one, plan.dtype, device) for one in products])
+    of_attention = turns(
+        "attention", [partial(operations.attention_action, one, kernel, plan.dtype, device) for one in attention]
+    )
     return Measured(
         dict(zip(products, of_products)),
         dict(zip(attention, of_attention)),
         "cudnn" if "cudnn" in type(kernel).__name__.lower() else "flash",
-        turns("copies", [partial(copy_action, plan.copy_bytes, device)])[0],
+        turns("copies", [partial(operations.copy_action, plan.copy_bytes, device)])[0],
         _measure_collectives(plan, ranks, partial(turns, "collectives")),
         dict(zip(steps, turns("steps", [partial(_step_action, plan, *one) for one in steps]))),
     )
@@ -234,9 +223,9 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
 
 def number_of_operations(plan: Plan, ranks: Ranks) -> int:
     """The number of times that :func:`measure` calls its progress."""
-    groups = groups_of(ranks.world_size, ranks.local_size)
-    products = product_shapes(plan.model, plan.config.seq_length, plan.batches)
-    collectives = collective_shapes(groups, plan.message_bytes)
+    groups = operations.groups_of(ranks.world_size, ranks.local_size)
+    products = operations.product_shapes(plan.model, plan.config.seq_length, plan.batches)
+    collectives = operations.collective_shapes(groups, plan.message_bytes)
     actions = len(products) + 3 + 1 + len(collectives) + len(list(_steps(plan)))
     if plan.device.type == "cpu":
         actions += sum(shape.kind != "message" for shape in collectives) + len(groups)
@@ -251,19 +240,19 @@ def _steps(plan: Plan) -> Iterator[tuple[int, int, int]]:
 
 
 def _step_action(plan: Plan, layers: int, batch: int, num_microbatches: int) -> Callable[[], None]:
-    config = with_layers(plan.config, layers, batch)
-    return build_step(config, single_process(plan.device), plan.vocab_size, num_microbatches)
+    config = operations.with_layers(plan.config, layers, batch)
+    return operations.build_step(config, single_process(plan.device), plan.vocab_size, num_microbatches)
 
 
 def _measure_collectives(
     plan: Plan, ranks: Ranks, turns: Callable[[Sequence[Callable[[], Action]]], list[Sample]]
 ) -> dict[CollectiveShape, Sample]:
     samples: dict[CollectiveShape, Sample] = {}
-    for groups in groups_of(ranks.world_size, ranks.local_size):
+    for groups in operations.groups_of(ranks.world_size, ranks.local_size):
         members = groups.ranks_of(ranks.rank, ranks.local_size)
         group = Communicator(members, ranks.rank, f"calibration {groups.size}")
-        shapes = collective_shapes([groups], plan.message_bytes)
-        found = turns([partial(collective_action, shape, group, plan.device) for shape in shapes])
+        shapes = operations.collective_shapes([groups], plan.message_bytes)
+        found = turns([partial(operations.collective_action, shape, group, plan.device) for shape in shapes])
         for shape, sample in zip(shapes, found):
             # A message there and back are two.
             samples[shape] = replace(sample, median=sample.median / 2) if shape.kind == "message" else sample
@@ -281,12 +270,12 @@ def _after_a_product(
 ) -> dict[CollectiveShape, Sample]:
     """Ring collectives after a product, as in a step on CPUs: the ranks do not end the product at the same time, and it
     evicts the tensors from the caches. The schedule already has the waits for messages."""
-    shapes = product_shapes(plan.model, plan.config.seq_length, plan.batches)
+    shapes = operations.product_shapes(plan.model, plan.config.seq_length, plan.batches)
     largest = max(shapes, key=lambda one: one.rows * one.columns * one.depth)
-    product = partial(product_action, largest, plan.dtype, plan.device)
+    product = partial(operations.product_action, largest, plan.dtype, plan.device)
 
     def after_product(shape: CollectiveShape) -> Action:
-        first, second = product(), collective_action(shape, group, plan.device)
+        first, second = product(), operations.collective_action(shape, group, plan.device)
         return lambda: (first(), second())
 
     # In the same turns: the product alone, then each ring after it.

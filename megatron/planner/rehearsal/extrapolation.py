@@ -177,6 +177,7 @@ class _RepeatedLayer:
             gathered = self.hold(_change(gradient.gather))
             return Work((), lambda: gathered)
 
+        # The default argument keeps what the gradient waits for until its product is computed.
         def product(gathered: object, kept: list[object] = kept) -> _RepeatedProduct:
             return _RepeatedProduct(self, gradient)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -42,22 +43,17 @@ class Product:
 class LaunchPrices:
     """Prices of the launches of the first rank of a run."""
 
-    machines: prices.Machines
-    """Arrays of one element."""
+    cluster: Cluster
     constants: Constants
     grid: RankGrid
-    node_size: int
-    pod_size: int
     seq_length: int
     is_cudnn: bool
     """Whether fused attention has the speed of cuDNN's kernel."""
 
-    @classmethod
-    def of(
-        cls, cluster: Cluster, constants: Constants, grid: RankGrid, seq_length: int, is_cudnn: bool
-    ) -> "LaunchPrices":
-        pod = cluster.pod_size or grid.world_size
-        return cls(prices.Machines([cluster]), constants, grid, cluster.node_size, pod, seq_length, is_cudnn)
+    @cached_property
+    def machines(self) -> prices.Machines:
+        """The cluster as arrays of one element."""
+        return prices.Machines([self.cluster])
 
     def by_term(self, launches: Iterable[Launch]) -> dict[str, float]:
         """Seconds by cause, named in :data:`TERMS`; without data parallelism and messages of the pipeline."""
@@ -136,7 +132,7 @@ class LaunchPrices:
         if group.kind == "receive":
             return 0.0  # counted at its sender
         ranks = self._ranks(group)
-        size, in_node = len(ranks), together(ranks, self.node_size)
+        size, in_node = len(ranks), together(ranks, self.cluster.node_size)
         if group.kind in _RINGS:
             moved = _RINGS[group.kind] * (size - 1) / size * launch.num_bytes
             return _number(moved / prices.ring_rate(machines, c, in_node, in_node == size, self._between_pods(ranks)))
@@ -150,7 +146,7 @@ class LaunchPrices:
 
     def _between_pods(self, ranks: Sequence[int]) -> float:
         """The share of the network's rate that the ranks have."""
-        in_pod = together(ranks, self.pod_size)
+        in_pod = together(ranks, self.cluster.pod_size or self.grid.world_size)
         return _number(prices.between_pods(self.machines, in_pod, in_pod < len(ranks)))
 
     def _ranks(self, group: Group) -> Sequence[int]:

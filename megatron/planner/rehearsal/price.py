@@ -131,7 +131,7 @@ class StepPrices:
 
     def launch_prices(self, step: PlannedStep) -> LaunchPrices:
         is_cudnn = attention_kind(step.config, self.cluster) == "cudnn"
-        return LaunchPrices.of(self.cluster, self.constants, step.grid, step.config.seq_length, is_cudnn)
+        return LaunchPrices(self.cluster, self.constants, step.grid, step.config.seq_length, is_cudnn)
 
 
 @dataclass(frozen=True)

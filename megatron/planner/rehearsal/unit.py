@@ -219,6 +219,7 @@ class UnitRehearsals:
         return UnitRecorder(is_fake=not is_half or self._device.type == "cpu", rounds_up=self._device.type != "cpu")
 
     def _microbatches(self) -> Iterator[dict[str, Tensor]]:
+        # A generator, so that the executor alone refers to the tensors.
         shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
         tokens = torch.zeros(shape, dtype=torch.int64)
         yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}

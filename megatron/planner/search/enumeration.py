@@ -101,6 +101,7 @@ def no_layout(job: Job) -> ConfigError:
     first = next((one for variants in space.groups() for one in variants), None)  # valid or not
     if first is not None and (refusal := space.refusal(first)) is not None:
         return ConfigError(f"{flags}: {refusal.sentences[0]}")
+    # The nearest numbers of GPUs with a layout, by trying them outwards.
     below = range(job.num_gpus - 1, max(job.num_gpus // 2, job.num_gpus - _FARTHEST, 1) - 1, -1)
     above = range(job.num_gpus + 1, min(2 * job.num_gpus, job.num_gpus + _FARTHEST) + 1)
     possible = ((count for count in counts if any(_Space.of(job, count).layouts())) for counts in (below, above))
@@ -229,8 +230,8 @@ class _Space:
             has_symmetric_memory = self.cluster.generation in ("hopper", "blackwell")
             is_in_node = grid.tp <= self.cluster.node_size and self.config.parallel.rank_order.startswith("tp-")
             return has_symmetric_memory and is_in_node and self.config.precision.fp8_format is None
-        sizes = {"tensor_model_parallel_size": grid.tp, "context_parallel_size": grid.cp}
-        run = replace(self.config, parallel=replace(self.config.parallel, **sizes, tp_comm_overlap=True))
+        parallel = replace(self.config.parallel, tensor_model_parallel_size=grid.tp, context_parallel_size=grid.cp)
+        run = replace(self.config, parallel=replace(parallel, tp_comm_overlap=True))
         try:
             check_transformer_engine_overlap(run, self.num_gpus)
             check_transformer_engine_buffers(run, self.num_gpus)

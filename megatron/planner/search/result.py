@@ -1,22 +1,18 @@
 """The result of a search: ranked layouts, what a run of the best ones would cost, and both as JSON and as tables."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from megatron.flags import words_of
+from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout
-
-if TYPE_CHECKING:
-    from megatron.planner.rehearsal.price import PassTimes
 
 
 @dataclass(frozen=True)
@@ -216,20 +212,17 @@ def as_json(result: SearchResult) -> dict[str, Any]:
 
 def print_result(result: SearchResult, console: Console, top: int) -> None:
     """The ranked layouts, the best one in full, and the cost of a run."""
-    parts = [_summary(result), _layout_table(result, top), _best(result), _scaling_table(result)]
-    notes = [Text(f"WARNING: {warning}", style="yellow") for warning in result.warnings]
-    for part in (*parts, *notes):
-        console.print(part)
-
-
-def _summary(result: SearchResult) -> Text:
     job = result.job
-    return Text(
+    summary = (
         f"{job.name} on {job.num_gpus:,} GPUs of {job.cluster.name}: {job.global_batch_size:,} sequences of "
         f"{job.seq_length:,} tokens, {job.precision}\n"
         f"{result.num_enumerated:,} layouts, of which {result.num_fitting:,} fit and {len(result.ties):,} are within "
         f"2 % of the fastest; {result.seconds:.0f} s\n"
     )
+    parts = [Text(summary), _layout_table(result, top), _best(result), _scaling_table(result)]
+    notes = [Text(f"WARNING: {warning}", style="yellow") for warning in result.warnings]
+    for part in (*parts, *notes):
+        console.print(part)
 
 
 def _layout_table(result: SearchResult, top: int) -> Table:

@@ -23,16 +23,9 @@ from megatron.core.parameter import ParameterInfo
 from megatron.core.precision import number_formats
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
+from megatron.planner.search import state_memory
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.state_memory import (
-    Formats,
-    Sharding,
-    StateMemory,
-    UnitBuffers,
-    Weight,
-    buffered_state,
-    fully_sharded_state,
-)
+from megatron.planner.search.state_memory import StateMemory, UnitBuffers, Weight
 from megatron.schedules.registry import SCHEDULES, placement_of
 from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid
@@ -149,10 +142,12 @@ class _LayoutMemory:
         self._contents: dict[tuple[int, ...], _Content] = {}
 
     @cached_property
-    def formats(self) -> Formats:
+    def formats(self) -> state_memory.Formats:
         formats = number_formats(self.config.precision, self.config.optimizer)
         weight = formats.weight.itemsize
-        return Formats(weight, formats.gradient.itemsize, self.units.bytes_of_moments, formats.master.itemsize)
+        return state_memory.Formats(
+            weight, formats.gradient.itemsize, self.units.bytes_of_moments, formats.master.itemsize
+        )
 
     def moments(self, stage: int) -> StageMoments:
         layout, chunks = self.layout, self.division.placement.num_chunks
@@ -198,6 +193,8 @@ class _LayoutMemory:
             # With a pass for weight gradients all whole gradients are counted in the state.
             own = UnitBuffers() if splits else buffer
             forward = max(forward, before + max(unit.forward + buffer.forward, buffer.start))
+            # Backward from the last unit on: this one runs while those in front of it keep `before`, and the weight
+            # gradients of those behind it `waiting`.
             is_last = number == len(units) - 1
             waiting -= unit.deferred
             deferred = waiting + before
@@ -212,6 +209,7 @@ class _LayoutMemory:
                 deferred + unit.kept + held + buffer.start,
             )
             before += unit.kept
+        # The pass of the weight gradients has two gathered inputs, [s/cp, b, h].
         gathers = self.config.parallel.sequence_parallel and self.layout.tp > 1
         gathered = 2 * self.layout.tp * self.units.ends.shard if gathers else 0
         return _Chunk(before, forward, backward, all_deferred, all_deferred + gathered)
@@ -241,19 +239,19 @@ class _LayoutMemory:
                 infos = [info for info in record.parameters if not (is_twice and info.is_vocabulary)]
                 units.append([_weight(info, is_tied and not has_both) for info in infos])
         if not self.units.is_fully_sharded:
-            return buffered_state(units, self.formats, sharding)
+            return state_memory.buffered_state(units, self.formats, sharding)
         root: list[Weight] = []
         if is_tied and has_both:
             root, units[0], units[-1] = [*units[0], *units[-1]], [], []
-        return fully_sharded_state(units, root, self.formats, sharding)
+        return state_memory.fully_sharded_state(units, root, self.formats, sharding)
 
     @cached_property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> state_memory.Sharding:
         layout, parallel = self.layout, self.config.parallel
         dense, experts = self.units.shards if layout.sharding != "no_shard" else (1, 1)
         grid = self.units.grid
         copies = {False: grid.cp * grid.dp, True: grid.edp}
-        return Sharding(
+        return state_memory.Sharding(
             dense=dense,
             experts=experts,
             bucket_size=lambda is_expert, size: parallel.bucket_size(copies[is_expert], size),

@@ -94,6 +94,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path} is not a TOML file ({error}): correct it.") from error
     base = own.pop("base", [])
     files = [_base_of(path, name) for name in (base if isinstance(base, list) else [base])]
+    # From the bases to the file itself: later values replace earlier ones.
     return _merge([*(_read(file, (*readers, path)) for file in files), own], path)
 
 
