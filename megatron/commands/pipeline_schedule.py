@@ -169,7 +169,8 @@ def study_of_trace(config: PipelineScheduleConfig, path: str) -> Study:
     durations = replace(median_durations(schedule, measured), send=config.send_time or 0.0)
     # The chunks of a stage together, and the mean over the stages.
     sums = (sum(one) for one in (durations.forward, durations.backward, durations.weight))
-    times = WholeStage(*(total / schedule.placement.num_stages for total in sums), durations.send)
+    forward, backward, weight = (total / schedule.placement.num_stages for total in sums)
+    times = WholeStage(forward, backward, weight, durations.send)
     return Study(schedule, None, times, simulate(schedule, durations), measured)
 
 

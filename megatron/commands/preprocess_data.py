@@ -225,7 +225,8 @@ def _run_together(works: dict[int, Work], at_a_time: int, records: _Records, sho
                 number, work = waiting.popleft()
                 process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))
                 process.start()
-                stack.callback(lambda one: (one.terminate(), one.join()), process)
+                stack.callback(process.join)
+                stack.callback(process.terminate)  # called before the join
                 processes[number] = process
             try:
                 message = messages.get(timeout=1)

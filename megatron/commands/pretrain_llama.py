@@ -105,8 +105,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
 
 def name_flags_without_effect(arguments: Sequence[str]) -> None:
-    """Print the flags of Megatron-LM that change nothing (docs/coming_from_megatron.md), and those that follow from
-    others."""
+    """Print Megatron-LM's flags without effect (docs/coming_from_megatron.md), and those that follow from others."""
     line = parse_line(arguments)
     if line.no_effect:
         print(f"> no effect here: {', '.join(line.no_effect)}", flush=True)

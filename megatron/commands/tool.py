@@ -70,12 +70,12 @@ def exit_at_once(exit_code: int) -> NoReturn:
 def write_file(flag: str, path: str | Path, content: str | bytes) -> None:
     """Write a file as a whole or not at all; raises :class:`ConfigError` if it cannot be written."""
     target, data = Path(path), content.encode() if isinstance(content, str) else content
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_symlink() or (target.exists() and not target.is_file()):
             target.write_bytes(data)  # /dev/stdout and links are written to, not replaced
             return
+        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             partial.write_bytes(data)
             os.replace(partial, target)

@@ -85,8 +85,8 @@ def weights_state(
     """The state of a checkpoint of weights, with the groups of flags that weights and their tokenizer determine."""
     from megatron.training.checkpoints.saved_run import state_of_weights
 
-    groups = {"model": ModelConfig.of(architecture), "tokenizer": tokenizer, "precision": precision}
-    flags = {name: asdict(group) for name, group in groups.items()}
+    flags = {"model": asdict(ModelConfig.of(architecture)), "tokenizer": asdict(tokenizer)}
+    flags["precision"] = asdict(precision)
     return state_of_weights(iteration, architecture, flags, generation_config)
 
 

@@ -143,8 +143,7 @@ def compute_digests(prefix: str) -> CorpusDigests:
 
 
 def corpus_fingerprint(prefix: str) -> str | None:
-    """The fingerprint in the digests file of a local or remote corpus; None if there is none. The corpus is not read:
-    :func:`check_file` compares it."""
+    """The fingerprint in the digests file of a corpus, which is not read; None if there is no such file."""
     digests = read_digests(prefix)
     return None if digests is None else digests.fingerprint()
 

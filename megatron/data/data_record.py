@@ -129,7 +129,7 @@ def build_record(
     blends = {}
     for index in used_splits:
         if (blend := sources.blends[index]) is not None:
-            weights = blend.weights or [None] * len(blend.prefixes)
+            weights: Sequence[float | None] = blend.weights or [None] * len(blend.prefixes)
             blends[SPLIT_NAMES[index]] = [
                 {"corpus": prefixes.index(prefix), "weight": weight}
                 for prefix, weight in zip(blend.prefixes, weights, strict=True)

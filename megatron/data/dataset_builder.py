@@ -58,8 +58,7 @@ class Sources(NamedTuple):
 
 
 def read_sources(data: DataConfig) -> Sources:
-    """The corpora of the flags; none with ``--mock-data``. Raises :class:`ConfigError` for invalid weights and
-    unreadable files."""
+    """The corpora of the flags and their files; none with ``--mock-data``. Raises :class:`ConfigError`."""
     if not data.sources:
         raise ConfigError("There is no corpus: set --data-path, or add --mock-data for synthetic samples.")
     if data.mock_data:

@@ -446,9 +446,9 @@ def _named_special_tokens(directory: str) -> dict[str, str]:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{path} is not JSON: correct it, or remove it.") from error
         for role, token in content.items() if isinstance(content, dict) else ():
-            name = token.get("content") if isinstance(token, dict) else token
-            if isinstance(name, str):
-                named[role] = name
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                named[role] = text
     return named
 
 

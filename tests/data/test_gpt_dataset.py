@@ -126,9 +126,8 @@ def test_synthetic_documents_begin_behind_the_last_id() -> None:
 def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_nothing_else(
     prefix: str, kind: str, flag: str
 ) -> None:
-    counts, source, end = (4, 2, 2), prefix, END
-    if kind == "mock":
-        source, end = None, SYNTHETIC_END
+    counts = (4, 2, 2)
+    source, end = (prefix, END) if kind == "corpus" else (None, SYNTHETIC_END)
     marked, plain = build(source, counts, **{flag: True}), build(source, counts)
     for with_starts, without, count in zip(marked, plain, counts, strict=True):
         documents = 0
