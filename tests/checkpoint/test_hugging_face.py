@@ -264,17 +264,8 @@ def test_a_part_of_stacked_experts_is_a_view_of_the_mapped_file(tmp_path: Path) 
 # --- the text model of a multimodal one ----------------------------------------------------------------------
 
 
-VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vision_output_dim": 32,
-    "image_size": 28,
-    "patch_size": 14,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-}
+VISION = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
+VISION |= dict.fromkeys(("hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
 
 
 def multimodal_model(config: TransformerConfig) -> Any:

@@ -157,19 +157,10 @@ def test_a_manifest_with_divided_boxes_is_read_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "column, numbers",
     [
-        ("stride", [3, 1]),
-        ("stride", [-1, 1]),
-        ("stride", [1 << 62, 1]),
-        ("stride", [2]),
-        ("first_rows", [0, 3]),
-        ("first_rows", [8, 3]),
-        ("first_rows", [-1, 3]),
-        ("rows", [0, 4]),
-        ("rows", [-2, 4]),
-        ("rows", [1, 4]),
-        ("rows", [2.0, 4]),
-        ("file", [2, 0]),
-        ("file", [-1, 0]),
+        *(("stride", numbers) for numbers in ([3, 1], [-1, 1], [1 << 62, 1], [2])),
+        *(("first_rows", [first, 3]) for first in (0, 8, -1)),
+        *(("rows", [rows, 4]) for rows in (0, -2, 1, 2.0)),
+        *(("file", [file, 0]) for file in (2, -1)),
     ],
 )
 def test_a_division_into_other_files_or_rows_is_refused(column: str, numbers: list[int]) -> None:

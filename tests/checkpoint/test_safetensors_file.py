@@ -28,7 +28,7 @@ from megatron.errors import CheckpointError
 BLOCK = 64
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 bytes and bands of 40, so that small tensors have many."""
     monkeypatch.setattr("megatron.checkpoint.files.BLOCK_BYTES", BLOCK)
@@ -48,7 +48,7 @@ def tensors() -> dict[str, Tensor]:
 
 
 @pytest.fixture
-def written(tmp_path: Path) -> WrittenFile:
+def written(tmp_path: Path, small_blocks: None) -> WrittenFile:
     """A file with these tensors."""
     return write_safetensors(tmp_path / "file", tensors())
 
@@ -94,6 +94,7 @@ def test_every_flipped_bit_is_found_by_whoever_reads_it(tmp_path: Path, written:
             verify_file(tmp_path, written)
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_header_that_is_nested_without_end_is_damage(tmp_path: Path) -> None:
     """Its digest is right: whoever can write a checkpoint can do that."""
     header = b"[" * 100_000
@@ -105,6 +106,7 @@ def test_a_header_that_is_nested_without_end_is_damage(tmp_path: Path) -> None:
         VerifiedSafetensors(tmp_path, WrittenFile.of("file", digests))
 
 
+@pytest.mark.usefixtures("small_blocks")
 def test_a_load_finds_damage_that_came_after_the_check(tmp_path: Path) -> None:
     """Another node may read other bytes than the rank that verified the file."""
     save_checkpoint(tmp_path, 1, tensors(), {"iteration": 1})

@@ -177,13 +177,13 @@ BORDERS = (
         "neighbouring boxes count as overlapping",
         "found = np.flatnonzero(((self.offsets < end) & (begin < self.offsets + self.shapes)).all(axis=1))",
         "found = np.flatnonzero(((self.offsets <= end) & (begin < self.offsets + self.shapes)).all(axis=1))",
-        ("checkpoint",),
+        ("checkpoint/test_manifest.py", "checkpoint"),
     ),
     Fault(
         "a file of a forged manifest may be beyond the list",
         "if ((tensor.files < 0) | (tensor.files >= num_files)).any() or",
         "if ((tensor.files < 0) | (tensor.files > num_files)).any() or",
-        ("checkpoint/test_finding.py", "checkpoint"),
+        ("checkpoint/test_manifest.py", "checkpoint"),
     ),
     Fault(
         "one failed attempt more than --max-failed-attempts",
