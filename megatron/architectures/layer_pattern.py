@@ -7,8 +7,7 @@ embedding (NoPE) those with ``(i + 1) % N == 0`` (Megatron-LM's meanings):
     MoE              1 0 0 0 1 0 0 0
     NoPE             0 0 0 1 0 0 0 1
 
-Otherwise the text is a list with 1 for a layer of
-the kind and 0 for another, written as
+Otherwise the text is a list with 1 for a layer of the kind and 0 for another, written as
 
     sum     = product { "+" product }
     product = { count "*" } part { "*" count }

@@ -150,7 +150,7 @@ def help_text(topic: str) -> str:
 
 
 def _group_type(group: str) -> type:
-    return get_type_hints(RunConfig)[group.replace("-", "_")]  # type: ignore[no-any-return]
+    return get_type_hints(RunConfig)[group.replace("-", "_")]
 
 
 def _overview(titles: Mapping[str, str], width: int) -> str:

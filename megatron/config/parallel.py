@@ -1,7 +1,7 @@
 """Flags for the parallel layout, and the context-parallel types: what their ranks exchange, and what that requires."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import lcm, prod
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -185,12 +185,9 @@ class ParallelConfig:
         return world_size // self.model_parallel_size
 
     def check(self) -> None:
-        require_at_least(1, values_of(self, "tensor_model_parallel_size", "pipeline_model_parallel_size"))
-        require_at_least(1, values_of(self, "context_parallel_size", "expert_model_parallel_size"))
-        require_at_least(1, values_of(self, "expert_tensor_parallel_size"))
-        require_at_least(
-            1, values_of(self, "num_distributed_optimizer_instances", "ddp_bucket_size", "ddp_num_buckets")
-        )
+        sizes = [field.name for field in fields(self) if field.name.endswith("_parallel_size")]
+        buckets = values_of(self, "ddp_bucket_size", "ddp_num_buckets")
+        require_at_least(1, values_of(self, *sizes, "num_distributed_optimizer_instances") | buckets)
         require_positive(values_of(self, "distributed_timeout_minutes"))
         if sorted(self.rank_order.split("-")) != sorted(RANK_AXES):
             raise ConfigError(

@@ -397,5 +397,6 @@ class _Test:
         return (matches(one, other) if is_pattern else one == other) is (comparison != "!=")
 
 
-_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {f"-{one.__name__}": one for one in (eq, ne, lt, le, gt, ge)}
+_Comparison = Callable[[int, int], bool]
+_NUMBERS: Mapping[str, _Comparison] = {"-eq": eq, "-ne": ne, "-lt": lt, "-le": le, "-gt": gt, "-ge": ge}
 _COMPARISONS = frozenset([*_NUMBERS, "=", "==", "!=", "=~", "<", ">"])

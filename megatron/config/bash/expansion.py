@@ -18,6 +18,7 @@ _BEGIN, _END, _BLANK = "\ue000", "\ue001", "\ue002"
 # Private characters where bash begins another word, and where it had a quoted part.
 _CUT, _QUOTED = "\ue003", "\ue004"
 _ESCAPES = {"n": "\n", "t": "\t"}
+_QUOTE, _EXPANSION = re.compile(r"'|\"|\$'"), re.compile(r"`|\$[({]|[<>]\(")
 _UNSET = re.compile(rf"{_BEGIN}\$\w+{_END}")
 
 
@@ -143,32 +144,25 @@ def _pieces(source: str, variables: Variables, is_quoted: bool) -> Iterator[_Pie
             is_special = not is_quoted or following in '$`"\\\n'
             yield _Piece([following.replace("\n", "") if is_special else character + following], True)
             position += 2
-        elif character == "'" and not is_quoted:
+        elif _EXPANSION.match(source, position) or (not is_quoted and _QUOTE.match(source, position)):
             end = end_of_expansion(source, position)
-            yield _Piece([source[position + 1 : end - 1]], True)
-            position = end
-        elif character == '"' and not is_quoted:
-            end = end_of_expansion(source, position)
-            inner = list(_pieces(source[position + 1 : end - 1], variables, is_quoted=True))
-            if not inner or any(piece.values for piece in inner):
-                yield _Piece([""], True)
-            yield from inner
-            position = end
-        elif source.startswith("$'", position) and not is_quoted:
-            end = end_of_expansion(source, position)
-            text = re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), source[position + 2 : end - 1])
-            yield _Piece([text], True)
-            position = end
-        elif character == "`" or re.match(r"\$[({]|[<>]\(", source[position : position + 2]):
-            end = end_of_expansion(source, position)
-            inner_source = source[position:end]
-            if inner_source.startswith("${"):
-                yield from _parameter(inner_source[2:-1], variables, is_quoted)
+            whole, inside = source[position:end], source[position + 1 : end - 1]
+            if character == "'":
+                yield _Piece([inside], True)
+            elif character == '"':
+                inner = list(_pieces(inside, variables, is_quoted=True))
+                if not inner or any(piece.values for piece in inner):
+                    yield _Piece([""], True)
+                yield from inner
+            elif whole.startswith("$'"):
+                yield _Piece([re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), inside[1:])], True)
+            elif whole.startswith("${"):
+                yield from _parameter(inside[1:], variables, is_quoted)
             else:
-                is_number = inner_source.startswith("$((") and inner_source.endswith("))")
-                number = arithmetic(inner_source[3:-2], variables) if is_number else None
+                is_number = whole.startswith("$((") and whole.endswith("))")
+                number = arithmetic(whole[3:-2], variables) if is_number else None
                 # A command is not run.
-                yield _Piece([_unknown(inner_source) if number is None else str(number)], is_quoted)
+                yield _Piece([_unknown(whole) if number is None else str(number)], is_quoted)
             position = end
         elif name := re.compile(r"\$(\d|\w+|[@*#?$!-])").match(source, position):
             yield from _parameter(name[1], variables, is_quoted)
