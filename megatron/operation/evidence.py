@@ -61,7 +61,7 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
 
 def count_switches(pid: int) -> tuple[int, int]:
     """How often the main thread has given up the processor of its own accord, and the number of threads."""
-    found = {}
+    found: dict[str, int] = {}
     with suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             name, _, text = line.partition(":")

@@ -221,7 +221,7 @@ class Naming:
     @staticmethod
     def from_json(values: Any) -> "Naming | None":
         """The inverse of ``asdict``; None for anything else."""
-        kinds = {"host": str, "reason": str, "attempt": str, "time": int | float}
+        kinds: dict[str, Any] = {"host": str, "reason": str, "attempt": str, "time": int | float}
         if not isinstance(values, Mapping) or not all(isinstance(values.get(name), kinds[name]) for name in kinds):
             return None
         return Naming(values["host"], values["reason"], values["attempt"], float(values["time"]))

@@ -241,7 +241,7 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
     if summary.interruptions:
         rate = summary.gpu_hours / summary.interruptions
     names = ("interruptions", "causes", "gpu_hours", "mtbf_s", "restart_s", "save_s", "saves", "iterations")
-    found = {
+    found: dict[str, Any] = {
         "schema": 1,
         "effective_time": summary.time.effective_time,
         "wall_s": summary.time.wall_s,
