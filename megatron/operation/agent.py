@@ -252,6 +252,7 @@ class Agent(LocalElasticAgent):
     # --- while the ranks run ---------------------------------------------------------------------------------
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._signals.raise_received()
         while self._is_cut_off:
             time.sleep(1.0)  # another thread ends this process
         codes = self._ranks.codes()

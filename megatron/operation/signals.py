@@ -69,6 +69,7 @@ class StopSignals:
             ) from None
         from megatron.torch_compat import handle_signals_by  # imports torch
 
+        self._received: signal.Signals | None = None
         handle_signals_by(self._stop)
         for number in self.numbers:
             signal.signal(number, self._stop)
@@ -76,9 +77,16 @@ class StopSignals:
     def _stop(self, number: int, frame: FrameType | None) -> None:
         for repeated in self.numbers - {signal.SIGINT}:
             signal.signal(repeated, signal.SIG_IGN)
+        self._received = signal.Signals(number)
+        self.raise_received()
+
+    def raise_received(self) -> None:
+        """Raise the exception of a signal that has arrived. Python only prints an exception that leaves a finalizer or
+        a hook of ``os.fork``, so a signal that arrives in one of them must be raised again."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        raise SignalException(f"Process {os.getpid()} received {signal.Signals(number).name}", signal.Signals(number))
+        if self._received is not None:
+            raise SignalException(f"Process {os.getpid()} received {self._received.name}", self._received)
 
     def have_ended(self, exit_codes: Iterable[int]) -> bool:
         """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from megatron.errors import ExitCode
 from megatron.operation import agent, ranks
 from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
+from megatron.operation.signals import StopSignals
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
+from tests.forked import fork_context
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
@@ -94,6 +97,30 @@ def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_pa
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
     assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
+
+
+class SignalledAtItsEnd:
+    """Receives a signal in its finalizer, whose exceptions Python only prints."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGUSR2)
+
+
+def stop_in_a_finalizer() -> None:
+    signals = StopSignals("SIGUSR2")
+    SignalledAtItsEnd()
+    try:
+        signals.raise_received()
+    except SignalException as error:
+        sys.exit(int(error.sigval))
+
+
+def test_a_signal_whose_exception_python_discards_still_stops_the_job() -> None:
+    """As one that arrives while the launcher forks."""
+    launcher = fork_context().Process(target=stop_in_a_finalizer)
+    launcher.start()
+    launcher.join(PATIENCE)
+    assert launcher.exitcode == signal.SIGUSR2
 
 
 def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tmp_path: Path) -> None:
