@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.error_line import error_line
-from benchmarks.step_timing import seconds_of
+from benchmarks.lib.results import error_line
+from benchmarks.lib.step_timing import seconds_of
 from megatron.core.ops.fp8 import E4M3, E5M2, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
 from megatron.core.precision import QuantizedTensor

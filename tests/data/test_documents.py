@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.context_parallel.attention import ContextSplit
 from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, build_datasets

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerModel

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
 from megatron.core.models.transformer import frequencies_of
 from megatron.errors import CheckpointError
-from megatron.training.checkpoints.comparison import check_architecture
+from megatron.training.checkpoints.saved_run import check_architecture
 from tests.model.reference import (
     TOLERANCE,
     YARN_VARIANTS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import KernelConfig
+from megatron.config.precision import KernelConfig
 from megatron.core.device import Machine, Unavailable
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels import candidates
@@ -20,7 +20,7 @@ from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupe
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
 
 STALE = 1e6

@@ -10,8 +10,7 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.ops.attention import VarlenKernel
-from megatron.planner.fake_backend import ShapeTracker
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import ShapeTracker, simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.planner.plan import (
     Run,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.precision import PrecisionConfig

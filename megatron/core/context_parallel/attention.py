@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
 from megatron.core.communication import Communicator, Work
-from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
+from megatron.core.context_parallel.attention import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import (
     Attention,
     AttentionInputs,

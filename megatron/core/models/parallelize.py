@@ -9,11 +9,11 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.initialization import initialize_parameters
@@ -32,8 +32,7 @@ from megatron.core.parameter import info_of
 from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import choose_overlap
+from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
 from megatron.schedules.registry import build_schedule, placement_of

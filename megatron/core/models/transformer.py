@@ -17,8 +17,12 @@ from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import query_scales, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.core.parameter import TiedEnd
-from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    ChunkedOutputLayer,
+    VocabularyShard,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.tensor_parallel.layers import (
     LinearFunction,
     LinearOp,
