@@ -34,7 +34,7 @@ class VisibleKeys:
 
     slots: slice
     mask: Tensor | None
-    """Which of ``slots`` a query attends to, ``[1 or b, 1, s, slots]`` bool; None: all."""
+    """The ``slots`` that a query attends to, ``[1 or b, 1, s, slots]`` bool; None: all."""
 
 
 @dataclass(frozen=True)

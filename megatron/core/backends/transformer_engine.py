@@ -199,8 +199,8 @@ def shared_buffers(
 
 
 class _OwnGraph(Function):
-    """Runs a module under its own autograd graph, so that we know when Transformer Engine writes ``weight.main_grad``:
-    its kernel accumulates there and returns no gradient to autograd."""
+    """Runs a module under its own autograd graph, whose backward pass begins and ends here: Transformer Engine's kernel
+    accumulates in ``weight.main_grad`` and returns no gradient to autograd."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: "_Linear", weight: Tensor, gain: Tensor | None) -> Tensor:

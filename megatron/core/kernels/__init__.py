@@ -1,1 +1,1 @@
-"""Which implementation computes each operation: chosen once, passed down as objects, and logged."""
+"""The choice of the implementation of each operation: made once, passed down as objects, and logged."""

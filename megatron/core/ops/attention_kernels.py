@@ -105,7 +105,7 @@ def _one_row(packed: AttentionInputs) -> AttentionInputs:
 
 
 def _grouped(inputs: AttentionInputs) -> Gradients:
-    """In fp32 or wider, with the queries of a group together: ``[b, groups, n / groups, s_q, d]``."""
+    """Query, key and value in fp32 or wider, the queries of a group together: ``[b, groups, n / groups, s_q, d]``."""
     query, key, value = inputs.query, inputs.key, inputs.value
     wide = torch.promote_types(query.dtype, torch.float32)
     return query.to(wide).unflatten(1, (key.shape[1], -1)), key.to(wide), value.to(wide)

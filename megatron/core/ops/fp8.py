@@ -68,7 +68,7 @@ def quantize(
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """How a tensor is quantised."""
+    """The scale, the FP8 dtype and the layouts of a quantised tensor."""
 
     scale: Tensor
     """``[]`` in fp32."""
