@@ -47,7 +47,8 @@ def run_launches(programs: Sequence[Sequence[Launch]], one_queue: bool) -> list[
     A queue dispatches its first launch when the kernel before it in the stream and the launches whose events it awaits
     have ended. Raises :class:`ScheduleError` if ranks wait for each other.
     """
-    members = Counter(launch.exchange for program in programs for launch in program)
+    exchanges = (launch.exchange for program in programs for launch in program)
+    members: Mapping[Hashable, int] = Counter(one for one in exchanges if one is not None)
     ranks = []
     for program in programs:
         queues: dict[Hashable, list[Launch]] = {}
