@@ -33,14 +33,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.local_ranks import parse, run_ranks
-from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
-from benchmarks.step_samples import time_by_group
+from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, linear_shapes
+from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.context_parallel import Exchange
-from megatron.config.moe import MoEConfig, TokenDispatcherType
+from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import Exchange, ParallelConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
-from benchmarks.local_ranks import parse, run_ranks
+from benchmarks.lib.local_ranks import parse, run_ranks
 from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.schedules.registry import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule

@@ -7,10 +7,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from benchmarks.peer_job import LEARNING_RATE, Job, Step
-from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.hugging_face_config import transformer_config_of
-from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
+from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
+from megatron.checkpoint.hugging_face.config import transformer_config_of
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel

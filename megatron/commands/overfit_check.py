@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import ConfigError, DataError, UserError, report
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive
 
 _ROOT = Path(__file__).resolve().parents[2]
 """Where processes find the package megatron."""

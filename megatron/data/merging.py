@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_files import NewCorpus
+from megatron.data.corpus_writer import NewCorpus
 from megatron.data.digests import Writable
 from megatron.data.indexed_dataset import IndexedDataset, write_index
 from megatron.errors import DataError

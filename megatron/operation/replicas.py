@@ -20,7 +20,7 @@ from megatron.core.moe.balance import ExpertBalance
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo
 from megatron.core.topology import RankGrid, Topology
-from megatron.operation.digests import digests, fold, key_of
+from megatron.features.replicas.state import digests, fold, key_of
 
 HolderAxes = tuple[str, ...]
 """The ranks that differ on these axes alone hold the same bits of a tensor."""

@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
 from megatron.training.build.vocabulary import Vocabulary

@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from benchmarks.step_samples import GROUPS, OTHER, group_of, time_by_group
+from benchmarks.lib.step_profile import GROUPS, OTHER, group_of, time_by_group
 
 
 def function_in(file: str) -> Callable[[Callable[[], object]], object]:

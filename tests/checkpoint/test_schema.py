@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.checkpointing import read_run_state
+from megatron.checkpoint.finding import read_run_state
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import (
     FORMAT_VERSION,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.context_parallel import ContextParallelType, Exchange
+from megatron.config.parallel import ContextParallelType, Exchange
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import (
     AllGatherAttention,
@@ -28,8 +28,16 @@ from megatron.core.context_parallel.attention import (
     earlier_tiles,
     ring_tiles,
 )
-from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+    Tile,
+    TiledAttention,
+    TiledGradients,
+)
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention, TorchAttention
 from megatron.core.ops.documents import AttentionSpans, Documents, Span, chunked_attention, spans_of
 from megatron.core.topology import RankGrid, Topology

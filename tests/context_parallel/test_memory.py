@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, ParallelConfig
 from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.models.parallelize import build_executor, build_model

@@ -16,7 +16,7 @@ from megatron.core.optimizer.hyperparameters import (
     build_weight_decay_schedule,
 )
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.checkpoints.comparison import resolve_lr_schedule
+from megatron.training.checkpoints.saved_run import resolve_lr_schedule
 
 PEAK, MINIMUM, INITIAL = 1e-3, 1e-4, 1e-5
 WARMUP, DECAY, ANNEALING = 100, 1000, 300

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.communication import CollectiveRecord, Communicator, add_in_order
 from megatron.core.gradient import Gradient
 from megatron.core.ops.matmul import Gemm, PlainGemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import (
     NoOverlap,
     P2POverlap,

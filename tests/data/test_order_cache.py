@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.block_use import block_uses
+from megatron.data.corpus_check import block_uses
 from megatron.data.corpus_digests import BLOCK_BYTES, encode_file, file_digests, new_digests
 from megatron.data.digests import seal
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings

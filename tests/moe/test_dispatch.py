@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.config.moe import TokenDispatcherType
+from megatron.config.model import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
 from megatron.core.moe.dispatch import (

@@ -19,13 +19,11 @@ from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.context_parallel import ContextParallelType
-from megatron.config.moe import MoEConfig, TokenDispatcherType
+from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
+from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
 from megatron.core.context_parallel.attention import ContextParallel, ContextSplit
 from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.buffered import wrap_data_parallel

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig

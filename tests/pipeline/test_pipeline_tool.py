@@ -19,7 +19,7 @@ from megatron.errors import DataError
 from megatron.schedules.registry import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, peak_live_activations, simulate
-from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
+from megatron.training.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = get_args(ScheduleName)

@@ -9,7 +9,7 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
@@ -180,7 +180,7 @@ def build_experts(
 def layer_provider(config: RunConfig, kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
     if kernels.engine is None:
         return LocalProvider()
-    from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
+    from megatron.core.backends.transformer_engine import TransformerEngineProvider
 
     wanted = config.kernels.wanted("weight_gradient")
     is_fused = wanted is None or wanted.implementation == "in_place"
@@ -199,7 +199,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
     if config.precision.fp8_format is None:
         return None
     if kernels.engine is not None:
-        from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+        from megatron.core.backends.transformer_engine import TransformerEngineFp8, why_unsupported
 
         reason = why_unsupported(kernels.engine, config.precision)
         if reason is not None:

@@ -15,7 +15,7 @@ from megatron.core.communication import Communicator
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.matmul import WeightGradientKernel, linear
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 
 

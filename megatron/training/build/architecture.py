@@ -8,8 +8,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.comparison import check_architecture, given_architecture
-from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
+from megatron.training.checkpoints.saved_run import (
+    check_architecture,
+    check_may_begin,
+    given_architecture,
+    look_up_saved_run,
+)
 from megatron.training.context import RunContext
 
 FlagsOver = Callable[[ModelConfig], RunConfig]

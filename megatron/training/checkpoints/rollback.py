@@ -18,8 +18,7 @@ from megatron.checkpoint.schema import DataStage, Rollback
 from megatron.core.control import run_on_rank0
 from megatron.errors import CheckpointError, UnstableError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.resume import Start
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, find_saved_run
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.directory import iteration_of
-from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
+from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
