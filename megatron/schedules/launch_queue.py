@@ -5,6 +5,7 @@ not ready blocks every kernel launched after it, also in other streams. So the o
 whether communication overlaps with computation, and whether two ranks wait for each other.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,9 +29,10 @@ class Launch:
 
 @dataclass
 class _Rank:
-    """The launches of one GPU that are not dispatched yet, and the times of the others."""
+    """The launches of one GPU."""
 
     queues: dict[Hashable, list[Launch]]
+    """Launches that are not dispatched yet, the first one last."""
     dispatched: dict[Hashable, float] = field(default_factory=dict)
     """Time of the latest dispatch, by queue."""
     latest: dict[Hashable, Hashable] = field(default_factory=dict)
@@ -42,19 +44,17 @@ class _Rank:
 def run_launches(programs: Sequence[Sequence[Launch]], one_queue: bool) -> list[Mapping[Hashable, float]]:
     """The end of every launch, by rank and name; the launches of a rank are in the order of its host.
 
-    A queue dispatches its first launch when the kernel before it in the stream and the launches
-    whose events it awaits have ended.
-    Raises :class:`ScheduleError` if ranks wait for each other.
+    A queue dispatches its first launch when the kernel before it in the stream and the launches whose events it awaits
+    have ended. Raises :class:`ScheduleError` if ranks wait for each other.
     """
-    members: dict[Hashable, int] = {}
+    exchanges = (launch.exchange for program in programs for launch in program)
+    members: Mapping[Hashable, int] = Counter(one for one in exchanges if one is not None)
     ranks = []
     for program in programs:
         queues: dict[Hashable, list[Launch]] = {}
-        for launch in program:
+        for launch in reversed(program):
             queues.setdefault(None if one_queue else launch.stream, []).append(launch)
-            if launch.exchange is not None:
-                members[launch.exchange] = members.get(launch.exchange, 0) + 1
-        ranks.append(_Rank({name: queue[::-1] for name, queue in queues.items()}))
+        ranks.append(_Rank(queues))
     arrived: dict[Hashable, list[tuple[_Rank, Launch, float]]] = {}
     # Every rank as far as it goes, until none goes any further.
     while sum(_dispatch(rank, members, arrived) for rank in ranks):
