@@ -26,8 +26,7 @@ from torch import Tensor, nn
 import megatron_llama as ml
 from megatron.commands.tool import check_matplotlib
 from megatron.errors import ConfigError, ExitCode, UserError, report
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
 from megatron_llama.run import FlagValue
 

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.fresh_process import in_fresh_process, memory
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory
 from megatron.config.data import DataConfig
 from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import Dataset

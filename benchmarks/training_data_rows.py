@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.data_rows import Row
+from benchmarks.lib.data_rows import Row
 from megatron.commands import pretrain_llama
 from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings

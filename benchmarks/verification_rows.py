@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.data_rows import Row
+from benchmarks.lib.data_rows import Row
 from megatron.config.data import DataConfig
 from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.corpus_digests import new_digests

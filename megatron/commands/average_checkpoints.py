@@ -17,7 +17,7 @@ from megatron.commands.weight_checkpoints import (
     verified_checkpoint,
 )
 from megatron.errors import ConfigError
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls
 
 
@@ -57,12 +57,12 @@ class Average:
 
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
-    from megatron.checkpoint.averaging import AveragedModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import AveragedModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
-    from megatron.training.checkpoints.comparison import check_architecture
+    from megatron.training.checkpoints.saved_run import check_architecture
 
     check_unused(Path(config.save))
     saved = [verified_checkpoint(config.load, iteration) for iteration in config.iterations]

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
-from megatron.config.loaded_model import LoadedModelConfig
+from megatron.config.inference import LoadedModelConfig
 from megatron.errors import ConfigError
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
 
 

@@ -9,16 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from megatron.config.all_checks import flags_in
 from megatron.config.bash.evaluation import Started, started_by
-from megatron.config.checks import check_run
+from megatron.config.checks import check_run, flags_in
 from megatron.config.command_line import parse_line
-from megatron.config.megatron_flags import NO_EFFECT
+from megatron.config.megatron_lm import NO_EFFECT
 from megatron.config.recipes import Recipes, edited, read_recipes, recipe_of
 from megatron.config.words import split_words
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 
 # Flags whose defaults make another model.
 OTHER_DEFAULTS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.commands.tool import run_tool
 from megatron.errors import CheckpointError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def inspect(config: InspectConfig) -> dict[str, Any]:
 def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
     """The damage of each file that is not as it was written, or whose tensors are not those of ``manifest``."""
     from megatron.checkpoint.files import verify_file
-    from megatron.checkpoint.verified_file import VerifiedSafetensors
+    from megatron.checkpoint.safetensors_file import VerifiedSafetensors
 
     entries: dict[str, dict[str, Entry]] = {file.name: {} for file in manifest.file_list}
     for name in manifest.tensors:

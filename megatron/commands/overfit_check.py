@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron.commands.tool import run_tool
 from megatron.errors import ConfigError, DataError, ExitCode, report
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive
 
 _ROOT = Path(__file__).resolve().parents[2]  # processes find the package megatron here
 

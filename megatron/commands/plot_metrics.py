@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.commands.tool import check_matplotlib, run_tool
 from megatron.errors import ConfigError, DataError, ExitCode
-from megatron.metrics.history import History, Point, read_history
+from megatron.metrics.jsonl import History, Point, read_history
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:

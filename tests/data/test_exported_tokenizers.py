@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
+from megatron.checkpoint.tokenizer_files import write_tokenizer
 from megatron.config.data import TokenizerConfig
 from megatron.data.tokenizer_formats import sentencepiece_description
 from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer

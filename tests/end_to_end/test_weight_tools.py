@@ -87,7 +87,7 @@ def test_one_chunk_of_an_expert_is_copied_at_a_time(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upcycle(dense, tmp_path / "whole")
-    monkeypatch.setattr("megatron.checkpoint.conversion.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("megatron.checkpoint.streaming.BLOCK_BYTES", 1024)
     upcycle(dense, tmp_path / "blocks")
     whole, blocks = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "blocks")
     assert whole.keys() == blocks.keys() and all(torch.equal(blocks[name], whole[name]) for name in whole)

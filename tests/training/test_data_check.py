@@ -18,7 +18,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import cyclic_microbatches, single_pass_microbatches
 from megatron.errors import DataError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.loop.data_check import DataCheck, consumption_order, describe_iteration
+from megatron.training.loop.data import DataCheck, consumption_order, describe_iteration
 from tests.data.corpora import write_corpus
 
 SAMPLES, MICRO_BATCH, RANKS = 53, 3, 2

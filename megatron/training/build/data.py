@@ -8,9 +8,8 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
-from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Digests, Share, check_indexes
 from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources
 from megatron.data.evaluation_data import WholePasses
@@ -25,9 +24,11 @@ from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import (
+from megatron.training.loop.data import (
+    Data,
     DataCheck,
+    EvaluationSet,
+    Lookahead,
     consumed_ranges,
     describe_iteration,
     name_those_without_digests,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from megatron.config.evaluate import EvaluateConfig
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.config.inference import EvaluateConfig
+from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Share
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.loader import Microbatch
@@ -15,8 +15,7 @@ from megatron.training.build.data import build_run_loader
 from megatron.training.build.plan import RunPlan
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import Data, DataCheck, EvaluationSet, Lookahead
 
 
 @dataclass
