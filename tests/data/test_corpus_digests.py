@@ -22,7 +22,7 @@ from megatron.data.corpus_digests import (
     read_digests,
     write_digests,
 )
-from megatron.data.corpus_writer import IndexedDatasetWriter, merge_datasets
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
@@ -55,12 +55,6 @@ def test_a_writer_leaves_the_digests_of_what_it_wrote(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "empty"), 100):
         pass
     assert_right(str(tmp_path / "empty"))
-
-
-def test_merging_leaves_digests_too(tmp_path: Path) -> None:
-    prefixes = [write_corpus(tmp_path / "one", 0, 700_000), write_corpus(tmp_path / "two", 1, 700_000)]
-    merge_datasets(prefixes, str(tmp_path / "both"))
-    assert_right(str(tmp_path / "both"))
 
 
 @pytest.mark.parametrize("sizes", [[1], [BLOCK_BYTES], [BLOCK_BYTES - 1, 2], [3 * BLOCK_BYTES + 5], [7] * 9, []])

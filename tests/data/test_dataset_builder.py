@@ -207,12 +207,6 @@ def test_longer_run_in_such_an_order_begins_with_the_shorter(words: tuple[str, .
     assert samples(90, "megatron", 8) != samples(8, "megatron", 8)
 
 
-def test_every_split_reads_its_own_documents() -> None:
-    train, valid, test = build("a", counts=(3, 1, 1), split="60,20,20")
-    documents = [set(dataset.order.document_index[:].tolist()) for dataset in (train, valid, test)]
-    assert documents == [{0, 1, 2, 3, 4, 5}, {6, 7}, {8, 9}]
-
-
 def test_end_of_document_mask_reaches_the_samples() -> None:
     train, _, _ = build("a", eod_mask_loss=True)
     masked = train[0]["loss_mask"] == 0
