@@ -18,10 +18,9 @@ from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Work
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.models.parallelize import build_parallel_model
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents

@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.fresh_process import in_fresh_process, memory, reset_peak
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory, reset_peak
 from megatron.config.logging import LoggingConfig
 from megatron.metrics.jsonl import JsonlWriter, ValidationHistory, read_history
 from megatron.metrics.record import EvaluationRecord, IterationRecord

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import tyro
 
-from megatron.commands.rank_tool import exit_at_once, exit_code_of
+from megatron.commands.tool import exit_at_once, exit_code_of
 from megatron.config.inference import LoadedModelConfig
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least, values_of

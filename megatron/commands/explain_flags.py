@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.commands.script_recorder import recorded
+from megatron.commands.explain_flags import recorded
 from megatron.config.checks import check_run, flags_in
 from megatron.config.command_line import parse_line
 from megatron.config.megatron_lm import NO_EFFECT

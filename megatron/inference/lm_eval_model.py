@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 from megatron.config.inference import GenerationConfig
 from megatron.errors import ConfigError
+from megatron.inference.cached_model import Ids, score_continuations
 from megatron.inference.generator import ContinuedText, generate_ids
 from megatron.inference.loading import OpenModel
-from megatron.inference.scoring import Ids, score_continuations
 
 _SAMPLING = ("temperature", "top_k", "top_p")
 

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import checkpointing as storage
 from megatron.checkpoint import lock as lock_module
-from megatron.checkpoint import storage
 from megatron.checkpoint.directory import new_saving_directory
 from megatron.checkpoint.lock import LEASE, LOCK, acquire
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
-from megatron.operation import accounting, failure, run_files
+from megatron.operation import attempts as accounting
+from megatron.operation import failure
+from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState

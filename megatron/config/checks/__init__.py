@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 
-from megatron.config.checks import faults, layout, model, operation, precision, training
+from megatron.config.checks import layout, model, operation, precision, training
+from megatron.config.checks import operation as faults
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

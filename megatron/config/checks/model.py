@@ -6,7 +6,7 @@ from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
-from megatron.update_rules.registry import build_rule, update_rules
+from megatron.update_rules.rule import build_rule, update_rules
 
 
 def check_attention(run: RunConfig, world_size: int) -> None:

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
-from megatron.training.checkpoints.mirror import check_url_writable
+from megatron.operation.signals import StopRequested
+from megatron.training.checkpoints.save_directories import check_url_writable
 from megatron.training.context import RunContext
-from megatron.training.signals import StopRequested
 from megatron.urls import is_url
 
 
