@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
-from benchmarks.fresh_process import Cost, cost_of
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
 from megatron.checkpoint.boxes import BoxedTensor, DividedBox
 from megatron.checkpoint.checkpointing import LoadPlanner, SafetensorsReader, file_of_rank
 from megatron.checkpoint.directory import MANIFEST, iteration_directory

@@ -16,14 +16,15 @@ from megatron.commands.weight_checkpoints import (
     Progress,
     check_unused,
     model_flags,
-    progress_bar,
     verified_checkpoint,
+)
+from megatron.commands.weight_checkpoints import (
+    Progress as progress_bar,
 )
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, UserError, report
-from megatron.flags import changed_words
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_words, require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls
 
 

@@ -21,17 +21,18 @@ from megatron.commands.weight_checkpoints import (
     check_unused,
     flags_of_weights,
     model_flags,
-    progress_bar,
     tokenizer_size,
     torch_dtype,
     verified_checkpoint,
+)
+from megatron.commands.weight_checkpoints import (
+    Progress as progress_bar,
 )
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
-from megatron.flags import changed_words
-from megatron.ranges import require_at_least
+from megatron.flags import changed_words, require_at_least
 from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:

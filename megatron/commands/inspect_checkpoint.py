@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from megatron.errors import CheckpointError, UserError, report
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:

@@ -12,20 +12,19 @@ from typing import NoReturn
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line, with_flags_of_file
-from megatron.config.faults import VARIABLE, check_allowed
 from megatron.config.operation import HANG_LIMITS
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
 from megatron.operation.elastic import ELASTIC, usable_world_size
 from megatron.operation.environment import prepare_environment
 from megatron.operation.failure import record_own_failure
-from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.heartbeat import Heartbeat, RunSettings
 from megatron.operation.processes import LAUNCHER, available_cores, collection_paused, die_with_parent
-from megatron.operation.run_files import StartedCommand, words_of_process
-from megatron.operation.run_settings import RunSettings
 from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.training.run_files import StartedCommand, words_of_process
 
 
 def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
@@ -89,9 +88,9 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     queues = prepare_environment(config, os.environ, available_cores(), local_world_size)
     # Only now: torch is not needed to explain a flag, and reads the environment.
     import_for_training()
+    from megatron.operation.elastic import Spares
     from megatron.training.initialize import Process, choose_device
     from megatron.training.pretrain import pretrain
-    from megatron.training.spares import Spares
 
     process = Process.from_environment(os.environ, num_spares)
     command = StartedCommand.of(given, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
@@ -130,8 +129,8 @@ def import_for_training() -> None:
     (megatron/operation/warm.py)."""
     is_first = "torch" not in sys.modules
     with collection_paused(is_first):
+        import megatron.operation.elastic
         import megatron.training.pretrain
-        import megatron.training.spares  # noqa: F401
 
 
 Start = Callable[[Sequence[str], int, int, Heartbeat], ExitCode]

@@ -18,10 +18,11 @@ from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hu
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
-from megatron.config.loaded_model import LoadedModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.inference import LoadedModelConfig
+from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.models.layer import BuildContext, LocalProvider, NormLinear, RMSNorm
@@ -30,8 +31,7 @@ from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.matmul import linear
-from megatron.core.quantized import QuantizedActivation
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.precision import QuantizedActivation
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.topology import Topology

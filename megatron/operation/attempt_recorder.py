@@ -1,4 +1,4 @@
-"""Writers of the records of attempts (:mod:`megatron.operation.accounting`): in the launcher, or on rank 0 without one.
+"""Writers of the records of attempts (:mod:`megatron.operation.attempts`): in the launcher, or on rank 0 without one.
 
 An error of the file system does not end a run: it is reported once, and every later write is tried.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.errors import ExitCode
-from megatron.operation.accounting import (
+from megatron.operation.attempts import (
     Attempt,
     Outcome,
     append_attempt,
@@ -23,14 +23,13 @@ from megatron.operation.accounting import (
     read_attempts,
     read_current,
     remove_current,
+    take_back_running,
     with_commit,
     write_current,
 )
-from megatron.operation.attempts import take_back_running
 from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Snapshot
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Snapshot
 
 WRITE_SECONDS = 30.0
 """Between two writes of the record of the attempt under way."""

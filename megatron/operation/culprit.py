@@ -10,9 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron.operation.causes import Cause
+from megatron.operation.evidence import (
+    ENDED,
+    STOPPED,
+    UNINTERRUPTIBLE,
+    ChildProcess,
+    Frame,
+    Stack,
+    is_waiting_for_ranks,
+)
 from megatron.operation.heartbeat import Section
-from megatron.operation.process_states import ENDED, STOPPED, UNINTERRUPTIBLE, ChildProcess
-from megatron.operation.stacks import Frame, Stack, is_waiting_for_ranks
 
 _OLDER_SECONDS = 1.0
 """A heartbeat that is older by less proves nothing: ranks of one step stop within it."""

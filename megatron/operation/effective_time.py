@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.operation.accounting import Attempt, TimeClass
+from megatron.operation.attempts import Attempt, TimeClass
 
 GPU_HOURS_PER_FAILURE = 50_700.0
 """Llama 3 405B: 16,384 GPUs, 54 days, 419 unexpected interruptions (The Llama 3 Herd of Models, section 3.3.4)."""

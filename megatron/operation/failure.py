@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.errors import DirectoryInUseError, ExitCode, UserError, cause_of
-from megatron.operation.accounting import read_attempts, read_current
+from megatron.operation.attempts import read_attempts, read_current
 from megatron.operation.causes import Cause, advice, cause_named
 from megatron.operation.culprit import Evidence, Verdict
+from megatron.operation.evidence import excerpt, group_by_stack, is_waiting_for_ranks
 from megatron.operation.heartbeat import Heartbeat, Snapshot
-from megatron.operation.stacks import excerpt, group_by_stack, is_waiting_for_ranks
 
 FILE = "failure.json"
 DIRECTORY = "failures"

@@ -10,7 +10,7 @@ Flags, rendezvous and restarts are torchrun's. Its agent is replaced by one that
   batch system repeats the signal;
 - ends the other ranks 5 s after one has crashed, where torchrun waits up to 30 s;
 - restarts, or ends the job, on all nodes together, with pauses if attempts fail at once;
-- ends ranks that hang, and records why an attempt failed (megatron/operation/watch.py);
+- ends ranks that hang, and records why an attempt failed (megatron/operation/hang.py);
 - with --nnodes MIN:MAX continues on the nodes that are left, and gives nodes that were named twice the last ranks;
 - with --warm-processes keeps processes ready that have imported everything for the next attempt.
 """
@@ -45,19 +45,26 @@ from torch.distributed.launcher import api as launcher
 from megatron.console import protect_console
 from megatron.errors import FINAL, ConfigError, ExitCode, write_error_file
 from megatron.operation.attempt_recorder import Beginning, LaunchedAttempts
-from megatron.operation.backoff import Backoff
 from megatron.operation.elastic import ELASTIC
 from megatron.operation.failure import Failure
-from megatron.operation.heartbeat import HEARTBEATS, HeartbeatMemory, Section
-from megatron.operation.named_nodes import CAUSES, NamedNodes, Naming
-from megatron.operation.node_order import NodeOrder, NodeReport, order_nodes
-from megatron.operation.nodes import Nodes, RunEnd
-from megatron.operation.processes import LAUNCHER, end_processes
-from megatron.operation.run_settings import run_directory_in
-from megatron.operation.stop_signals import StopSignals
-from megatron.operation.store_watch import StoreWatch
+from megatron.operation.hang import RankWatch
+from megatron.operation.heartbeat import HEARTBEATS, HeartbeatMemory, Section, run_directory_in
+from megatron.operation.nodes import (
+    CAUSES,
+    Backoff,
+    NamedNodes,
+    Naming,
+    NodeOrder,
+    NodeReport,
+    Nodes,
+    RunEnd,
+    StoreWatch,
+    order_nodes,
+)
+from megatron.operation.processes import LAUNCHER
+from megatron.operation.ranks import end_processes
+from megatron.operation.signals import StopSignals
 from megatron.operation.warm import WarmProcesses
-from megatron.operation.watch import RankWatch
 from megatron.torch_compat import (
     LOOPBACK,
     leave_rendezvous,

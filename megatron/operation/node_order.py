@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from megatron.operation.named_nodes import NamedNodes, Naming
+from megatron.operation.nodes import NamedNodes, Naming
 
 
 @dataclass(frozen=True)

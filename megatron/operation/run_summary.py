@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.operation.accounting import (
+from megatron.operation.attempts import (
     Attempt,
     RunTime,
     account,

@@ -1,7 +1,7 @@
 """Reports of hangs under other launchers than ours (``--on-hang report``).
 
 Local rank 0 of every node starts this module as a process of its own, which has the memory for the heartbeats of the
-node and watches them as our launcher does (:mod:`megatron.operation.watch`): torchrun, NVRx's ft_launcher and srun stay
+node and watches them as our launcher does (:mod:`megatron.operation.hang`): torchrun, NVRx's ft_launcher and srun stay
 the ones who end and restart ranks. It ends when the ranks of its node have ended.
 
     python -m megatron.operation.side_watch RANKS NODE NODES ATTEMPT COMMAND OF THE RANKS
@@ -17,8 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.operation.evidence import ENDED, process_state
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory
-from megatron.operation.process_states import ENDED, process_state
 
 if TYPE_CHECKING:
     from megatron.operation.nodes import Nodes
@@ -76,8 +76,8 @@ def watch(num_ranks: int, node: int, count: int, attempt: int, words: Sequence[s
     print(memory.path, flush=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     # Only now: the ranks wait for the path, and this imports torch.
-    from megatron.operation.run_settings import RunSettings
-    from megatron.operation.watch import RankWatch
+    from megatron.operation.hang import RankWatch
+    from megatron.operation.heartbeat import RunSettings
 
     deadline = time.monotonic() + _ATTACH_SECONDS
     settings: list[RunSettings | None] = []

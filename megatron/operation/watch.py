@@ -18,24 +18,8 @@ from typing import Any
 
 from megatron.config.operation import OperationConfig
 from megatron.operation.causes import Cause, OutOfMemoryKills
-from megatron.operation.culprit import Evidence, find_culprit
-from megatron.operation.failure import (
-    FILE,
-    Failure,
-    RankEnd,
-    attempt_number,
-    failure_of_ends,
-    failure_of_hang,
-    failure_of_lost_link,
-    failure_of_lost_nodes,
-    failure_of_lost_rendezvous,
-    position,
-    read_failure,
-    write_failure,
-)
-from megatron.operation.heartbeat import HeartbeatMemory
-from megatron.operation.nodes import Nodes
-from megatron.operation.process_states import (
+from megatron.operation.culprit import Evidence, failure_of_hang, find_culprit
+from megatron.operation.evidence import (
     BACKGROUND_WRITER,
     ENDED,
     HELPER,
@@ -43,13 +27,29 @@ from megatron.operation.process_states import (
     UNINTERRUPTIBLE,
     child_processes,
     context_switches,
+    main_stack,
     num_threads,
+    parse_stacks,
     process_state,
+    request_stacks,
     transferred_bytes,
 )
-from megatron.operation.run_settings import RunSettings, run_directory_in
-from megatron.operation.stacks import main_stack, parse_stacks, request_stacks
-from megatron.operation.stays import command_key, longest_stays, write_stays
+from megatron.operation.failure import (
+    FILE,
+    Failure,
+    RankEnd,
+    attempt_number,
+    failure_of_ends,
+    failure_of_lost_link,
+    failure_of_lost_nodes,
+    failure_of_lost_rendezvous,
+    position,
+    read_failure,
+    write_failure,
+)
+from megatron.operation.hang import command_key, longest_stays, write_stays
+from megatron.operation.heartbeat import HeartbeatMemory, RunSettings, run_directory_in
+from megatron.operation.nodes import Nodes
 from megatron.operation.watchdog import Limits, Overrun, Processes, Watchdog
 
 SCRIPTS = ("pretrain_llama.py", "megatron.commands.pretrain_llama")
@@ -87,7 +87,7 @@ class _Attempt:
     node: int
     restarts: int
     key: str
-    """Of the command, for :mod:`megatron.operation.stays`."""
+    """Of the command, for :mod:`megatron.operation.hang`."""
     stays_at: float
     """When :attr:`stays` were written last; before that, when the attempt began."""
     name: str = field(default_factory=lambda: secrets.token_hex(4))

@@ -2,7 +2,7 @@
 
 Limits are learned. The limit of a section of an iteration is 5 times the longest of its last 20 stays, and at least the
 limit of the flags. The other sections, and the first iterations, which may compile kernels, have a long limit until a
-few stays are known, of this attempt or of earlier ones (megatron/operation/stays.py), and then 10 times the longest.
+few stays are known, of this attempt or of earlier ones (megatron/operation/hang.py), and then 10 times the longest.
 What cannot be slow has one short limit: a process that is stopped. A rank that has not attached has no other limit:
 perhaps it cannot, and those that have wait for it in a section with a limit. Waiting for storage is no hang for a
 while, for the rank that waits and for the others, which wait for it.

@@ -1,4 +1,4 @@
-"""Attempts around a run: their records (megatron/operation/accounting.py), and the count of the failed ones
+"""Attempts around a run: their records (megatron/operation/attempts.py), and the count of the failed ones
 (megatron/operation/attempts.py)."""
 
 import socket
@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.directory import TRACKER, saved_iterations
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ExitCode, UserError, cause_of
-from megatron.operation.accounting import EffectiveTimeMeter
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,
     Beginning,
@@ -21,9 +20,8 @@ from megatron.operation.attempt_recorder import (
     process_age_s,
     reported_failure,
 )
-from megatron.operation.attempts import AttemptCounter
-from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.run_settings import RunSettings, run_directory
+from megatron.operation.attempts import AttemptCounter, EffectiveTimeMeter
+from megatron.operation.heartbeat import Heartbeat, RunSettings, run_directory
 from megatron.training.context import RunContext
 
 _HOSTS_LENGTH = 4000  # characters of all host names; the settings have 8 KB

@@ -1,4 +1,4 @@
-"""The files that say what was started (megatron/operation/run_files.py), written at the start of every attempt."""
+"""The files that say what was started (megatron/training/run_files.py), written at the start of every attempt."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +11,9 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import run_yaml
 from megatron.core.device import device_name
-from megatron.operation.run_files import (
+from megatron.operation.heartbeat import run_directory
+from megatron.training.context import RunContext
+from megatron.training.run_files import (
     COMMAND,
     ENVIRONMENT,
     FLAGS,
@@ -23,8 +25,6 @@ from megatron.operation.run_files import (
     without_secrets,
     write_run_files,
 )
-from megatron.operation.run_settings import run_directory
-from megatron.training.context import RunContext
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _LONGEST_WAIT_S = 10.0

@@ -13,8 +13,8 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from megatron.config.training import TrainingConfig
 from megatron.errors import ExitCode
 from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.signals import watch_signals
 from megatron.training.initialize import Process
-from megatron.training.signals import watch_signals
 
 _END, _STOP = "megatron/spares/end", "megatron/spares/stop"
 _POLL_SECONDS = 0.5

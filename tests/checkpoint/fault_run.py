@@ -31,8 +31,7 @@ from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import ControlGroup, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run, state_of_weights
 from tests.checkpoint.models import LLAMA

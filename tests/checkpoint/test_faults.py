@@ -16,7 +16,7 @@ import pytest
 from megatron.checkpoint.directory import TRACKER, Retention, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from tests.checkpoint.directories import acquire
 from tests.checkpoint.fault_run import ALONE, KINDS, Saved, Saving, Seat, World, all_saved, leftovers, load_newest, save

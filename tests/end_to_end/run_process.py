@@ -32,7 +32,8 @@ from safetensors.torch import load_file
 
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
-from megatron.operation import accounting, failure
+from megatron.operation import attempts as accounting
+from megatron.operation import failure
 from tests.forked import fork_context
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -18,7 +18,9 @@ from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
-from megatron.operation import accounting, failure, run_files
+from megatron.operation import attempts as accounting
+from megatron.operation import failure
+from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState

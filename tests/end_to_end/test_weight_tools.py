@@ -12,7 +12,7 @@ from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import average_checkpoints, convert_checkpoint
 from megatron.commands.average_checkpoints import Average
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
-from megatron.commands.weight_checkpoints import progress_bar
+from megatron.commands.weight_checkpoints import Progress as progress_bar
 from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError

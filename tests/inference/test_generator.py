@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.core.topology import single_process
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,

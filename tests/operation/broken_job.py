@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.operation.evidence import child_processes
 from megatron.operation.heartbeat import Section, Snapshot
-from megatron.operation.process_states import child_processes
 from tests.end_to_end.run_process import REPOSITORY, FlagValue
 from tests.operation.campaign_checks import CAUSES
 from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes, started_at

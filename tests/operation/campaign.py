@@ -28,11 +28,12 @@ from pathlib import Path
 
 from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
-from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
-from megatron.operation import accounting, attempts
-from megatron.operation.faults import FILE as INJECTED
-from megatron.operation.faults import injected
+from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault
+from megatron.features.faults.listener import FILE as INJECTED
+from megatron.features.faults.listener import injected
+from megatron.operation import attempts
+from megatron.operation import attempts as accounting
 from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks
 from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all, started_at

@@ -9,10 +9,22 @@ from typing import Any
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
-from megatron.config.faults import SAVE, Fault
-from megatron.operation import accounting, failure, named_nodes, run_files, stays
+from megatron.features.faults.flags import SAVE, Fault
+from megatron.features.faults.listener import FILE as INJECTED
+from megatron.operation import (
+    attempts as accounting,
+)
+from megatron.operation import (
+    failure,
+)
+from megatron.operation import (
+    hang as stays,
+)
+from megatron.operation import (
+    nodes as named_nodes,
+)
 from megatron.operation.causes import Cause
-from megatron.operation.faults import FILE as INJECTED
+from megatron.training import run_files
 from tests.end_to_end.run_process import assert_same_tensors
 
 CAUSES: Mapping[str, set[Cause]] = {

@@ -36,7 +36,7 @@ from megatron.config.operation import OperationConfig
 from megatron.errors import report_crash
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.processes import die_with_parent
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import RunSettings
 
 die_with_parent()
 heartbeat = Heartbeat.attach(os.environ, int(os.environ["LOCAL_RANK"]))

@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from megatron.config.operation import OperationConfig
-from megatron.operation import accounting, attempt_recorder, heartbeat
-from megatron.operation.accounting import (
+from megatron.operation import attempt_recorder, heartbeat
+from megatron.operation import attempts as accounting
+from megatron.operation.attempt_recorder import (
+    AttemptRecorder,
+    Beginning,
+    FailureFacts,
+    LaunchedAttempts,
+    outcome_of,
+    reported_failure,
+)
+from megatron.operation.attempts import (
     ATTEMPTS,
     CURRENT,
     TIME_CLASSES,
@@ -34,16 +43,7 @@ from megatron.operation.accounting import (
     to_json,
     write_current,
 )
-from megatron.operation.attempt_recorder import (
-    AttemptRecorder,
-    Beginning,
-    FailureFacts,
-    LaunchedAttempts,
-    outcome_of,
-    reported_failure,
-)
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Section
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Section
 
 CLASS_OF = {Section.START: "start", Section.LOAD: "load", Section.DATA: "data", Section.STEP: "step"}
 CLASS_OF |= {Section.EVALUATION: "evaluation", Section.SAVE: "save", Section.END: "idle"}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron.errors import ExitCode, NoProgressError
-from megatron.operation import stays
+from megatron.operation import hang as stays
 from megatron.operation.attempts import FILE, AttemptCounter, FailedAttempts, read
-from megatron.operation.backoff import Backoff
-from megatron.operation.stays import command_key, longest_stays, write_stays
+from megatron.operation.hang import command_key, longest_stays, write_stays
+from megatron.operation.nodes import Backoff
 
 LIMIT = 3
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.faults import parse_fault, parse_faults
-from megatron.operation import accounting
+from megatron.features.faults.flags import parse_fault, parse_faults
+from megatron.operation import attempts as accounting
 from tests.operation import campaign
 from tests.operation.campaign import (
     LAYOUTS,

@@ -9,19 +9,22 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.operation import stacks
+from megatron.operation import evidence as stacks
 from megatron.operation.causes import Cause
-from megatron.operation.culprit import Evidence, find_culprit
-from megatron.operation.failure import failure_of_hang
-from megatron.operation.process_states import (
+from megatron.operation.culprit import Evidence, failure_of_hang, find_culprit
+from megatron.operation.evidence import (
     STOPPED,
     ChildProcess,
+    Frame,
     child_processes,
     context_switches,
+    group_by_stack,
+    is_waiting_for_ranks,
+    main_stack,
     num_threads,
+    parse_stacks,
     process_state,
 )
-from megatron.operation.stacks import Frame, group_by_stack, is_waiting_for_ranks, main_stack, parse_stacks
 from tests.end_to_end.run_process import wait_until
 
 DUMP = """\
@@ -73,7 +76,7 @@ SLEEPING = (Frame("corpus.py", 3, "read"), Frame("pretrain_llama.py", 90, "<modu
             (Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader_processes.py", 9, "f")),
             False,
         ),
-        ((Frame("megatron/core/shared_memory.py", 310, "_wait_until"), *WAITING[1:]), True),
+        ((Frame("megatron/core/transport.py", 310, "_wait_until"), *WAITING[1:]), True),
         ((), False),
     ],
 )

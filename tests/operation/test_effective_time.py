@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operation.accounting import Attempt, account, append_attempt, settle, write_current
+from megatron.operation.attempts import Attempt, account, append_attempt, settle, write_current
 from megatron.operation.effective_time import (
     Costs,
     SimulatedJob,

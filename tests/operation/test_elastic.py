@@ -19,8 +19,17 @@ from megatron.operation import launch
 from megatron.operation.elastic import usable_world_size
 from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
-from megatron.operation.named_nodes import FILE, NamedNodes, Naming, append, read
-from megatron.operation.node_order import NodeOrder, NodeReport, first_ranks, order_nodes
+from megatron.operation.nodes import (
+    FILE,
+    NamedNodes,
+    Naming,
+    NodeOrder,
+    NodeReport,
+    append,
+    first_ranks,
+    order_nodes,
+    read,
+)
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
     TINY_RUN,

@@ -25,7 +25,7 @@ from megatron.errors import (
     cause_of,
 )
 from megatron.operation import causes
-from megatron.operation.accounting import Attempt, write_current
+from megatron.operation.attempts import Attempt, write_current
 from megatron.operation.causes import EXPLANATIONS, Cause, OutOfMemoryKills
 from megatron.operation.failure import (
     FILE,
@@ -38,7 +38,8 @@ from megatron.operation.failure import (
     write_failure,
 )
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.processes import RunningProcess, end_processes
+from megatron.operation.processes import RunningProcess
+from megatron.operation.ranks import end_processes
 
 CLOSED = "Traceback ...\nRuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4"
 BUG = "Traceback ...\nZeroDivisionError: division by zero"

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.metrics.timers import Timers
 from megatron.operation.heartbeat import DUMP_SIGNAL, HEARTBEATS, STEP_SECTIONS, Heartbeat, HeartbeatMemory, Section
-from megatron.operation.sections import SECTION_OF_TIMER, Sections
+from megatron.operation.waits import SECTION_OF_TIMER, Sections
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 from tests.forked import fork_context
 

@@ -11,8 +11,8 @@ import pytest
 
 from megatron.errors import ExitCode
 from megatron.operation import launch
+from megatron.operation.agent import final_code
 from megatron.operation.attempts import FILE, FailedAttempts, read
-from megatron.operation.launch import final_code
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
@@ -127,7 +127,7 @@ from pathlib import Path
 from megatron.config.operation import OperationConfig
 from megatron.operation.attempts import AttemptCounter
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import RunSettings
 settings = RunSettings(RANK, 1, DIRECTORY, OperationConfig(), ("host",))
 Heartbeat.attach(os.environ, 0).write_settings(settings.to_json())
 AttemptCounter(Path(DIRECTORY), 3).begin(None)

@@ -17,9 +17,17 @@ from megatron.checkpoint.lock import LOCK
 from megatron.config.operation import OperationConfig
 from megatron.errors import ExitCode
 from megatron.operation import attempts as failed_attempts
-from megatron.operation.accounting import ATTEMPTS, CURRENT, Attempt, account, read_attempts, read_current, settle
+from megatron.operation.attempts import (
+    ATTEMPTS,
+    CURRENT,
+    Attempt,
+    account,
+    read_attempts,
+    read_current,
+    settle,
+)
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
-from megatron.operation.run_settings import RunSettings
+from megatron.operation.heartbeat import RunSettings
 from tests.checkpoint.directories import acquire
 from tests.end_to_end.run_process import (
     call_training,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_command_line
-from megatron.operation.run_files import (
+from megatron.training.run_files import (
     COMMAND,
     EARLIER,
     ENVIRONMENT,
@@ -22,10 +22,10 @@ from megatron.operation.run_files import (
     command_script,
     environment_json,
     read_code,
+    run_files,
     without_secrets,
     write_run_files,
 )
-from megatron.training.run_files import run_files
 
 SECRET = "wandb-s3cr3t'$(touch hacked)"
 VARIABLES = {"WANDB_API_KEY": SECRET, "NCCL_DEBUG": "INFO", "NCCL_TOKEN": "another-secret", "PATH": "/usr/bin:/bin"}

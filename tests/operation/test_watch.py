@@ -19,11 +19,12 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from megatron.errors import ExitCode
-from megatron.operation import launch, side_watch, watch, watchdog
+from megatron.operation import hang as watch
+from megatron.operation import launch, side_watch, watchdog
 from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
-from megatron.operation.processes import end_processes
+from megatron.operation.ranks import end_processes
 from tests.end_to_end.run_process import REPOSITORY, FlagValue, descendants, free_port, wait_until
 from tests.operation.broken_job import LIMIT, SECTIONS, Break, BreakableJob, break_one_after_the_other
 from tests.operation.campaign_checks import read_reports

@@ -11,7 +11,7 @@ import pytest
 from megatron.commands import report_run
 from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
-from megatron.operation.accounting import CURRENT, Attempt, append_attempt, write_current
+from megatron.operation.attempts import CURRENT, Attempt, append_attempt, write_current
 from megatron.operation.effective_time import Costs, SimulatedJob, simulate
 from megatron.operation.run_summary import read_run
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser

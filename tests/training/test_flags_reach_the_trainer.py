@@ -21,11 +21,12 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.offload import Offloaded
 from megatron.core.recompute import Recomputed
 from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.signals import watch_signals
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run
@@ -36,7 +37,6 @@ from megatron.training.checkpoints.saved_run import find_start
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.training.initialize import rank_grid
-from megatron.training.signals import watch_signals
 
 RANKS = 4
 RUN = (

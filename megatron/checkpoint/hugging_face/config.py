@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
-from megatron.architectures.spec import FEATURES, ArchitectureSpec, MultimodalModel
+from megatron.architectures.spec import FEATURES, ArchitectureSpec, Fields, MultimodalModel, flag, number, size
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.files import explained
 from megatron.config.data import TokenizerConfig, TokenizerType

@@ -15,10 +15,10 @@ from megatron.checkpoint.directory import Retention, iteration_directory, locate
 from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
 from megatron.checkpoint.remote_path import RemotePath, UnreachableError
-from megatron.core.run_on_ranks import first_failure, run_on_all_ranks, run_on_rank0
+from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
-from megatron.training.signals import StopRequested
 from megatron.urls import is_url
 
 _logger = logging.getLogger(__name__)

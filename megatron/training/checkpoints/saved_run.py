@@ -17,9 +17,8 @@ from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig
-from megatron.core.control import ControlGroup
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from megatron.flags import flag_of
 from megatron.training.batch_schedule import BatchSchedule

@@ -12,9 +12,9 @@ from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import keep_copy
-from megatron.core.run_on_ranks import first_failure, run_on_rank0
+from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError, UserError
-from megatron.operation.update_guard import DETECTION_DELAY
+from megatron.features.spikes.flags import DETECTION_DELAY
 from megatron.training.checkpoints.save_directories import Mirror, Pruning
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext

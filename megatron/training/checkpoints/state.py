@@ -15,15 +15,12 @@ from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.console import print_warning
-from megatron.core.control import ControlGroup
+from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import LocalParam
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import OptimizerState
-from megatron.core.optimizer.weight_decay import WeightDecaySchedule
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import UpdateGuard
+from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, check_architecture, resolve_lr_schedule
 from megatron.training.checkpoints.tensors import (
     bias_tensors,

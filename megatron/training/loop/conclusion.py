@@ -10,9 +10,9 @@ from pathlib import Path
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.schema import DataStage
 from megatron.config.run import RunConfig
-from megatron.metrics.validation import ValidationHistory
-from megatron.operation.accounting import EffectiveTimeMeter
-from megatron.operation.run_settings import run_directory
+from megatron.metrics.jsonl import ValidationHistory
+from megatron.operation.attempts import EffectiveTimeMeter
+from megatron.operation.heartbeat import run_directory
 from megatron.reports.svg import duration, percentage
 from megatron.training.loop.trainer import Listener, Trainer
 from megatron.urls import is_url
