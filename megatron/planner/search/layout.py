@@ -291,8 +291,9 @@ def given_fields(arguments: Sequence[str]) -> frozenset[str]:
 
 def _completed(config: RunConfig, cluster: Cluster, num_gpus: int) -> RunConfig:
     memory = config.dry_run.gpu_memory_gb or cluster.memory_gib
-    gpus = {"num_gpus": num_gpus, "gpu_memory_gb": memory, "gpus_per_node": cluster.node_size}
-    dry_run = replace(config.dry_run, dry_run=True, **gpus)
+    dry_run = replace(
+        config.dry_run, dry_run=True, num_gpus=num_gpus, gpu_memory_gb=memory, gpus_per_node=cluster.node_size
+    )
     training, rates = config.training, config.learning_rate
     if training.micro_batch_size is None:
         training = replace(training, micro_batch_size=1)
