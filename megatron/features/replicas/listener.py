@@ -200,9 +200,9 @@ def raise_findings(
             "checkpoint, whose state was checked before it was written. Leave the host out if it is named again.",
             ranks,
         )
-    rank, tensors = next((rank, report.not_finite) for rank, report in enumerate(reports) if report.not_finite)
+    rank, spoilt = next((rank, report.not_finite) for rank, report in enumerate(reports) if report.not_finite)
     raise NotFiniteError(
-        f"The training state is not finite {when}, which is not written: {list_names(tensors)} on "
+        f"The training state is not finite {when}, which is not written: {list_names(spoilt)} on "
         f"{with_host(reports, (rank,))}. Start the same command again: it continues from the last checkpoint; if it "
         "happens again, lower --lr or check the data."
     )
