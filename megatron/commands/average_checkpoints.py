@@ -62,7 +62,7 @@ def average(config: Average, progress: Progress) -> str:
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import AveragedModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
-    from megatron.training.checkpoints.saved_run import check_architecture
+    from megatron.training.checkpoints.comparison import check_architecture
 
     check_unused(Path(config.save))
     saved = [verified_checkpoint(config.load, iteration) for iteration in config.iterations]

@@ -29,13 +29,9 @@ from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_recorded
 from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.build.vocabulary import load_vocabulary
+from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 from megatron.training.checkpoints.save_directories import save_directories_locked
-from megatron.training.checkpoints.saved_run import (
-    check_architecture,
-    check_may_begin,
-    given_architecture,
-    look_up_saved_run,
-)
+from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.run_files import StartedCommand, run_files_written

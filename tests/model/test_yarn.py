@@ -13,7 +13,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
 from megatron.core.models.transformer import frequencies_of
 from megatron.errors import CheckpointError
-from megatron.training.checkpoints.saved_run import check_architecture
+from megatron.training.checkpoints.comparison import check_architecture
 from tests.model.reference import (
     TOLERANCE,
     YARN_VARIANTS,

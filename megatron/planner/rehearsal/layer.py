@@ -199,7 +199,7 @@ class LayerRehearsal:
         kept = [] if self._is_first else [spans.packed for spans in (own.spans, own.chunks) if spans is not None]
         with self._logged_main_grads(log), self._logged_hooks(log):
             rehearsed = self._run_passes(log, inputs, [own])
-        del own, kept
+        del own, kept, spans, chunks  # with them goes what was packed
         tracker.peak = peak
         return rehearsed if tracker.now.by_kind == before.by_kind else None
 

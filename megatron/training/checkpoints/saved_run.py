@@ -3,24 +3,22 @@
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.directory import iteration_of, saved_iterations
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
-from megatron.flags import flag_of
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.data_stages import FIRST_STAGE
 
@@ -218,56 +216,6 @@ def check_nothing_is_abandoned(config: CheckpointConfig, start: Start) -> None:
 
 
 # --- comparison with the flags ------------------------------------------------------------------------------
-
-
-def check_architecture(
-    wanted: Mapping[str, Any],
-    saved: Mapping[str, Any],
-    where: str,
-    remedy: str = "use the flags of the run that saved it",
-    *,
-    weights_only: bool = False,
-) -> None:
-    """Raise :class:`CheckpointError` with every flag whose value differs from ``saved``, found at ``where``.
-
-    ``weights_only``: a new run begins with the weights, and may begin YaRN.
-    """
-    here, there = wanted.get("num_experts"), saved["num_experts"]
-    if here and not there:
-        raise CheckpointError(
-            f"{where} is a dense model, but --num-experts is {here}: give it experts first "
-            "(tools/convert_checkpoint.py upcycle), or load another."
-        )
-    if there and not here and "num_experts" in wanted:
-        raise CheckpointError(
-            f"{where} has {there} experts, but the flags describe a dense model: {remedy}, or load another."
-        )
-    # The padding depends on the layout; no weight depends on the longest sequence, the initialisation, or the
-    # temperature, which a stage with longer sequences may turn on.
-    free = {"padded_vocab_size", "max_position_embeddings", "init_method_std"}
-    free |= {f"attention_temperature_{name}" for name in ("tuning", "floor", "scale")}
-    if weights_only and wanted.get("position_embedding_type") == "yarn":
-        free |= {"position_embedding_type", *YARN_FIELDS}
-    different = [
-        f"{flag_of(name)} is {value} here and {saved[name]} there"
-        for name, value in wanted.items()
-        if name not in free and saved[name] != value
-    ]
-    if different:
-        raise CheckpointError(f"{where} has another architecture ({'; '.join(different)}): {remedy}, or load another.")
-
-
-def given_architecture(model: ModelConfig) -> dict[str, Any]:
-    """The values of flags of the architecture, for :func:`check_architecture`."""
-    # A flag without a value follows from others, and is compared when the weights are loaded.
-    known = {field.name for field in fields(TransformerConfig)}
-    given = {name: value for name, value in asdict(model).items() if name in known and value is not None}
-    given["no_rope_freq"] = model.canonical_nope_pattern
-    if model.num_experts:
-        given["moe_layer_freq"] = model.canonical_layer_pattern
-    else:
-        given["num_experts"] = None
-    return given
 
 
 def resolve_lr_schedule(

@@ -21,7 +21,8 @@ from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRat
 from megatron.core.optimizer.optimizer import OptimizerState
 from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, check_architecture, resolve_lr_schedule
+from megatron.training.checkpoints.comparison import check_architecture
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, resolve_lr_schedule
 from megatron.training.checkpoints.tensors import (
     bias_tensors,
     fp8_tensors,
