@@ -62,7 +62,9 @@ CALL_1 = [
         _mfu(0.45, 0.62),
         answers="a run at size: memory beside its plan, the GPU's busy share",
     ),
-    Line("experts", "benchmarks.gpu_lines.steps.experts", "mixtral-8x7b qwen3-30b-a3b", 25, 45, answers="grouped GEMMs"),
+    Line(
+        "experts", "benchmarks.gpu_lines.steps.experts", "mixtral-8x7b qwen3-30b-a3b", 25, 45, answers="grouped GEMMs"
+    ),
     _step(
         "documents",
         f"{SLICES['8B']} {_STEP} --documents 1000",
