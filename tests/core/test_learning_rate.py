@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.optimizer import LearningRateConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.checkpoints.comparison import resolve_lr_schedule
+from megatron.training.checkpoints.saved_run import resolve_lr_schedule
 
 PEAK, MINIMUM, INITIAL = 1e-3, 1e-4, 1e-5
 WARMUP, DECAY, ANNEALING = 100, 1000, 300

@@ -8,18 +8,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.hugging_face_directory import (
-    HuggingFaceDescription,
-    describe_directory,
-    tokenizers_in,
-)
+from megatron.checkpoint.hugging_face.config import HuggingFaceDescription, describe_directory, tokenizers_in
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.flags import changed_words
-from megatron.training.checkpoints.comparison import check_architecture, given_architecture
+from megatron.training.checkpoints.saved_run import check_architecture, given_architecture
 from megatron.urls import refuse_urls
 
 _REMEDY = "leave out what differs"
