@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.checkpoint.directory import TRACKER, saved_iterations
 from megatron.core.control import run_on_rank0
-from megatron.errors import ExitCode, UserError, cause_of
+from megatron.errors import ExitCode, NoProgressError, UserError, cause_of
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,
     Beginning,
@@ -70,8 +70,10 @@ def attempt_recorded(context: RunContext) -> Iterator[AttemptEnd]:
         yield end
     except Exception as error:
         end.exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
-        # Another rank may have failed first, and this one as a consequence.
-        facts = reported_failure(directory, beginning.epoch) or FailureFacts(cause_of(error))
+        facts = FailureFacts(cause_of(error))
+        if not isinstance(error, NoProgressError):
+            # Another rank may have failed first, and this one as a consequence.
+            facts = reported_failure(directory, beginning.epoch) or facts
         raise
     finally:
         if thread is not None:
