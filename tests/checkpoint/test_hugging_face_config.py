@@ -14,7 +14,7 @@ from megatron.checkpoint.hugging_face.config import config_fields, transformer_c
 from megatron.commands.weight_checkpoints import model_flags
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError
-from megatron.training.checkpoints.saved_run import check_architecture
+from megatron.training.checkpoints.comparison import check_architecture
 from tests.checkpoint.models import LLAMA, MIXTRAL, QWEN3_MOE, SCOUT
 
 transformers: Any = pytest.importorskip("transformers")

@@ -14,7 +14,8 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError, ConfigError
-from megatron.training.checkpoints.saved_run import check_architecture, given_architecture, state_of_weights
+from megatron.training.checkpoints.comparison import check_architecture, given_architecture
+from megatron.training.checkpoints.saved_run import state_of_weights
 
 
 @pytest.mark.parametrize(

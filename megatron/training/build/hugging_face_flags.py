@@ -15,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError
 from megatron.flags import changed_words
-from megatron.training.checkpoints.saved_run import check_architecture, given_architecture
+from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 from megatron.urls import refuse_urls
 
 _REMEDY = "leave out what differs"
