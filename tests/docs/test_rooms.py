@@ -110,7 +110,7 @@ def test_imports_point_downwards() -> None:
         ("features.faults.flags", "metrics.record"),
         ("metrics.record", "features.spikes.flags"),
         ("config.operation", "features.spikes.listener"),
-        ("operation.watch", "features.stragglers.listener"),
+        ("operation.hang", "features.stragglers.listener"),
         ("training.loop.trainer", "features.spikes.listener"),
         ("training.checkpoints.state", "features.replicas.state"),
         ("training.context", "training.build.run"),
