@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of saving and loading checkpoints, against torch.save and torch.load of the same bytes on the same disk.
 
-All contenders (``benchmarks/checkpoint_contenders.py``) take turns within one run, in another order every time, so that
+All contenders (``benchmarks/lib/checkpoint_contenders.py``) take turns within one run, in another order every time, so that
 the ratios are valid on a noisy machine:
 
     python benchmarks/benchmark_checkpoint.py [--size-mb 500] [--repeats 7] [--ranks 2] [--directory DIR] [--json OUT]
@@ -35,11 +35,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
-from benchmarks.checkpoint_contenders import COMPARISONS, CONTENDERS, Bench, Contender
+from benchmarks.lib.checkpoint_contenders import COMPARISONS, CONTENDERS, Bench, Contender
 from megatron.core.topology import RankGrid, Topology
 from megatron.errors import UserError
 from megatron.errors import report as report_error
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.urls import refuse_urls
 

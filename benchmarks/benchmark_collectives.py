@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
 
-from benchmarks.local_ranks import parse, run_ranks
+from benchmarks.lib.local_ranks import parse, run_ranks
 from megatron.core.communication import Communicator
 
 RANKS = 2

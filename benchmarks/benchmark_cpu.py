@@ -33,16 +33,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.local_ranks import parse, run_ranks
-from benchmarks.step_bound import BareAttention, BareProducts, Product, linear_shapes
-from benchmarks.step_samples import time_by_group
+from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, linear_shapes
+from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.context_parallel import Exchange
-from megatron.config.moe import MoEConfig, TokenDispatcherType
+from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import Exchange, ParallelConfig
 from megatron.core.context_parallel.attention import ContextParallel
-from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
@@ -53,8 +52,7 @@ from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import NumberFormats
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import P2POverlap
+from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule, placement_of

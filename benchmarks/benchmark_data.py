@@ -13,7 +13,7 @@ gigatoken: the same against Megatron-LM's tools/preprocess_data_fast.py, whose d
 reads the file and tokenizes it in as many threads as workers, and one array of all tokens in memory. Special tokens are
 text to both.
 
-orders, reading, loader: what the data of a run costs, as benchmarks/training_data_rows.py says; verification: what it
+orders, reading, loader: what the data of a run costs, as benchmarks/lib/training_data_rows.py says; verification: what it
 costs to compare them with their digests. Speeds are better when they are higher, times and shares when they are lower.
 """
 
@@ -41,18 +41,18 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before Nu
 import numpy as np
 import tyro
 
-from benchmarks.data_rows import HEADER, Row
-from megatron.commands.preprocessing.work import Work, output_of
+from benchmarks.lib.data_rows import HEADER, Row
+from megatron.commands.preprocess_work import EncodeTask, Work, output_of
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
-from megatron.data.encoding import EncodeTask, shared_tokenizer
-from megatron.data.indexed_dataset import IndexedDatasetWriter, token_dtype, write_index
-from megatron.data.llama3_tokens import LLAMA3_SPLIT, parse_ranks
+from megatron.data.corpus_writer import IndexedDatasetWriter, write_index
+from megatron.data.indexed_dataset import token_dtype
 from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
-from megatron.data.tokenizers import Tokenizer, build_tokenizer
+from megatron.data.tokenizer_formats import LLAMA3_SPLIT, parse_ranks
+from megatron.data.tokenizers import Tokenizer, build_tokenizer, shared_tokenizer
 from megatron.data.verified_encoder import fast_sentencepiece, fast_tiktoken, fast_tokenizer_json
 from megatron.errors import DataError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 Benchmark = Literal["preprocessing", "gigatoken", "orders", "reading", "loader", "verification"]
@@ -349,21 +349,21 @@ def _train(kind: TokenizerKind, text: Path, directory: Path) -> str:
 
 def order_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
     """Building sample orders."""
-    from benchmarks import training_data_rows
+    from benchmarks.lib import training_data_rows
 
     yield from training_data_rows.order_rows(config.documents)
 
 
 def reading_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
     """Reading a sample on every rank, or sending it."""
-    from benchmarks import training_data_rows
+    from benchmarks.lib import training_data_rows
 
     yield from training_data_rows.reading_rows(directory)
 
 
 def loader_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
     """The loader's share of a step."""
-    from benchmarks import training_data_rows
+    from benchmarks.lib import training_data_rows
 
     yield from training_data_rows.loader_rows(directory, config.train_iters)
 
@@ -371,7 +371,7 @@ def loader_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
 # By the name that --only takes: a function of the configuration and a directory for its files gives rows.
 def verification_rows(config: BenchmarkConfig, directory: Path) -> Iterator[Row]:
     """What it costs to compare data with their digests."""
-    from benchmarks import verification_rows as rows
+    from benchmarks.lib import verification_rows as rows
 
     return rows.verification_rows(directory)
 

@@ -21,7 +21,7 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from benchmarks.step_timing import Clock
+from benchmarks.lib.step_timing import Clock
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.initialization import initialize_parameters

@@ -26,14 +26,14 @@ import tyro
 
 from benchmarks.benchmark_cpu import MODEL
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.core.initialization import initialize_parameters
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
+from megatron.flags import require_at_least
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import generate_ids
 from megatron.inference.loading import build_model
-from megatron.ranges import require_at_least
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.urls import refuse_urls
 

@@ -19,11 +19,10 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.commands import pretrain_llama
-from megatron.config.guard import GuardConfig
-from megatron.operation.known_product import KnownProduct
-from megatron.training.build.guard import REPLAY_INTERVAL
-from megatron.training.guard.replay import Replay
-from megatron.training.guard.state_check import StateCheck
+from megatron.features.known_product.listener import KnownProduct
+from megatron.features.replay.listener import REPLAY_INTERVAL, Replay
+from megatron.features.replicas.flags import GuardConfig
+from megatron.features.replicas.listener import StateCheck
 from megatron.training.loop.trainer import Trainer
 
 FLAGS = """

@@ -31,17 +31,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.local_ranks import parse
-from benchmarks.shared_cores import price_on_cores
+from benchmarks.lib.local_ranks import parse
+from benchmarks.lib.shared_cores import price_on_cores
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.topology import Topology
-from megatron.planner.calibration.measure import Calibrated, Measured, Plan, calibrated, measure, merge
-from megatron.planner.calibration.real_step import build_step, planned_step
-from megatron.planner.calibration.turns import Effort, Ranks
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.calibration.measure import Calibrated, Effort, Measured, Plan, Ranks, calibrated, measure, merge
+from megatron.planner.calibration.operations import build_step, planned_step
+from megatron.planner.step_time.prices import load_fitted
 from megatron.training.initialize import Process, prepare_cpu, rank_grid
 
 BATCH, VOCABULARY = 16, 2048

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
-from benchmarks.local_ranks import parse, run_ranks
-from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from benchmarks.lib.local_ranks import parse, run_ranks
+from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.schedules.registry import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, simulate

@@ -9,7 +9,7 @@ Llama of the same shape:
     --sequence-parallel --bf16 --seq-length 8192 --compare transformers
 
 They take turns within one run, so that ratios hold on a noisy machine; medians count. --sweep measures the rows of
-benchmarks/step_sweep.py, one after the other.
+benchmarks/lib/step_sweep.py, one after the other.
 """
 
 import gc
@@ -28,20 +28,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import tyro
 
-from benchmarks.error_line import error_line
-from benchmarks.product_rates import copy_rate, product_rates
-from benchmarks.rank_slice import SliceConfig
-from benchmarks.step_contenders import Contender, Samples, bound, our_slice, transformers_slice
-from benchmarks.step_profile import StepProfile, profile_step
-from benchmarks.step_report import report
-from benchmarks.step_sweep import Row, SweepName, rows
-from benchmarks.step_timing import Clock, Times, spread, take_turns
+from benchmarks.lib.rank_slice import SliceConfig
+from benchmarks.lib.results import error_line
+from benchmarks.lib.step_contenders import Contender, Samples, bound, our_slice, transformers_slice
+from benchmarks.lib.step_profile import StepProfile, profile_step
+from benchmarks.lib.step_report import report
+from benchmarks.lib.step_sweep import Row, SweepName, rows
+from benchmarks.lib.step_timing import Clock, Times, copy_rate, product_rates, spread, take_turns
 from megatron.config.command_line import preset_of
 from megatron.config.model import ModelConfig
 from megatron.core.device import device_name
 from megatron.core.kernels.selection import Kernels
 from megatron.errors import ConfigError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.training.flops import achieved_tflops, mfu, resolve_peak
 from megatron.training.initialize import Process, choose_device, prepare_cpu
 from megatron.urls import refuse_urls
@@ -73,7 +72,7 @@ class BenchmarkConfig:
     json: str | None = None
     """File to which the figures are appended, one line of JSON per measurement."""
     sweep: SweepName | None = None
-    """Measure all rows of this name in benchmarks/step_sweep.py in one process; a row that fails does not end it."""
+    """Measure all rows of this name in benchmarks/lib/step_sweep.py in one process; a row that fails does not end it."""
     tiny: bool = False
     """Rehearse the rows of --sweep with tiny shapes that a CPU computes in seconds."""
 
@@ -93,7 +92,7 @@ class BenchmarkConfig:
             raise ConfigError("--tiny shrinks the rows of --sweep: add --sweep bf16 or --sweep fp8, or remove it.")
         if self.sweep is not None and (self.slice != SliceConfig() or self.with_optimizer or self.compare is not None):
             raise ConfigError(
-                "--sweep has slices of its own (benchmarks/step_sweep.py): remove the flags of the slice, "
+                "--sweep has slices of its own (benchmarks/lib/step_sweep.py): remove the flags of the slice, "
                 "--with-optimizer and --compare, or remove --sweep."
             )
         if self.compare is not None and self.slice.documents is not None:

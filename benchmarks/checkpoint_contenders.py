@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.files import sync_directory
-from megatron.checkpoint.names import MASTER, MODEL
-from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.manifest import MASTER, MODEL
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import preset
 from megatron.core.control import ControlGroup

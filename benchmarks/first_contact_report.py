@@ -19,9 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks.gpu_lines.archive import read_archive
 from benchmarks.gpu_lines.line import RESULTS, Result, Verdict, figures_of, own_results, read_results, whole_of
-from benchmarks.gpu_lines.runner import SESSIONS
+from benchmarks.gpu_lines.runner import SESSIONS, read_archive
 from benchmarks.gpu_lines.table import brief, note_of, parts_to_show, peak_memory, verdict_of
 from megatron.errors import ConfigError, UserError
 from megatron.urls import refuse_urls

@@ -11,7 +11,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PRELOADED = ("benchmarks.scaling_data", "benchmarks.scaling_metrics")
+PRELOADED = ("benchmarks.lib.scaling_data", "benchmarks.lib.scaling_metrics")
 """Modules that the server imports once, so that a process starts in milliseconds."""
 
 

@@ -24,10 +24,9 @@ import tyro
 from torch import Tensor, nn
 
 import megatron_llama as ml
-from megatron.commands.plotting import check_matplotlib
+from megatron.commands.tool import check_matplotlib
 from megatron.errors import ConfigError, ExitCode, UserError, report
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
 from megatron_llama.run import FlagValue
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from benchmarks.peer_job import MAX_NORM, Job, Step, adamw
+from benchmarks.lib.peers.job import MAX_NORM, Job, Step, adamw
 
 
 def build(job: Job) -> Step:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from benchmarks.peer_job import BETAS, EPSILON, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Step
+from benchmarks.lib.peers.job import BETAS, EPSILON, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Step
 
 
 class Metrics:

@@ -7,15 +7,14 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from benchmarks.peer_job import LEARNING_RATE, Job, Step
-from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.hugging_face_config import transformer_config_of
-from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
+from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
+from megatron.checkpoint.hugging_face.config import transformer_config_of
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import whole_params
-from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage

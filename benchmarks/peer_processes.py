@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peer_job import Job
+from benchmarks.lib.peers.job import Job
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -103,7 +103,7 @@ def _start(python: Path, environment: Mapping[str, str], log: Path) -> "subproce
     """A rank, whose standard error goes to ``log``."""
     with log.open("w") as errors:
         return subprocess.Popen(
-            [str(python), "-m", "benchmarks.peer_worker"],
+            [str(python), "-m", "benchmarks.lib.peers.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

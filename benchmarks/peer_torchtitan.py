@@ -25,7 +25,7 @@ from torchtitan.models.llama3.model import Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.trainer import Trainer
 
-from benchmarks.peer_job import BETAS, EPSILON, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Step
+from benchmarks.lib.peers.job import BETAS, EPSILON, LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Step
 
 DTENSOR = "partial_dtensor"
 """torchtitan's default, spmd_types, fails under FSDP with torch 2.13 on tensors that are no DTensors."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peer_job import MAX_NORM, Job, Step, adamw, loss_sum
+from benchmarks.lib.peers.job import MAX_NORM, Job, Step, adamw, loss_sum
 
 _MAIN_WEIGHTS = "main weights"
 

@@ -5,7 +5,7 @@
     {"end": true}     ->  (the process ends)
 
 An error is answered with ``{"error": "TypeError: ..."}``. The module runs in the environment of its contender, and
-imports torch, safetensors, ``benchmarks.peer_job`` and the module ``benchmarks.peer_NAME`` alone.
+imports torch, safetensors, ``benchmarks.lib.peers.job`` and the module ``benchmarks.peer_NAME`` alone.
 """
 
 import json
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.peer_job import Job, Step
+from benchmarks.lib.peers.job import Job, Step
 
 
 def answer(job: Job) -> tuple[Step, Iterator[Tensor]]:
@@ -39,23 +39,23 @@ def build_step(job: Job) -> Step:
     """The step of a peer; only its module is imported, since each environment has the packages of one peer."""
     match job.peer:
         case "ours":
-            from benchmarks import peer_ours
+            from benchmarks.lib.peers import ours as peer_ours
 
             return peer_ours.build(job)
         case "megatron_core":
-            from benchmarks import peer_megatron_core
+            from benchmarks.lib.peers import megatron_core as peer_megatron_core
 
             return peer_megatron_core.build(job)
         case "transformers":
-            from benchmarks import peer_transformers
+            from benchmarks.lib.peers import transformers as peer_transformers
 
             return peer_transformers.build(job)
         case "torchtitan":
-            from benchmarks import peer_torchtitan
+            from benchmarks.lib.peers import torchtitan as peer_torchtitan
 
             return peer_torchtitan.build(job)
         case "olmo_core":
-            from benchmarks import peer_olmo_core
+            from benchmarks.lib.peers import olmo_core as peer_olmo_core
 
             return peer_olmo_core.build(job)
     raise ValueError(f"no peer {job.peer}")

@@ -28,12 +28,11 @@ import tyro
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.error_line import error_line
-from benchmarks.peer_environments import PACKAGES, make_environment
-from benchmarks.peer_job import Job
-from benchmarks.peer_processes import ContenderError, RankProcesses
+from benchmarks.lib.peers.job import Job
+from benchmarks.lib.peers.processes import PACKAGES, ContenderError, RankProcesses, make_environment
+from benchmarks.lib.results import error_line
 from megatron.errors import ConfigError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES
 from megatron.urls import refuse_urls
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.error_line import error_line
-from benchmarks.step_timing import seconds_of
+from benchmarks.lib.results import error_line
+from benchmarks.lib.step_timing import seconds_of
 from megatron.core.ops.fp8 import E4M3, E5M2, gemm_for
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 
 def product_rates(device: torch.device, size: int | None = None) -> dict[str, float | str]:

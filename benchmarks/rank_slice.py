@@ -12,24 +12,22 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_resolved_architecture
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.kernels import KernelConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Work
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import wrap_data_parallel
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.models.parallelize import build_parallel_model
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Reduction
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 
 
 class SilentCommunicator(Communicator):

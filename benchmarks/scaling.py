@@ -24,8 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tyro
 
-from benchmarks import scaling_checkpoint, scaling_data, scaling_metrics, scaling_planner, scaling_start
-from benchmarks.scaling_curve import KINDS, Curve, order_of_growth
+from benchmarks.lib import (
+    scaling_checkpoint,
+    scaling_data,
+    scaling_metrics,
+    scaling_start,
+)
+from benchmarks.lib import (
+    scaling_start as scaling_planner,
+)
+from benchmarks.lib.scaling_curve import KINDS, Curve, order_of_growth
 from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
 

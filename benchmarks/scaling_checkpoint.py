@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
-from benchmarks.fresh_process import Cost, cost_of
-from benchmarks.scaling_curve import Curve, Point
-from megatron.checkpoint.checkpointing import LoadPlanner
+from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
+from megatron.checkpoint.boxes import BoxedTensor, DividedBox
+from megatron.checkpoint.checkpointing import LoadPlanner, SafetensorsReader, file_of_rank
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
-from megatron.checkpoint.division import DividedBox
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile
 from megatron.checkpoint.manifest import Manifest, encode_manifest
 from megatron.checkpoint.save_plan import (
@@ -34,8 +33,6 @@ from megatron.checkpoint.save_plan import (
     named,
     own_share,
 )
-from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import SafetensorsReader, file_of_rank
 from megatron.config.command_line import parse_command_line
 from megatron.planner.fake_backend import ShapeTracker
 from megatron.planner.plan import Run, fake_processes

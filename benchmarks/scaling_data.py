@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.fresh_process import in_fresh_process, memory
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory
 from megatron.config.data import DataConfig
+from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import Dataset
 from megatron.data.indexed_dataset import _CODE_OF_DTYPE, _HEADER, _MAGIC, _VERSION, token_dtype
-from megatron.data.loader import build_datasets, build_loader
+from megatron.data.loader import build_loader
 from megatron.data.sample_order import blend_order, normalize
 
 _VOCAB_SIZE = 32_000

@@ -13,15 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TextIO
 
-from benchmarks.fresh_process import in_fresh_process, memory, reset_peak
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory, reset_peak
 from megatron.config.logging import LoggingConfig
-from megatron.metrics.history import read_history
-from megatron.metrics.jsonl import JsonlWriter
+from megatron.metrics.jsonl import JsonlWriter, ValidationHistory, read_history
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter
 from megatron.metrics.timers import Timers, combine, format_timer_report
-from megatron.metrics.validation import ValidationHistory
 from megatron.metrics.writer import ReportedRun, build_writers
 
 _FLAT = 0.3  # order of growth of what does not grow, on a busy machine

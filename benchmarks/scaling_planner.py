@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from benchmarks.fresh_process import cost_of
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_curve import Curve, Point, cost_of
 from megatron.commands import plan_layout, pretrain_llama
 
 MODELS = {"llama3.2-1b": 1.2e9, "llama3.1-8b": 8.0e9, "llama3.1-70b": 70.6e9, "llama3.1-405b": 405.9e9}

@@ -12,9 +12,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.fresh_process import Cost, cost_of
-from benchmarks.scaling_checkpoint import layouts_fsdp, simulated_module
-from benchmarks.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_checkpoint import layouts_fsdp, simulated_module
+from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
 from megatron.commands import pretrain_llama
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology

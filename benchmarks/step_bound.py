@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput
+from megatron.core.ops.attention import AttentionKernel, AttentionOutput
 from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.rank_slice import SliceConfig
-from benchmarks.step_bound import BareAttention, BareFp8Products, BareProducts, linear_shapes
+from benchmarks.lib.rank_slice import SliceConfig
+from benchmarks.lib.step_bound import BareAttention, BareFp8Products, BareProducts, linear_shapes
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import TorchAttention

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.rank_slice import SliceConfig
+from benchmarks.lib.rank_slice import SliceConfig
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.choice import table as kernel_choices
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.step_contenders import Contender
+from benchmarks.lib.step_contenders import Contender
 
 
 class Clock:

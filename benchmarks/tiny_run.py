@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.jsonl import complete_records
+from benchmarks.lib.results import complete_records
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.data_rows import Row
+from benchmarks.lib.data_rows import Row
 from megatron.commands import pretrain_llama
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import build_loader
 from megatron.data.sample_order import build_sample_order
 

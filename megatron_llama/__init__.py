@@ -12,7 +12,7 @@ package, whose name is unique, checks that ``megatron`` is the one beside it. do
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from megatron_llama._imports import check_imports
+from megatron_llama import check_imports
 
 if TYPE_CHECKING:
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError

@@ -15,13 +15,13 @@ from typing import Literal, Self
 
 import torch
 
-from megatron.checkpoint.storage import SyncSaveBackend
+from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 from megatron.inference.loading import load_model
@@ -30,15 +30,14 @@ from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
 from megatron.operation.signals import SignalWatch
-from megatron.training.build.architecture import resolve_architecture
 from megatron.training.build.run import build_trainer
-from megatron.training.checkpoints.locks import save_directories_locked
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
+from megatron.training.checkpoints.save_directories import save_directories_locked
+from megatron.training.checkpoints.tensors import random_tensors, restore_random
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
-from megatron.training.pretrain import deterministic_algorithms
+from megatron.training.pretrain import deterministic_algorithms, resolve_architecture
 from megatron_llama.model import Texts
 
 FlagValue = str | float | bool | os.PathLike[str] | Sequence[str | float] | None
@@ -239,7 +238,7 @@ class Run:
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation by the present weights, which are copied through a temporary checkpoint; the
         same on all ranks. A collective. ``sampling`` are the fields of
-        :class:`~megatron.config.generation.GenerationConfig`."""
+        :class:`~megatron.config.inference.GenerationConfig`."""
         return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:

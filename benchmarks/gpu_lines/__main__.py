@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.error_line import error_line
 from benchmarks.gpu_lines.line import PROCESS, Figures, Line, Result, Verdict, append
 from benchmarks.gpu_lines.line_run import LineRun, place_of, verdict_of
+from benchmarks.lib.results import error_line
 from megatron.core.device import device_is_broken, memory_outside_allocator
 from megatron.training.initialize import Process, choose_device, prepare_cpu
 

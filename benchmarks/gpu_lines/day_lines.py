@@ -5,7 +5,7 @@ from dataclasses import replace
 from benchmarks import tiny_run
 from benchmarks.benchmark_experts import SHAPES
 from benchmarks.gpu_lines.line import Expectation, Line
-from benchmarks.step_sweep import SLICES, SweepName, rows
+from benchmarks.lib.step_sweep import SLICES, SweepName, rows
 
 _TURNS = "--warmup 3 --repeats 10"
 _DOCUMENTS = "--documents 1000"

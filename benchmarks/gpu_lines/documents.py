@@ -12,9 +12,9 @@ import torch
 from benchmarks.benchmark_step import parse
 from benchmarks.gpu_lines.line import Figures
 from benchmarks.gpu_lines.line_run import LineRun
-from benchmarks.rank_slice import SliceConfig
-from benchmarks.step_contenders import Samples, our_slice
-from benchmarks.step_sweep import LENGTH, shrunk
+from benchmarks.lib.rank_slice import SliceConfig
+from benchmarks.lib.step_contenders import Samples, our_slice
+from benchmarks.lib.step_sweep import LENGTH, shrunk
 from megatron.core.device import memory_outside_allocator
 
 SLICE = f"--model llama3.1-8b --num-layers 2 {LENGTH} --bf16"

@@ -12,8 +12,7 @@ import time
 import torch
 
 from benchmarks.gpu_lines.line_run import LineRun
-from benchmarks.product_rates import copy_rate, product_rates
-from benchmarks.step_timing import seconds_of
+from benchmarks.lib.step_timing import copy_rate, product_rates, seconds_of
 from megatron.core.device import device_name
 from megatron.training.flops import device_peak_tflops
 

@@ -2,7 +2,7 @@
 expected to take on an H100, and its limit."""
 
 from benchmarks.gpu_lines.line import Expectation, Line
-from benchmarks.step_sweep import LENGTH, SLICES
+from benchmarks.lib.step_sweep import LENGTH, SLICES
 
 CALL_SECONDS = {1: 530.0, 2: 210.0}
 """Of all lines of a call: a command may take 600 s on the machine, of which start and copies take some."""
@@ -62,7 +62,7 @@ CALL_1 = [
         _mfu(0.45, 0.62),
         answers="a run at size: memory beside its plan, the GPU's busy share",
     ),
-    Line("experts", "benchmarks.gpu_lines.experts.run", "mixtral-8x7b qwen3-30b-a3b", 25, 45, answers="grouped GEMMs"),
+    Line("experts", "benchmarks.gpu_lines.steps.run", "mixtral-8x7b qwen3-30b-a3b", 25, 45, answers="grouped GEMMs"),
     _step(
         "documents",
         f"{SLICES['8B']} {_STEP} --documents 1000",

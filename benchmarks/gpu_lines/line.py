@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.jsonl import complete_records
+from benchmarks.lib.results import complete_records
 
 RESULTS = "results.jsonl"
 WHOLE = "the line"

@@ -10,8 +10,8 @@ from types import TracebackType
 
 import torch
 
-from benchmarks.error_line import error_line
 from benchmarks.gpu_lines.line import BROKEN, Figures, Line, Result, Verdict, append
+from benchmarks.lib.results import error_line
 from megatron.core.device import device_is_broken
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.error_line import error_line
 from benchmarks.gpu_lines.line import (
     BROKEN,
     RESULTS,
@@ -18,7 +17,7 @@ from benchmarks.gpu_lines.line import (
     read_results,
 )
 from benchmarks.gpu_lines.line_run import LineRun, place_of, require, verdict_of
-from benchmarks.jsonl import complete_records
+from benchmarks.lib.results import complete_records, error_line
 from megatron.core.device import device_is_broken
 
 PACKAGES = ("pytest", "pytest_timeout", "hypothesis")

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from benchmarks.gpu_lines.archive import write_archive
 from benchmarks.gpu_lines.gpu_state import GpuWatch
 from benchmarks.gpu_lines.line import (
     BROKEN,
@@ -30,6 +29,7 @@ from benchmarks.gpu_lines.line import (
     own_results,
     read_results,
 )
+from benchmarks.gpu_lines.runner import write_archive
 from benchmarks.gpu_lines.table import as_text, row_text
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -2,7 +2,7 @@
 
 from benchmarks.benchmark_step import parse
 from benchmarks.gpu_lines.line_run import LineRun
-from benchmarks.step_sweep import LENGTH, shrunk
+from benchmarks.lib.step_sweep import LENGTH, shrunk
 
 VARIANTS = {
     "bf16": "--bf16",

@@ -12,7 +12,7 @@ from benchmarks.gpu_lines.line import Line, Verdict, read_results
 from benchmarks.gpu_lines.runner import Session, Start, run_lines, start_process
 from benchmarks.gpu_lines.table import as_text, verdict_of
 from megatron.errors import ConfigError
-from megatron.ranges import require_positive
+from megatron.flags import require_positive
 from megatron.urls import refuse_urls
 
 

@@ -10,11 +10,11 @@ import torch
 from benchmarks.benchmark_step import BenchmarkConfig, measure, parse
 from benchmarks.gpu_lines.line import Figures
 from benchmarks.gpu_lines.line_run import LineRun
-from benchmarks.step_sweep import LENGTH, shrunk
-from benchmarks.step_timing import seconds_of
+from benchmarks.lib.step_sweep import LENGTH, shrunk
+from benchmarks.lib.step_timing import seconds_of
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 STEPS = "steps.jsonl"
 """All figures of benchmark_step.py, a line for each step."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megatron.planner.step_time.constants import CONSTANTS, Constants, starts
 from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.prices import CONSTANTS, Constants, starts
 from megatron.planner.step_time.published import PublishedRun, predict
 from megatron.planner.step_time.workload import Array, Workload
 

@@ -16,7 +16,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.published.fit import errors, fit, fitted_names
+from benchmarks.published.fit import (
+    Errors,
+    constants_without,
+    corrected_errors,
+    errors,
+    errors_of_copies,
+    fit,
+    fitted_names,
+    left_out,
+    repeats,
+    sweeps,
+)
 from benchmarks.published.table import (
     TABLE,
     fitted_and_held_back,
@@ -27,17 +38,8 @@ from benchmarks.published.table import (
     split_by_twins,
     without_doubtful,
 )
-from benchmarks.published.validation import (
-    Errors,
-    constants_without,
-    corrected_errors,
-    errors_of_copies,
-    left_out,
-    repeats,
-    sweeps,
-)
 from megatron.planner.search.accuracy import regimes
-from megatron.planner.step_time.constants import RECORD, Constants
+from megatron.planner.step_time.prices import RECORD, Constants
 from megatron.planner.step_time.published import PublishedRun, predict
 from megatron.planner.step_time.workload import Array
 

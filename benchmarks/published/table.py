@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.planner.step_time.published import PublishedRun, read_published
-from megatron.planner.step_time.row_fields import Row, text
+from megatron.planner.step_time.published import PublishedRun, Row, read_published, text
 from megatron.planner.step_time.workload import Run
 
 TABLE = Path(__file__).with_name("runs.csv")

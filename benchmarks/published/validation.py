@@ -18,7 +18,7 @@ from benchmarks.published.table import (
     same_replica,
     sources,
 )
-from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.prices import Constants
 from megatron.planner.step_time.published import PublishedRun
 from megatron.planner.step_time.workload import Array
 

@@ -3,7 +3,20 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.architectures.catalog import llama, llama4, mixtral, qwen2, qwen3, qwen3_moe
+from megatron.architectures.catalog import (
+    llama,
+    llama4,
+    mixtral,
+)
+from megatron.architectures.catalog import (
+    qwen as qwen2,
+)
+from megatron.architectures.catalog import (
+    qwen as qwen3,
+)
+from megatron.architectures.catalog import (
+    qwen as qwen3_moe,
+)
 from megatron.architectures.spec import ArchitectureSpec
 from megatron.architectures.transformer_config import TransformerConfig
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.architectures.config_json import Fields
+from megatron.architectures.spec import Fields
 from megatron.architectures.transformer_config import TransformerConfig
 
 

@@ -57,7 +57,7 @@ class TransformerConfig:
     """Attention of layers with rotary position embedding stays inside chunks of this many positions."""
     attention_temperature_tuning: bool = False
     """Queries of layers without rotary position embedding are scaled by their position, counted from 0; see
-    :mod:`megatron.core.ops.query_scale`."""
+    :mod:`megatron.core.ops.rope`."""
     attention_temperature_floor: int = 8192
     attention_temperature_scale: float = 0.1
     add_qkv_bias: bool = False

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from megatron.checkpoint.conversion import Advance, blocks
-from megatron.checkpoint.names import MASTER, MODEL
-from megatron.checkpoint.streaming import SavedTensors
+from megatron.checkpoint.manifest import MASTER, MODEL
+from megatron.checkpoint.streaming import Advance, SavedTensors, blocks
 from megatron.errors import CheckpointError
 
 

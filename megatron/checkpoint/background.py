@@ -22,12 +22,12 @@ from typing import IO, Any
 from torch import Tensor
 
 import megatron
+from megatron.checkpoint.background import Staging
 from megatron.checkpoint.background_main import OUTCOMES
 from megatron.checkpoint.directory import new_saving_directory, remove_checkpoint
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.checkpoint.staging import Staging
 
 
 class SharedMemory:
@@ -284,7 +284,7 @@ class DirectorySaveTask(AsyncSaveTask):
 
 
 class AsyncSaveBackend(DirectorySaveTask):
-    """A :class:`~megatron.checkpoint.storage.SaveBackend` that writes while training continues.
+    """A :class:`~megatron.checkpoint.checkpointing.SaveBackend` that writes while training continues.
 
     ``read_back`` reads every file again and compares it with its digest before the checkpoint becomes visible.
     """

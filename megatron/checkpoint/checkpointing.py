@@ -15,14 +15,19 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from megatron.checkpoint.boxes import boxed
+from megatron.checkpoint.checkpointing import (
+    SafetensorsReader,
+    SafetensorsWriter,
+    SaveBackend,
+    SyncSaveBackend,
+)
 from megatron.checkpoint.directory import iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import verify_file
 from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.save_plan import SavePlanner
 from megatron.checkpoint.schema import SavedState, upgrade
-from megatron.checkpoint.sharded_tensor import boxed
-from megatron.checkpoint.storage import SafetensorsReader, SafetensorsWriter, SaveBackend, SyncSaveBackend
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face import (
+from megatron.checkpoint.boxes import Place
+from megatron.checkpoint.hugging_face.config import CONFIG
+from megatron.checkpoint.hugging_face.mapping import (
     EMBEDDING,
     HEAD,
     Copy,
@@ -20,11 +22,8 @@ from megatron.checkpoint.hugging_face import (
     copies_of_section,
     folded_multiplier,
 )
-from megatron.checkpoint.hugging_face_directory import CONFIG
-from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
-from megatron.checkpoint.hugging_face_model import HuggingFaceModel
-from megatron.checkpoint.names import EMA, MASTER, MODEL
-from megatron.checkpoint.places import Place
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, HuggingFaceWeights
+from megatron.checkpoint.manifest import EMA, MASTER, MODEL
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.checkpoint.schema import upgrade
 from megatron.checkpoint.streaming import SavedTensors

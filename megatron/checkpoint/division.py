@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.checkpoint.places import Mask, Numbers
+from megatron.checkpoint.boxes import Mask, Numbers
 from megatron.core.parameter import ParameterInfo, RowDivision
 
 

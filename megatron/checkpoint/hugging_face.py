@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import known_architecture
-from megatron.checkpoint.places import Place, overlap, strided
+from megatron.checkpoint.boxes import Place, overlap, strided
+from megatron.checkpoint.hugging_face.config import known_architecture
 from megatron.errors import CheckpointError
 
 EMBEDDING = "model.embed_tokens.weight"

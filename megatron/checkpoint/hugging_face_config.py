@@ -8,9 +8,8 @@ by name.
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
-from megatron.architectures.spec import FEATURES, ArchitectureSpec, MultimodalModel
+from megatron.architectures.spec import FEATURES, ArchitectureSpec, Fields, MultimodalModel, flag, number, size
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.errors import CheckpointError
 

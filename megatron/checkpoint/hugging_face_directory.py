@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.architectures.config_json import Fields
-from megatron.architectures.spec import MultimodalModel
+from megatron.architectures.spec import Fields, MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.hugging_face_config import multimodal_model, text_model_fields, transformer_config_of
+from megatron.checkpoint.hugging_face.config import multimodal_model, text_model_fields, transformer_config_of
 from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.errors import CheckpointError
 from megatron.urls import from_hub, is_hub_name

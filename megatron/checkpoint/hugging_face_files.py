@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.architectures.spec import MultimodalModel
+from megatron.checkpoint.boxes import Place
 from megatron.checkpoint.directory import hidden_path
 from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
-from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_MODEL, no_directory, read_json_object
-from megatron.checkpoint.places import Place
+from megatron.checkpoint.hugging_face.config import TOKENIZER_FILES, TOKENIZER_MODEL, no_directory, read_json_object
 from megatron.checkpoint.safetensors_file import DTYPES, Entry, SafetensorsStream, aligned, packed
 from megatron.errors import CheckpointError
 

@@ -3,8 +3,8 @@
 from collections import Counter
 from pathlib import Path
 
-from megatron.checkpoint.hugging_face_directory import describe_directory
-from megatron.checkpoint.hugging_face_files import HuggingFaceWeights
+from megatron.checkpoint.hugging_face.config import describe_directory
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights
 
 
 class HuggingFaceModel:

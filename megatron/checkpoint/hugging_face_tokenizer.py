@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import explained, write_text_durably
-from megatron.checkpoint.hugging_face_directory import TOKENIZER_CONFIG, TOKENIZER_JSON, read_json_object
-from megatron.checkpoint.hugging_face_files import write_json
+from megatron.checkpoint.hugging_face.config import TOKENIZER_CONFIG, TOKENIZER_JSON, read_json_object
+from megatron.checkpoint.hugging_face.write import write_json
 from megatron.checkpoint.tokenizer_files import copy_files, files_by_name
 from megatron.config.data import TokenizerConfig
 from megatron.data.tokenizers import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer

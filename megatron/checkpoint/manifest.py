@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint, ranges
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
-from megatron.checkpoint.division import Divisions
 from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.places import Numbers, boxes_are_disjoint, ranges
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS

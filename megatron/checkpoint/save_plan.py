@@ -24,11 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-from megatron.checkpoint.division import DividedBox, Divisions
+from megatron.checkpoint.boxes import DividedBox, Divisions, Mask, Numbers, boxed, boxes_are_disjoint
 from megatron.checkpoint.manifest import SavedTensor, padded
-from megatron.checkpoint.places import Mask, Numbers, boxes_are_disjoint
 from megatron.checkpoint.safetensors_file import DTYPES
-from megatron.checkpoint.sharded_tensor import boxed
 
 SLICE_BYTES = 16 << 20
 """Replicated boxes are cut into slices of about this size, which are spread over the ranks."""

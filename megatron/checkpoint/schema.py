@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 
 FORMAT_VERSION = 9
@@ -97,7 +97,7 @@ class SavedState:
     rollbacks: tuple[Rollback, ...] = ()
     """Rollbacks of the run so far; the ranges of some may lie after the checkpoint."""
     update_guard: Mapping[str, Any] | None = None
-    """State of ``megatron/operation/update_guard.py``; None if it is not known."""
+    """State of ``megatron/features/spikes/flags.py``; None if it is not known."""
     generation_config: str | None = None
     """Text of ``generation_config.json`` of the Hugging Face model that the run started from; None without one."""
 

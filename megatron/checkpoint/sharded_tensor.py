@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from megatron.checkpoint.division import DividedBox, divided_boxes
+from megatron.checkpoint.boxes import DividedBox, divided_boxes
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.torch_compat import wrapper_subclass
 

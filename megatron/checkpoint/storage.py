@@ -43,9 +43,8 @@ from megatron.checkpoint.manifest import (
     read_checkpoint,
 )
 from megatron.checkpoint.remote_path import AnyPath
-from megatron.checkpoint.safetensors_file import write_safetensors
+from megatron.checkpoint.safetensors_file import VerifiedSafetensors, write_safetensors
 from megatron.checkpoint.save_plan import SavePlanner
-from megatron.checkpoint.verified_file import VerifiedSafetensors
 from megatron.errors import CheckpointError
 
 

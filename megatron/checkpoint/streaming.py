@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from megatron.checkpoint.boxes import Place, overlap
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -25,10 +26,8 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_checkpoint,
 )
-from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.remote_path import AnyPath
-from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, aligned, packed
-from megatron.checkpoint.verified_file import VerifiedSafetensors
+from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
 
 FILE_BYTES = 4 << 30
 _OPEN_FILES = 16

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.directory import locate_checkpoint
+from megatron.checkpoint.directory import fresh_directory, locate_checkpoint
 from megatron.checkpoint.files import explained, sync_directory, sync_file
-from megatron.checkpoint.hugging_face_directory import TOKENIZER_FILES, TOKENIZER_JSON, TOKENIZER_MODEL
-from megatron.checkpoint.hugging_face_files import fresh_directory
+from megatron.checkpoint.hugging_face.config import TOKENIZER_FILES, TOKENIZER_JSON, TOKENIZER_MODEL
 from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.checkpoint.schema import SavedState
 from megatron.config.data import TokenizerConfig

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.conversion import Advance, blocks
-from megatron.checkpoint.names import MASTER, MODEL
-from megatron.checkpoint.streaming import SavedTensors
+from megatron.checkpoint.manifest import MASTER, MODEL
+from megatron.checkpoint.streaming import Advance, SavedTensors, blocks
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import Box, ParameterInfo
 

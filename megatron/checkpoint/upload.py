@@ -25,10 +25,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.directory import MANIFEST, SOURCE_SAVED_AT, TRACKER, iteration_directory, saved_iterations
+from megatron.checkpoint.directory import (
+    MANIFEST,
+    SOURCE_SAVED_AT,
+    TRACKER,
+    Retention,
+    iteration_directory,
+    saved_iterations,
+)
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile, check_unmodified, explained, files_of, verify_file
 from megatron.checkpoint.remote_path import BLOCK, Progress, RemotePath
-from megatron.checkpoint.retention import Retention
 from megatron.data.digests import BlockDigests, is_sealed, seal
 from megatron.errors import CheckpointError
 

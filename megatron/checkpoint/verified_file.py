@@ -8,8 +8,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megatron.checkpoint.boxes import Place, overlap
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile, check_file, damaged_block, explained
-from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import DTYPES, Entry
 from megatron.errors import CheckpointError

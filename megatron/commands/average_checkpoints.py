@@ -16,14 +16,15 @@ from megatron.commands.weight_checkpoints import (
     Progress,
     check_unused,
     model_flags,
-    progress_bar,
     verified_checkpoint,
+)
+from megatron.commands.weight_checkpoints import (
+    Progress as progress_bar,
 )
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import ConfigError, UserError, report
-from megatron.flags import changed_words
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_words, require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls
 
 
@@ -63,11 +64,10 @@ class Average:
 
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
-    from megatron.checkpoint.averaging import AveragedModel
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
-    from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.streaming import AveragedModel, save_streaming
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
     from megatron.training.checkpoints.comparison import check_architecture
     from megatron.training.checkpoints.saved_run import state_of_weights

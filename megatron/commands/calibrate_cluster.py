@@ -23,7 +23,7 @@ import tyro
 
 from megatron.config.checks import check_run
 from megatron.errors import ConfigError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 SMALL_MODEL = (
@@ -69,9 +69,8 @@ def calibrate(config: CalibrateConfig) -> str | None:
 
     from megatron.config.command_line import parse_command_line
     from megatron.config.parallel import ParallelConfig
-    from megatron.planner.calibration.cluster_file import cluster_file
-    from megatron.planner.calibration.measure import Plan, calibrated, measure, number_of_operations
-    from megatron.planner.calibration.turns import Effort, Ranks
+    from megatron.planner.calibration.fit import cluster_file
+    from megatron.planner.calibration.measure import Effort, Plan, Ranks, calibrated, measure, number_of_operations
     from megatron.planner.step_time.cluster import read_cluster
     from megatron.training.build.vocabulary import planned_vocabulary
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu

@@ -20,7 +20,7 @@ from typing import Literal
 import tyro
 
 from megatron.errors import ExitCode, UserError, report
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 
@@ -48,10 +48,8 @@ class CheckNodeConfig:
 def check_nodes(config: CheckNodeConfig, rank: int, world_size: int) -> ExitCode:
     """Run the checks; rank 0 prints and writes the results."""
     from megatron.config.parallel import ParallelConfig
-    from megatron.operation.preflight.board import Board
-    from megatron.operation.preflight.check import Needs, Network
-    from megatron.operation.preflight.result import Verdict, failed_hosts, table, worst
-    from megatron.operation.preflight.run import run_preflight
+    from megatron.features.preflight.check import Board, Needs, Network, Verdict, failed_hosts, table, worst
+    from megatron.features.preflight.run import run_preflight
     from megatron.torch_compat import ranks_store
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 

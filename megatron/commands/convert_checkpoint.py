@@ -21,21 +21,22 @@ from megatron.commands.weight_checkpoints import (
     check_unused,
     flags_of_weights,
     model_flags,
-    progress_bar,
     tokenizer_size,
     torch_dtype,
     verified_checkpoint,
+)
+from megatron.commands.weight_checkpoints import (
+    Progress as progress_bar,
 )
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError, report
-from megatron.flags import changed_words
-from megatron.ranges import require_at_least
+from megatron.flags import changed_words, require_at_least
 from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.conversion import HuggingFaceExport
+    from megatron.checkpoint.hugging_face.write import HuggingFaceExport
     from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
@@ -182,11 +183,10 @@ Command = (
 
 def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
-    from megatron.checkpoint.conversion import HuggingFaceImport
     from megatron.checkpoint.directory import iteration_directory
-    from megatron.checkpoint.hugging_face_files import copy_tokenizer
+    from megatron.checkpoint.hugging_face.read import HuggingFaceImport
     from megatron.checkpoint.streaming import save_streaming
-    from megatron.checkpoint.tokenizer_files import COPY
+    from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer
     from megatron.training.checkpoints.saved_run import state_of_weights
 
     source, root = Path(config.hf), Path(config.save)
@@ -223,7 +223,7 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
 def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig:
     """The flags for the tokenizer in ``source``, whose copy will be under ``copied``, in a model of ``vocab_size``
     ids."""
-    from megatron.checkpoint.hugging_face_directory import tokenizer_flags
+    from megatron.checkpoint.hugging_face.config import tokenizer_flags
 
     flags, ids = tokenizer_flags(source, copied), tokenizer_size(tokenizer_flags(source, source))
     # For a tokenizer that cannot be used, the size says nothing.
@@ -235,8 +235,8 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
 
 def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; what to tell the user."""
-    from megatron.checkpoint.conversion import HuggingFaceExport
-    from megatron.checkpoint.hugging_face_files import check_free, fresh_directory, write_weights
+    from megatron.checkpoint.directory import check_free, fresh_directory
+    from megatron.checkpoint.hugging_face.write import HuggingFaceExport, write_weights
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.tokenizer_files import tokenizer_of
@@ -275,10 +275,9 @@ def write_description(
 ) -> list[str]:
     """Write config.json and the tokenizer's files; what to tell the user about them."""
     from megatron.checkpoint.files import explained, write_text_durably
-    from megatron.checkpoint.hugging_face_config import config_fields
-    from megatron.checkpoint.hugging_face_directory import CONFIG, GENERATION_CONFIG
-    from megatron.checkpoint.hugging_face_files import write_json
-    from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
+    from megatron.checkpoint.hugging_face.config import CONFIG, GENERATION_CONFIG, config_fields
+    from megatron.checkpoint.hugging_face.write import write_json
+    from megatron.checkpoint.tokenizer_files import write_tokenizer
 
     bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
     fields = config_fields(model.architecture, str(model.dtype).removeprefix("torch."), bos, eos)
@@ -386,9 +385,8 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.schema import upgrade
-    from megatron.checkpoint.streaming import save_streaming
+    from megatron.checkpoint.streaming import UpcycledModel, save_streaming
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy, tokenizer_of
-    from megatron.checkpoint.upcycling import UpcycledModel
     from megatron.training.checkpoints.saved_run import state_of_weights
 
     root = Path(config.save)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron.commands.dry_run_report import as_json, print_report
-from megatron.commands.pages.dry_run_page import dry_run_page
+from megatron.commands.pages.dry_run_report import as_json, dry_run_page, print_report
 from megatron.config.activations import ActivationConfig
 from megatron.config.dry_run import DryRunConfig
 from megatron.config.parallel import ParallelConfig
@@ -18,8 +17,7 @@ from megatron.config.pipeline import PipelineConfig
 from megatron.config.run import RunConfig
 from megatron.config.words import without_flags
 from megatron.errors import ConfigError
-from megatron.planner.expert_load import largest_fitting_load
-from megatron.planner.plan import Plan, Run, make_plan
+from megatron.planner.plan import Plan, Run, largest_fitting_load, make_plan
 from megatron.training.build.vocabulary import planned_vocabulary
 
 WIDTH = 150

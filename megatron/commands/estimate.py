@@ -13,9 +13,8 @@ from typing import Annotated
 import tyro
 
 from megatron.errors import UserError
-from megatron.flags import values_of
+from megatron.flags import require_at_least, require_positive, values_of
 from megatron.planner import arithmetic
-from megatron.ranges import require_at_least, require_positive
 
 
 @dataclass(frozen=True)

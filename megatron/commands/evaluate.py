@@ -20,17 +20,16 @@ from megatron.commands import pretrain_llama
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.evaluate import EvaluateConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import changed_flags, values_of
+from megatron.flags import changed_flags, require_at_least, values_of
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.environment import prepare_environment
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores
-from megatron.ranges import require_at_least
 from megatron.training.build.hugging_face_flags import with_hugging_face
 from megatron.training.run_files import StartedCommand, words_of_process
 from megatron.urls import refuse_urls
@@ -38,8 +37,8 @@ from megatron.urls import refuse_urls
 if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
     from megatron.metrics.writer import MetricsWriter
+    from megatron.training.build.data import TextData
     from megatron.training.build.plan import RunPlan
-    from megatron.training.build.texts import TextData
     from megatron.training.context import RunContext
 
 _MICROBATCH_TOKENS = 4096
@@ -171,8 +170,8 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     if given.checkpoint.load_hf is not None:
         words = with_hugging_face(words, given)
     pretrain_llama.import_for_training()
+    from megatron.training.build.data import TextData
     from megatron.training.build.run import RunParts
-    from megatron.training.build.texts import TextData
     from megatron.training.initialize import Process
     from megatron.training.pretrain import pretrain
 

@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 
 import tyro
 
-from megatron.commands.rank_tool import exit_at_once, exit_code_of
-from megatron.config.loaded_model import LoadedModelConfig
+from megatron.commands.tool import exit_at_once, exit_code_of
+from megatron.config.inference import LoadedModelConfig
 from megatron.errors import ConfigError
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
 
 

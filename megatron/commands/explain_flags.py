@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.commands.script_recorder import recorded
-from megatron.config.all_checks import flags_in
-from megatron.config.checks import check_run
+from megatron.commands.explain_flags import recorded
+from megatron.config.checks import check_run, flags_in
 from megatron.config.command_line import parse_line
-from megatron.config.megatron_flags import NO_EFFECT
+from megatron.config.megatron_lm import NO_EFFECT
 from megatron.config.recipes import edited, read_recipes
 from megatron.config.words import split_words
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 
 OTHER_DEFAULTS = {
     "--swiglu": "GELU without a gate there, SwiGLU here",

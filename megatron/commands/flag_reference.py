@@ -1,6 +1,6 @@
 """Write docs/flags.md, and the table of Megatron-LM's flags in docs/coming_from_megatron.md, from the code.
 
-The dataclasses under megatron/config say which flags there are, megatron/config/megatron_flags.py and
+The dataclasses under megatron/config say which flags there are, megatron/config/megatron_lm.py and
 megatron_families.py which flags of Megatron-LM are refused, and tools/megatron_lm_flags.csv which flags of Megatron-LM
 a Llama recipe may use.
 """
@@ -17,9 +17,8 @@ from typing import NamedTuple, get_type_hints
 import tyro
 
 from megatron.config.compatibility import REFUSALS
-from megatron.config.flag_docs import Flag, docstrings, flags_of
-from megatron.config.megatron_families import FAMILIES
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.help import Flag, docstrings, flags_of
+from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, UserError
 from megatron.urls import refuse_urls
@@ -105,7 +104,7 @@ def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
     if flag is None:
         raise ConfigError(
             f"{asked.flag} of Megatron-LM is neither accepted nor refused: add a reason or a remedy to "
-            "megatron/config/megatron_flags.py."
+            "megatron/config/megatron_lm.py."
         )
     if flag.is_refused:
         return f"refused: {in_cell(flag.help.removeprefix('Refused: '))}"

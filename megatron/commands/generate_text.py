@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 
 import tyro
 
-from megatron.commands.rank_tool import exit_at_once, exit_code_of
-from megatron.config.generation import GenerationConfig
-from megatron.config.loaded_model import LoadedModelConfig
+from megatron.commands.tool import exit_at_once, exit_code_of
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.errors import ConfigError, RankError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
@@ -107,9 +106,8 @@ class Session:
 
     def results(self, path: Path) -> Iterator[str]:
         """A line of JSON for every prompt of a file."""
-        from megatron.core.run_on_ranks import run_on_rank0
-        from megatron.inference.generator import complete
-        from megatron.inference.prompts import read_prompts
+        from megatron.core.control import run_on_rank0
+        from megatron.inference.generator import complete, read_prompts
 
         config = self.config
         prompts = run_on_rank0(self.open.topology.control, lambda: read_prompts(path))
@@ -130,7 +128,7 @@ class Session:
 
     def conversation(self) -> Iterator[str]:
         """Continuations of the lines of standard input, each with the text before it."""
-        from megatron.core.run_on_ranks import run_on_rank0
+        from megatron.core.control import run_on_rank0
         from megatron.inference.generator import prompt_ids
 
         max_length = self.config.max_position_embeddings or self.open.model.max_length

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from megatron.errors import CheckpointError, UserError, report
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
     """What is wrong with each file that is not as it was written, or that holds something else than ``manifest``
     says."""
     from megatron.checkpoint.files import verify_file
-    from megatron.checkpoint.verified_file import VerifiedSafetensors
+    from megatron.checkpoint.safetensors_file import VerifiedSafetensors
 
     entries: dict[str, dict[str, Entry]] = {file.name: {} for file in manifest.file_list}
     for name in manifest.tensors:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import tyro
 
-from megatron.commands.plotting import check_matplotlib
+from megatron.commands.tool import check_matplotlib
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import (
     check_blocks,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 
-from megatron.data.merging import merge_datasets
+from megatron.data.corpus_writer import merge_datasets
 from megatron.errors import DataError, UserError
 from megatron.urls import refuse_urls
 

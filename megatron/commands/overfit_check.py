@@ -20,7 +20,7 @@ from pathlib import Path
 import tyro
 
 from megatron.errors import ConfigError, DataError, UserError, report
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive
 
 _ROOT = Path(__file__).resolve().parents[2]
 """Where processes find the package megatron."""
@@ -104,7 +104,7 @@ def write_samples(config: OverfitCheck, prefix: Path) -> None:
     """A corpus with one document of random tokens for each sample."""
     import numpy as np
 
-    from megatron.data.indexed_dataset import IndexedDatasetWriter
+    from megatron.data.corpus_writer import IndexedDatasetWriter
 
     tokens = np.random.RandomState(config.seed).randint(config.vocab_size, size=(config.samples, config.seq_length + 1))
     with IndexedDatasetWriter(str(prefix), config.vocab_size + 1) as writer:

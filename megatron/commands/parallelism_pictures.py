@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from megatron.commands.rank_groups import COLORS
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import RankGrid

@@ -16,13 +16,11 @@ import tyro
 
 from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
-from megatron.schedules.schedule import Schedule, ScheduleError
-from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate
-from megatron.schedules.spec import Shape
-from megatron.schedules.verifier import verify
-from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations
+from megatron.schedules.schedule import Schedule, ScheduleError, Shape
+from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate, verify
+from megatron.training.pipeline_trace import from_chrome_trace, median_durations
 from megatron.urls import refuse_urls
 
 _WIDTH_WITHOUT_TERMINAL = 120

@@ -21,18 +21,17 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from megatron.commands.report_run import write
+from megatron.commands.tool import write_file as write
 from megatron.config.command_line import parse_command_line
-from megatron.config.plan import PlanConfig
+from megatron.config.dry_run import PlanConfig
 from megatron.config.run import RunConfig
 from megatron.config.words import without_flags
 from megatron.errors import UserError
-from megatron.flags import values_of
+from megatron.flags import require_at_least, require_positive, values_of
+from megatron.planner.search.accuracy import measured_level
 from megatron.planner.search.enumeration import require_layout
-from megatron.planner.search.job import Job, Operation
-from megatron.planner.search.measured import measured_level
+from megatron.planner.search.layout import Job, Operation
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
 
 # What needs torch is imported once the job is known to have layouts.
@@ -169,7 +168,7 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     from rich.console import Console
 
     from megatron.commands.pages.plan_report import plan_page
-    from megatron.planner.search import report
+    from megatron.planner.search import result as report
 
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
     report.print_result(result, console, top)

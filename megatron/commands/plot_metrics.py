@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from megatron.commands.plotting import check_matplotlib
+from megatron.commands.tool import check_matplotlib
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.metrics.history import History, Point, read_history
+from megatron.metrics.jsonl import History, Point, read_history
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from megatron.errors import UserError
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.published import PublishedRun, predict, read_published
 from megatron.urls import refuse_urls
 

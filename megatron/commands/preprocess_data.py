@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import tyro
 
-from megatron.commands.preprocessing.partitions import Job, Partitioning, run_partitions
-from megatron.commands.preprocessing.progress import Counts, Progress
-from megatron.commands.preprocessing.work import Work
+from megatron.commands.preprocess_data import Job, Partitioning, run_partitions
+from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work
 from megatron.config.data import TokenizerConfig
-from megatron.data.encoding import EncodeTask, shared_tokenizer
 from megatron.data.text_inputs import DATASET_PREFIX, InputFormat, Separation, is_plain_text, list_sources, whole_ranges
+from megatron.data.tokenizers import shared_tokenizer
 from megatron.errors import ConfigError, UserError
 from megatron.urls import refuse_urls
 

@@ -12,11 +12,11 @@ from typing import NoReturn
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line, with_flags_of_file
-from megatron.config.faults import VARIABLE, check_allowed
 from megatron.config.operation import HANG_LIMITS
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
 from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
 from megatron.operation.environment import prepare_environment

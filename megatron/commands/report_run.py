@@ -18,7 +18,7 @@ import tyro
 from megatron.commands.pages.run_charts import Curves, Report
 from megatron.commands.pages.run_report import report_page, report_text
 from megatron.errors import ConfigError, DataError, UserError
-from megatron.metrics.history import History, Record, read_history
+from megatron.metrics.jsonl import History, Record, read_history
 from megatron.operation.run_summary import read_run, summarize, to_json
 from megatron.reports.svg import Point
 from megatron.urls import refuse_urls

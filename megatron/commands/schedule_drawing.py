@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.commands.plotting import check_matplotlib
+from megatron.commands.tool import check_matplotlib
 from megatron.schedules.schedule import Kind
 from megatron.schedules.simulator import Span, Timeline
 

@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from megatron.data.llama3_tokens import LLAMA3_SPLIT
 from megatron.data.text_inputs import (
     InputFormat,
     Separation,
@@ -26,7 +25,7 @@ from megatron.data.text_inputs import (
     read_batches,
     whole_ranges,
 )
-from megatron.data.tokenizer_json import byte_characters
+from megatron.data.tokenizer_formats import LLAMA3_SPLIT, byte_characters
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.urls import refuse_urls
 

@@ -105,8 +105,7 @@ def tokenizer_size(flags: TokenizerConfig) -> int | None:
 
 def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
     """The checkpoint of ``--load``, compared with its digests; raises :class:`CheckpointError`."""
-    from megatron.checkpoint.checkpointing import verify_share
-    from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
+    from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
     from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.streaming import SavedTensors
 

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.intervals import IntervalSchedule
-from megatron.ranges import require_at_least
+from megatron.flags import IntervalSchedule, changed_flags, require_at_least, require_flag, values_of
 from megatron.urls import check_place, refuse_urls, same_place
 
 

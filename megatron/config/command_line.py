@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.all_checks import flags_in, without_sentences_on
-from megatron.config.checks import check_run
+from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.compatibility import DESCRIPTIVE
-from megatron.config.flag_docs import docstrings
-from megatron.config.flag_files import FlagFileConfig
-from megatron.config.flag_names import fields_by_flag, is_switch, suggestion
-from megatron.config.help_text import help_text
-from megatron.config.megatron_families import remedy_of_family
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
+from megatron.config.dry_run import FlagFileConfig
+from megatron.config.help import docstrings, help_text
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import read_run_yaml
-from megatron.config.words import Given, split_words, surplus, value_of
+from megatron.config.words import Given, fields_by_flag, is_switch, split_words, suggestion, surplus, value_of
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 

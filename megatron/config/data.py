@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, values_of
-from megatron.ranges import require_at_least
+from megatron.flags import changed_flags, require_at_least, values_of
 from megatron.urls import check_place, refuse_urls
 
 TokenizerType = Literal[

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, fields
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 from megatron.urls import refuse_urls
 
 DEFAULT_GPU_MEMORY = 80.0

@@ -10,7 +10,7 @@
 ``MOMENT`` is an iteration (from 1), ``saveN`` (the Nth save of an attempt at a save interval), ``load`` or ``start``.
 Without ``rankN`` the fault is injected on every rank. It is injected in the first attempt that reaches it, with
 ``timesN`` in the first N, and with ``always`` in all of them. ``KINDS`` is the table of kinds;
-``megatron/operation/faults.py`` has their effects.
+``megatron/features/faults/listener.py`` has their effects.
 """
 
 import re

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import fields
 from textwrap import fill
 from typing import get_type_hints
 
-from megatron.config.flag_docs import Flag, docstrings, flags_of
-from megatron.config.flag_names import suggestion
+from megatron.config.help import Flag, docstrings, flags_of
 from megatron.config.run import RunConfig
+from megatron.config.words import suggestion
 from megatron.errors import ConfigError
 
 _INTRODUCTION = """\

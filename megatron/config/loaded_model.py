@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
-from megatron.flags import values_of
-from megatron.ranges import require_at_least
+from megatron.flags import require_at_least, values_of
 from megatron.urls import check_place, refuse_urls
 
 

@@ -4,14 +4,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.metrics.console import ConsoleFlags
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
+from megatron.metrics.console import ConsoleFlags, ProgressBarFlags
 from megatron.metrics.jsonl import JsonlFlags
-from megatron.metrics.progress_bar import ProgressBarFlags
 from megatron.metrics.tensorboard import TensorBoardFlags
 from megatron.metrics.wandb import WandbFlags
 from megatron.metrics.writer import writer_flags
-from megatron.ranges import require_at_least, require_positive
 from megatron.urls import refuse_urls
 
 

@@ -20,8 +20,7 @@ from megatron.architectures.transformer_config import (
     TransformerConfig,
 )
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.flags import values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import require_at_least, require_positive, values_of
 
 LoadBalancingType = Literal["none", "aux_loss", "seq_aux_loss"]
 TokenDispatcherType = Literal["allgather", "alltoall"]

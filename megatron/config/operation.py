@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.faults import parse_faults
-from megatron.config.guard import GuardConfig
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.features.faults.flags import parse_faults
+from megatron.features.replicas.flags import GuardConfig
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 from megatron.urls import refuse_urls
 
 HANG_LIMITS = (

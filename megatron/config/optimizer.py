@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_fraction
-from megatron.update_rules.registry import rule_flags, update_rules
-from megatron.update_rules.rule import Flags
+from megatron.flags import changed_flags, require_at_least, require_flag, require_fraction, values_of
+from megatron.update_rules.rule import Flags, rule_flags, update_rules
 
 if TYPE_CHECKING:
     from megatron.update_rules.adam import AdamFlags

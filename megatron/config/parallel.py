@@ -6,10 +6,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
 RANK_AXES = ("tp", "cp", "ep", "pp", "dp")
 """Axes of the rank grid, in the default order from neighbouring ranks to distant ones."""

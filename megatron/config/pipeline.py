@@ -6,8 +6,7 @@ from typing import Annotated
 import tyro
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, flag_of, values_of
-from megatron.ranges import require_at_least
+from megatron.flags import changed_flags, flag_of, require_at_least, values_of
 from megatron.schedules.registry import SCHEDULES, ScheduleName
 from megatron.schedules.stages import (
     VirtualStage,

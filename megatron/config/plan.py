@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 from megatron.urls import refuse_urls
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron.config.bash.evaluation import Started, evaluate
 from megatron.config.bash.expansion import shown, sources, without_unset
-from megatron.config.flag_names import all_spellings, fields_by_flag, is_switch
-from megatron.config.megatron_flags import NO_EFFECT
-from megatron.config.words import Given, split_words
+from megatron.config.megatron_lm import NO_EFFECT
+from megatron.config.words import Given, all_spellings, fields_by_flag, is_switch, split_words
 from megatron.errors import ConfigError
 
 

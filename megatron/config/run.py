@@ -6,18 +6,14 @@ from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.dry_run import DryRunConfig
-from megatron.config.flag_files import FlagFileConfig
-from megatron.config.kernels import KernelConfig
+from megatron.config.dry_run import DryRunConfig, FlagFileConfig, PlanConfig
 from megatron.config.logging import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import ModelConfig, MoEConfig
 from megatron.config.operation import OperationConfig
 from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import PipelineConfig
-from megatron.config.plan import PlanConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.training import TrainingConfig, ValidationConfig
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.architectures.registry import PRESETS
-from megatron.config.flag_names import all_spellings, fields_by_flag, is_switch, suggestion
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
+from megatron.config.words import all_spellings, fields_by_flag, is_switch, suggestion
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 

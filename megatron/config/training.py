@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_positive, values_of
 
 
 @dataclass(frozen=True)

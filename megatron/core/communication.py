@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.shared_memory import open_transport
-from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, run_sends, sendable
+from megatron.core.transport import GlooSend, Message, Reduction, Transport, is_fp8, open_transport, run_sends, sendable
 from megatron.torch_compat import storage_id
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from megatron.core.ops.fp8 import (
     scale_from_amax,
     scaled_gemm,
 )
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)

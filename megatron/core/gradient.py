@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.communication import Work
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 _ATTRIBUTE = "megatron_main_grad"
 

@@ -14,8 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    Attention,
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+)
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.block_use import Integers, block_uses, corpora_of
+from megatron.data.corpus_check import Integers, block_uses, corpora_of
 from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, damage_of, read_digests
 from megatron.data.gpt_dataset import Dataset
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.open_files import FILES_OF_CORPUS, allow_open_files
+from megatron.data.indexed_dataset import FILES_OF_CORPUS, IndexedDataset, allow_open_files
 
 _SAMPLES_AT_A_TIME = 64
 _PATIENCE = 10.0  # seconds to wait for the thread to end

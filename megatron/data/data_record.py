@@ -15,10 +15,10 @@ import xxhash
 
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint, digests_path
+from megatron.data.dataset_builder import Blend, Sources
 from megatron.data.digests import BlockDigests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import SPLIT_NAMES, normalize, parse_split
-from megatron.data.sources import Blend, Sources
 from megatron.data.tokenizers import tokenizer_files
 from megatron.errors import DataError
 

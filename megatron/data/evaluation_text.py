@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.encoding import shared_tokenizer
-from megatron.data.evaluation_samples import TokenArray, TokenStream
+from megatron.data.evaluation_data import TokenArray, TokenStream
 from megatron.data.indexed_dataset import IndexedDataset, check_token_range
 from megatron.data.text_inputs import InputFormat, list_sources, parse_documents, place_of, read_batches, whole_ranges
+from megatron.data.tokenizers import shared_tokenizer
 from megatron.errors import DataError
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from megatron.data.tokenizer_json import special_tokens
+from megatron.data.tokenizer_formats import special_tokens
 from megatron.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"

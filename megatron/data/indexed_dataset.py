@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_files import NewCorpus
+from megatron.data.corpus_writer import NewCorpus
 from megatron.data.digests import Writable
-from megatron.data.remote import RemoteFile
+from megatron.data.storage import RemoteFile
 from megatron.errors import DataError
 from megatron.urls import is_url
 

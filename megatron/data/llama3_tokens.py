@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megatron.data.tokenizer_file import not_a
+from megatron.data.tokenizer_formats import not_a
 from megatron.data.verified_encoder import Encode, TokenizedTexts
 from megatron.errors import ConfigError, DataError
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.config.data import DataConfig
+from megatron.data.dataset_builder import Sources, read_sources
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     CorpusDataset,
@@ -24,13 +25,18 @@ from megatron.data.gpt_dataset import (
     Sample,
     SampleSettings,
 )
-from megatron.data.indexed_dataset import IndexedDataset, check_document_ends, check_token_range
+from megatron.data.indexed_dataset import (
+    FILES_OF_CORPUS,
+    FILES_OF_ORDER,
+    IndexedDataset,
+    allow_open_files,
+    check_document_ends,
+    check_token_range,
+)
 from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
-from megatron.data.open_files import FILES_OF_CORPUS, FILES_OF_ORDER, allow_open_files
 from megatron.data.order_cache import Description
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.sample_order import SPLIT_NAMES, blend_order, blend_targets, normalize
-from megatron.data.sources import Sources, read_sources
 from megatron.errors import ConfigError, DataError, LoaderError
 from megatron.operation.processes import die_with_parent
 from megatron.urls import is_url

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_files import NewCorpus
+from megatron.data.corpus_writer import NewCorpus, write_index
 from megatron.data.digests import Writable
-from megatron.data.indexed_dataset import IndexedDataset, write_index
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
 _COPIED_TOKENS = 1 << 22

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.best_fit import PackedOrder, PackingStatistics, build_packed_order
 from megatron.data.gpt_dataset import (
     BlendedDataset,
     CorpusDataset,
@@ -17,6 +16,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import Arrays, load_or_build
+from megatron.data.packed_dataset import PackedOrder, PackingStatistics, build_packed_order
 from megatron.data.sample_order import SPLIT_NAMES
 from megatron.errors import DataError
 

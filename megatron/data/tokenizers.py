@@ -16,26 +16,31 @@ from typing import Any
 import numpy as np
 
 from megatron.config.data import TokenizerConfig
-from megatron.data.byte_lengths import ByteLengths, lengths_of_bytes, lengths_of_pieces
-from megatron.data.gpt2_files import END_OF_TEXT, gpt2_description
-from megatron.data.llama3_tokens import (
+from megatron.data.tokenizer_formats import (
+    END_OF_TEXT,
     LLAMA3_SPLIT,
-    cut_blank_runs,
-    encode_in_parts,
-    has_new_characters,
+    ByteLengths,
+    gpt2_description,
+    lengths_of_bytes,
+    lengths_of_pieces,
     llama3_special_tokens,
+    not_a,
     parse_ranks,
+    read_file,
+    sentencepiece_description,
+    tiktoken_description,
 )
-from megatron.data.tokenizer_file import not_a, read_file
-from megatron.data.tokenizer_json import sentencepiece_description, tiktoken_description
 from megatron.data.verified_encoder import (
     AWKWARD_TEXTS,
     Encode,
     TokenizedTexts,
     VerifiedEncoder,
+    cut_blank_runs,
+    encode_in_parts,
     fast_sentencepiece,
     fast_tiktoken,
     fast_tokenizer_json,
+    has_new_characters,
     is_panic,
 )
 from megatron.errors import ConfigError, DataError

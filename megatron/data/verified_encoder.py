@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.tokenizer_json import byte_characters, tiktoken_description
+from megatron.data.tokenizer_formats import byte_characters, tiktoken_description
 from megatron.errors import TokenizerMismatchError
 
 

@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import DataError
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.sampling import Sampler
-from megatron.inference.text_stream import TextStream
+from megatron.inference.generator import Sampler, TextStream
 
 Finish = Literal["end_of_document", "max_new_tokens", "max_position_embeddings"]
 """Why a text ended."""

@@ -9,7 +9,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.models.layer import BuildContext, LocalProvider, NormLinear, RMSNorm
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.matmul import linear
-from megatron.core.quantized import QuantizedActivation
+from megatron.core.precision import QuantizedActivation
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 

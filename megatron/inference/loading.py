@@ -10,30 +10,29 @@ from pathlib import Path
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import load_checkpoint, read_run_state
-from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
-from megatron.checkpoint.hugging_face_model import HuggingFaceModel
+from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, read_run_state
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
-from megatron.config.loaded_model import LoadedModelConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.inference import LoadedModelConfig
+from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.models.layer import BuildContext, LocalProvider
 from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import Topology
 from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.cached_model import CachedModel
-from megatron.inference.layers import ForwardProvider
+from megatron.inference.loading import ForwardProvider
 from megatron.schedules.stages import split_nearly_evenly
 from megatron.training.checkpoints.tensors import bias_tensors, model_tensors
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu

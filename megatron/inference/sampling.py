@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 
 _MOST_LIKELY = 256
 """Tokens that are sorted first: they nearly always have the probability of --top-p, and a vocabulary is large."""

@@ -9,8 +9,14 @@ from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
-from megatron.metrics.plots import IntervalGate, evaluation_scalars, has_sample_axis, iteration_scalars
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import (
+    EvaluationRecord,
+    IntervalGate,
+    IterationRecord,
+    evaluation_scalars,
+    has_sample_axis,
+    iteration_scalars,
+)
 from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 

@@ -11,8 +11,13 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag, values_of
-from megatron.metrics.plots import IntervalGate, evaluation_scalars, iteration_scalars
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.record import (
+    EvaluationRecord,
+    IntervalGate,
+    IterationRecord,
+    evaluation_scalars,
+    iteration_scalars,
+)
 from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 

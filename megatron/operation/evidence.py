@@ -126,7 +126,7 @@ _COLLECTIVES = (
     "torch/distributed/rendezvous.py",
     "megatron/core/communication.py",
     "megatron/core/control.py",
-    "megatron/core/shared_memory.py",
+    "megatron/core/transport.py",
     "megatron/core/transport.py",
     "megatron/operation/namespace.py",
     "megatron/operation/waits.py",

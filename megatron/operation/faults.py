@@ -1,6 +1,6 @@
 """Faults that a run injects into itself (``--inject-fault``): the table of their effects, and when they are due.
 
-``megatron/config/faults.py`` has the grammar. The faults that were injected are recorded in the run directory, so that
+``megatron/features/faults/flags.py`` has the grammar. The faults that were injected are recorded in the run directory, so that
 a restart does not repeat them:
 
     RUN_DIR/injected_faults.jsonl    {"fault": "kill@12:rank1", "rank": 1, "number": 12, "time": ..., "monotonic": ...}
@@ -27,11 +27,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from megatron.config.faults import SAVE, Fault
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.features.faults.flags import SAVE, Fault
 
 FILE = "injected_faults.jsonl"
 _WRITER = "megatron.checkpoint.background_main"

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.parallel import ShardingStrategy
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel, whole_params
+from megatron.core.data_parallel.buffered import BufferedDataParallel
+from megatron.core.data_parallel.strategy import DataParallel, whole_params
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo
 from megatron.core.topology import RankGrid, Topology
-from megatron.operation.digests import digests, fold, key_of
+from megatron.features.replicas.state import digests, fold, key_of
 
 HolderAxes = tuple[str, ...]
 """The ranks that differ on these axes alone hold the same bits of a tensor."""

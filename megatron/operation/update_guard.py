@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from megatron.config.operation import OperationConfig
-from megatron.operation.spikes import Observation, SpikeDetector
+from megatron.features.spikes.flags import Observation, SpikeDetector
 
 MAX_SKIPPED_IN_ROW = 3
 MAX_SKIPPED = 10

@@ -28,7 +28,8 @@ from megatron.core.models.transformer import TransformerChunk
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.layers import LinearOp
-from megatron.planner.layer_rehearsal import (
+from megatron.planner.memory import HeldMemory, Kind, MemoryTracker
+from megatron.planner.rehearsal.layer import (
     Event,
     LayerRehearsal,
     Pass,
@@ -37,7 +38,6 @@ from megatron.planner.layer_rehearsal import (
     RehearsedGradient,
     RehearsedLayer,
 )
-from megatron.planner.memory import HeldMemory, Kind, MemoryTracker
 from megatron.torch_compat import forward_hooks, forward_pre_hooks
 
 _MAX_ATTEMPTS = 3

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Observer, Work
-from megatron.core.quantized import QuantizedTensor
-from megatron.core.tensor_parallel.overlap import P2POverlap, RowGemm
+from megatron.core.precision import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Message, Reduction, Transport
 from megatron.planner.memory import MemoryTracker

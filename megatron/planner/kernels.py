@@ -6,9 +6,8 @@ from functools import partial
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.core.kernels.request import Machine
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels
+from megatron.core.device import Machine
+from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.topology import Topology
 from megatron.planner.memory import MemoryTracker
 

@@ -9,10 +9,10 @@ import torch
 from megatron.core.topology import RankGrid
 from megatron.planner.launches import Group, Launch, ProductShape
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.experts import fp32_rate
+from megatron.planner.step_time.formulas import fp32_rate
 from megatron.planner.step_time.prices import (
     EXPOSED_RING,
+    Constants,
     Machines,
     between_pods,
     elementwise_seconds,

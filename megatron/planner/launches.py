@@ -6,7 +6,7 @@ tensors stay distinguishable.
 A :class:`LaunchRecorder` records the operators of a simulated rank: GEMMs, attention, and elementwise operators (all
 others) with the bytes that they read and write, computed from shapes and dtypes; also collectives, copies between host
 and device, and host syncs. Views and allocations launch nothing. A kernel that is compiled or written in Triton counts
-as one operator. For a price (:mod:`megatron.planner.launch_prices`) GEMMs have their shape, attention its FLOPs, and
+as one operator. For a price (:mod:`megatron.planner.rehearsal.launch_prices`) GEMMs have their shape, attention its FLOPs, and
 collectives their group.
 """
 

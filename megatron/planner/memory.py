@@ -183,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
             if block.kind not in LASTING and address not in others:
                 self._move(block, "activations")
 
-    # For layers whose memory is repeated (:mod:`megatron.planner.extrapolation`)
+    # For layers whose memory is repeated (:mod:`megatron.planner.rehearsal.extrapolation`)
 
     def rounded(self, num_bytes: int) -> int:
         """Bytes of an allocation of ``num_bytes``."""

@@ -21,11 +21,10 @@ from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import chunks_of_stage, pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
-from megatron.planner.extrapolation import Extrapolation
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
-from megatron.planner.kernels import with_local_layers
-from megatron.planner.layer_kinds import layer_kinds
+from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology, with_local_layers
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
+from megatron.planner.rehearsal.extrapolation import Extrapolation
+from megatron.planner.rehearsal.records import layer_kinds
 from megatron.planner.simulated_rank import build_rank, run_step
 from megatron.planner.traffic import Link, Traffic, is_in_node
 from megatron.schedules.registry import placement_of

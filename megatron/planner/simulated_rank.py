@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
-from megatron.core.data_parallel.wrap import shards_weights
+from megatron.core.data_parallel.buffered import shards_weights
 from megatron.core.models.parallelize import parallelize
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
 from megatron.training.build.vocabulary import Vocabulary

@@ -5,8 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
 from megatron.schedules import catalog
-from megatron.schedules.schedule import Placement, Schedule, ScheduleError
-from megatron.schedules.spec import ScheduleSpec, Shape
+from megatron.schedules.schedule import Placement, Schedule, ScheduleError, ScheduleSpec, Shape
 
 
 def _find_schedules() -> dict[str, ScheduleSpec]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.directory import TRACKER, saved_iterations
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ExitCode, NoProgressError, UserError, cause_of
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.operation.faults import FaultInjector
+from megatron.features.faults.listener import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.signals import SignalWatch
 from megatron.operation.waits import MeteredTopology

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.faults import ITERATION, Fault, parse_faults
 from megatron.config.run import RunConfig
-from megatron.operation.faults import EVENT_FAULTS, ITERATION_FAULTS, FaultInjector, SaveFaults, Site
+from megatron.features.faults.flags import ITERATION, Fault, parse_faults
+from megatron.features.faults.listener import EVENT_FAULTS, ITERATION_FAULTS, FaultInjector, SaveFaults, Site
 from megatron.operation.heartbeat import Section
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 

@@ -8,14 +8,12 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.core.precision import number_formats
 from megatron.errors import PreflightError
-from megatron.operation.preflight.board import Board
-from megatron.operation.preflight.check import Needs, Network
-from megatron.operation.preflight.result import Result, Verdict, failed_hosts, table
-from megatron.operation.preflight.run import Preflight, run_preflight
+from megatron.features.preflight.check import Board, Needs, Network, Result, Verdict, failed_hosts, table
+from megatron.features.preflight.run import Preflight, run_preflight
 from megatron.torch_compat import ranks_store
 from megatron.training.build.vocabulary import load_vocabulary
 from megatron.training.context import RunContext
-from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import build_rule
 
 
 def check_nodes(context: RunContext) -> None:

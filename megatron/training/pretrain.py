@@ -11,9 +11,12 @@ from dataclasses import replace
 import torch
 
 from megatron.checkpoint.lock import RunLock
-from megatron.config.faults import START
 from megatron.config.run import RunConfig
 from megatron.errors import ExitCode
+from megatron.features.faults.flags import START
+from megatron.features.faults.listener import build_fault_injector
+from megatron.features.preflight.run import check_nodes
+from megatron.features.spikes.listener import Return, RollbackRequested, go_back
 from megatron.metrics.writer import print_above_bar
 from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
@@ -21,14 +24,11 @@ from megatron.operation.processes import LAUNCHER
 from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
 from megatron.training.attempts import attempt_recorded
-from megatron.training.build.architecture import FlagsOver, resolve_architecture
 from megatron.training.build.run import RunParts, build_trainer
-from megatron.training.checkpoints.locks import save_directories_locked
-from megatron.training.checkpoints.rollback import Return, RollbackRequested, go_back
+from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.context import RunContext
-from megatron.training.faults import build_fault_injector
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
-from megatron.training.preflight import check_nodes
+from megatron.training.pretrain import FlagsOver, resolve_architecture
 from megatron.training.run_files import StartedCommand, run_files_written
 
 

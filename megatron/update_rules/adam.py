@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_fraction
+from megatron.flags import changed_flags, require_at_least, require_flag, require_fraction, values_of
 from megatron.update_rules.rule import Flags, Group, ParameterFacts, Shard, UpdateContext, UpdateRule
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.flags import changed_flags, require_flag, values_of
-from megatron.ranges import require_at_least, require_fraction, require_positive
+from megatron.flags import changed_flags, require_at_least, require_flag, require_fraction, require_positive, values_of
 from megatron.update_rules.adam import Adam
 from megatron.update_rules.rule import Flags, Group, ParameterFacts, Ranks, UpdateContext, UpdateRule, take_flags
 

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.flags import values_of
-from megatron.ranges import require_fraction
+from megatron.flags import require_fraction, values_of
 from megatron.update_rules.rule import Flags, ParameterFacts, Shard, UpdateRule
 
 if TYPE_CHECKING:

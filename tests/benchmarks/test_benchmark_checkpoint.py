@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import benchmark_checkpoint
-from benchmarks.checkpoint_contenders import COMPARISONS, CONTENDERS, KINDS, Tensors, hidden_size, weight_shapes
+from benchmarks.lib.checkpoint_contenders import COMPARISONS, CONTENDERS, KINDS, Tensors, hidden_size, weight_shapes
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 

@@ -13,9 +13,9 @@ from benchmarks.benchmark_data import (
     compare_preprocessing,
     preprocess_one_by_one,
 )
-from benchmarks.data_rows import HEADER, Row
-from benchmarks.training_data_rows import loader_rows, order_rows, reading_rows
-from benchmarks.verification_rows import verification_rows
+from benchmarks.lib.data_rows import HEADER, Row
+from benchmarks.lib.training_data_rows import loader_rows, order_rows, reading_rows
+from benchmarks.lib.verification_rows import verification_rows
 from megatron.errors import DataError
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
 

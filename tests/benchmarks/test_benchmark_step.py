@@ -13,20 +13,19 @@ from torch import Tensor
 
 from benchmarks import benchmark_step
 from benchmarks.benchmark_step import measure, parse
-from benchmarks.product_rates import copy_rate, product_rates
-from benchmarks.rank_slice import SilentCommunicator, SliceConfig
-from benchmarks.step_bound import linear_shapes
-from benchmarks.step_contenders import Contender, Samples, bound, our_passes, our_slice
-from benchmarks.step_profile import kernel_group, profile_step
-from benchmarks.step_sweep import SWEEPS, Row, SweepName, rows
-from benchmarks.step_timing import Clock, take_turns
+from benchmarks.lib.rank_slice import SilentCommunicator, SliceConfig
+from benchmarks.lib.step_bound import linear_shapes
+from benchmarks.lib.step_contenders import Contender, Samples, bound, our_passes, our_slice
+from benchmarks.lib.step_profile import kernel_group, profile_step
+from benchmarks.lib.step_sweep import SWEEPS, Row, SweepName, rows
+from benchmarks.lib.step_timing import Clock, copy_rate, product_rates, take_turns
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
 from megatron.core.parameter import info_of
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 pytestmark = pytest.mark.slow(reason="a benchmark")
 

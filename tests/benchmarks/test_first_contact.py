@@ -27,8 +27,8 @@ from benchmarks.benchmark_step import parse
 from benchmarks.first_contact import CallConfig
 from benchmarks.gpu_day import DayConfig, lines_of
 from benchmarks.gpu_lines import __main__ as worker
-from benchmarks.gpu_lines import documents, line_run, pytest_lines, real, session
-from benchmarks.gpu_lines.archive import LEFT_OUT, read_archive, write_archive
+from benchmarks.gpu_lines import line_run, pytest_lines, real, session
+from benchmarks.gpu_lines import steps as documents
 from benchmarks.gpu_lines.day_lines import LINES, STAGES
 from benchmarks.gpu_lines.first_contact_lines import CALL_1, CALL_2, CALL_SECONDS, CALLS
 from benchmarks.gpu_lines.gpu_state import GpuState, GpuWatch, extremes
@@ -48,7 +48,16 @@ from benchmarks.gpu_lines.line import (
 from benchmarks.gpu_lines.line_run import LineRun
 from benchmarks.gpu_lines.pytest_lines import Recorder
 from benchmarks.gpu_lines.real import device_time
-from benchmarks.gpu_lines.runner import ARCHIVE, TABLE, Session, run_lines, start_process
+from benchmarks.gpu_lines.runner import (
+    ARCHIVE,
+    LEFT_OUT,
+    TABLE,
+    Session,
+    read_archive,
+    run_lines,
+    start_process,
+    write_archive,
+)
 from benchmarks.gpu_lines.session import run_session
 from benchmarks.gpu_lines.table import MOST_ROWS, MOST_WIDTH, as_text, verdict_of
 from megatron.config.checks import check_run

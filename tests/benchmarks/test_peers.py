@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.peer_megatron_core import megatron_weights
-from benchmarks.peer_processes import ContenderError, RankProcesses
-from benchmarks.peer_worker import build_step
+from benchmarks.lib.peers.megatron_core import megatron_weights
+from benchmarks.lib.peers.processes import ContenderError, RankProcesses
+from benchmarks.lib.peers.worker import build_step
 from benchmarks.peers import (
     CHECKED_STEPS,
     MEDIUM,

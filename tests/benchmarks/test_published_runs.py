@@ -8,7 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.fit import errors, fit, fitted_names
+from benchmarks.published.fit import (
+    Errors,
+    corrected_errors,
+    errors,
+    errors_of_copies,
+    fit,
+    fitted_names,
+    left_out,
+    repeats,
+    sweeps,
+)
 from benchmarks.published.memory import GIB, RUNS, lines
 from benchmarks.published.report import Evaluation, Table, main, record
 from benchmarks.published.table import (
@@ -22,9 +32,8 @@ from benchmarks.published.table import (
     split_by_twins,
     without_doubtful,
 )
-from benchmarks.published.validation import Errors, corrected_errors, errors_of_copies, left_out, repeats, sweeps
 from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, OWN_ERROR, SAME_MODEL_ERROR
-from megatron.planner.step_time.constants import CONSTANTS, load_fitted, load_record
+from megatron.planner.step_time.prices import CONSTANTS, load_fitted, load_record
 from megatron.planner.step_time.published import PublishedRun, predict, read_published
 from megatron.planner.step_time.workload import Array
 from tests.end_to_end.run_process import REPOSITORY

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.scaling import draw, table, too_steep
-from benchmarks.scaling_checkpoint import (
+from benchmarks.lib.scaling_checkpoint import (
     FSDP,
     Layout,
     checkpoint_cost,
@@ -17,8 +16,9 @@ from benchmarks.scaling_checkpoint import (
     tables_of,
     tensors_of,
 )
-from benchmarks.scaling_curve import Curve, Point
-from benchmarks.scaling_start import ITERATIONS, object_gathers, place_rank
+from benchmarks.lib.scaling_curve import Curve, Point
+from benchmarks.lib.scaling_start import ITERATIONS, object_gathers, place_rank
+from benchmarks.scaling import draw, table, too_steep
 from megatron.checkpoint.save_plan import BoxTable, SavePlanner
 from megatron.torch_compat import fsdp_parameters
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.scaling_curve import Curve, Point, order_of_growth
-from benchmarks.scaling_data import blend_curves, corpus_curves, write_corpus
-from benchmarks.scaling_metrics import iteration_points, report_point, resume_point
+from benchmarks.lib.scaling_curve import Curve, Point, order_of_growth
+from benchmarks.lib.scaling_data import blend_curves, corpus_curves, write_corpus
+from benchmarks.lib.scaling_metrics import iteration_points, report_point, resume_point
 from megatron.data.indexed_dataset import IndexedDataset
 
 

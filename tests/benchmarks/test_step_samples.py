@@ -9,7 +9,7 @@ from types import FrameType
 
 import pytest
 
-from benchmarks.step_samples import GROUPS, OTHER, group_of, time_by_group
+from benchmarks.lib.step_profile import GROUPS, OTHER, group_of, time_by_group
 
 
 def function_in(file: str) -> Callable[[Callable[[], object]], object]:
@@ -50,7 +50,7 @@ def test_the_files_of_the_groups_exist() -> None:
 
 def test_the_time_of_a_group_is_its_share() -> None:
     def run() -> None:
-        function_in("/x/megatron/core/shared_memory.py")(lambda: time.sleep(0.6))
+        function_in("/x/megatron/core/transport.py")(lambda: time.sleep(0.6))
         time.sleep(0.2)
 
     shares = time_by_group(run)

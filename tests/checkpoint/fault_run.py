@@ -24,15 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import TRACKER, iteration_directory
-from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import JSON, read_checkpoint
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import ControlGroup, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run, state_of_weights
 from tests.checkpoint.models import LLAMA

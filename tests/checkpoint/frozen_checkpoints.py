@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from megatron.checkpoint.schema import FORMAT_VERSION
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,

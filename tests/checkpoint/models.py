@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.conversion import HuggingFaceImport
-from megatron.checkpoint.hugging_face import Copy
-from megatron.checkpoint.hugging_face_config import config_fields
+from megatron.checkpoint.hugging_face.config import config_fields
+from megatron.checkpoint.hugging_face.mapping import Copy
+from megatron.checkpoint.hugging_face.read import HuggingFaceImport
 
 LLAMA = TransformerConfig(
     num_layers=2,

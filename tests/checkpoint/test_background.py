@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.checkpointing import file_of_rank, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
-from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
-from megatron.checkpoint.storage import file_of_rank
 from tests.end_to_end.run_process import wait_until
 from tests.forked import fork_context
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.core.parameter import Box, ParameterInfo, columns_box, flat_range_boxes, sharded_boxes
 
 

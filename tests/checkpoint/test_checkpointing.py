@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.checkpointing import SyncSaveBackend, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.save_plan import BoxTable, GlobalTensor, own_share, spread_replicas, tensor_data
-from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.core.control import ControlGroup
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError

@@ -11,10 +11,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.checkpointing import verify_share
-from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
-from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.directory import MANIFEST, TRACKER, Retention, iteration_directory
+from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.checkpoint.boxes import BoxedTensor, DividedBox, Divisions, divided_boxes
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import iteration_directory
-from megatron.checkpoint.division import DividedBox, Divisions, divided_boxes
 from megatron.checkpoint.files import WrittenFile
 from megatron.checkpoint.manifest import (
     Manifest,
@@ -22,7 +22,6 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_manifest,
 )
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.core.parameter import Box, ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.digests import seal

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.checkpointing import verify_share
-from megatron.checkpoint.directory import TRACKER, locate_checkpoint, remove_checkpoint
-from megatron.checkpoint.finding import list_checkpoints
+from megatron.checkpoint.directory import TRACKER, Retention, locate_checkpoint, remove_checkpoint
+from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK, acquire
-from megatron.checkpoint.retention import Retention
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import (
     ALONE,

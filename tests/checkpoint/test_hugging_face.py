@@ -17,18 +17,13 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint import conversion
-from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
-from megatron.checkpoint.hugging_face_config import config_fields
-from megatron.checkpoint.hugging_face_directory import describe_directory
-from megatron.checkpoint.hugging_face_files import (
-    INDEX,
-    SINGLE,
-    HuggingFaceWeights,
-    copy_tokenizer,
-    fresh_directory,
-)
-from megatron.checkpoint.places import Place
+from megatron.checkpoint.boxes import Place
+from megatron.checkpoint.directory import fresh_directory
+from megatron.checkpoint.hugging_face.config import INDEX, SINGLE, config_fields, describe_directory
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
+from megatron.checkpoint.hugging_face.read import HuggingFaceWeights
 from megatron.checkpoint.safetensors_file import packed
+from megatron.checkpoint.tokenizer_files import copy_tokenizer
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
 from megatron.commands.weight_checkpoints import model_flags
 from megatron.core.parameter import Box, ParameterInfo

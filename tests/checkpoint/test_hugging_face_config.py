@@ -10,7 +10,7 @@ import torch
 
 from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.commands.weight_checkpoints import model_flags
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError

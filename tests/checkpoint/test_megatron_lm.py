@@ -19,20 +19,23 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from megatron.checkpoint.finding import find_checkpoint
-from megatron.checkpoint.hugging_face import HuggingFaceMapping
-from megatron.checkpoint.megatron_lm.arguments import (
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping
+from megatron.checkpoint.megatron_lm.conversion import (
     _NUMBERS,
     _OPTIONAL_SIZES,
     _REQUIRED,
     _SIZES,
     _SWITCHES,
+    MegatronCheckpoint,
+    MegatronImport,
     architecture_of,
+    grouped_rows,
+    matrices,
+    place_of,
     tokenizer_of,
 )
-from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint, MegatronImport
-from megatron.checkpoint.megatron_lm.pickle_opcodes import Global, Record
+from megatron.checkpoint.megatron_lm.safe_pickle import Global, Record
 from megatron.checkpoint.megatron_lm.torch_dist import Chunk, SavedTensor, TorchDistCheckpoint
-from megatron.checkpoint.megatron_lm.weights import grouped_rows, matrices, place_of
 from megatron.commands.convert_checkpoint import FromMegatron, convert
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError, UserError

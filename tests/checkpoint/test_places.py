@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.places import boxes_are_disjoint, overlap
+from megatron.checkpoint.boxes import boxes_are_disjoint, overlap
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) for every dim."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.checkpoint.retention import Retention
+from megatron.checkpoint.directory import Retention
 from megatron.errors import CheckpointError
 
 

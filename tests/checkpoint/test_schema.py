@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.checkpointing import read_run_state
+from megatron.checkpoint.finding import read_run_state
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import (
     FORMAT_VERSION,
@@ -18,7 +18,7 @@ from megatron.checkpoint.schema import (
     upgrade,
 )
 from megatron.config.data import TokenizerConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from tests.checkpoint.frozen_checkpoints import FROZEN, SAVED_AT
 from tests.checkpoint.models import LLAMA

@@ -12,10 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CudaHostMemory, Staging
 from megatron.checkpoint.checkpointing import save_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.checkpoint.staging import CudaHostMemory, Staging
 from megatron.core.offload import CudaCopyStream, TensorPair
 
 GPU = torch.device("cuda", 0)

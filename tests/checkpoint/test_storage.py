@@ -17,15 +17,14 @@ import xxhash
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.checkpointing import SyncSaveBackend, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, TRACKER
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.finding import find_checkpoint
+from megatron.checkpoint.finding import find_checkpoint, verify_share
 from megatron.checkpoint.lock import LOCK, acquire
 from megatron.checkpoint.manifest import JSON, decode_manifest, encode_manifest, read_manifest
 from megatron.checkpoint.safetensors_file import DTYPES, write_safetensors
 from megatron.checkpoint.schema import FORMAT_VERSION
-from megatron.checkpoint.storage import SyncSaveBackend
 from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
 from tests.checkpoint.models import Bomb

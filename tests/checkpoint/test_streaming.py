@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import iteration_directory
-from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.streaming import SavedTensors, save_streaming
 from megatron.errors import CheckpointError
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint, verify_share
+from megatron.checkpoint.boxes import Place
+from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.files import WrittenFile, verify_file
+from megatron.checkpoint.finding import verify_share
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.places import Place
-from megatron.checkpoint.safetensors_file import Entry, write_safetensors
+from megatron.checkpoint.safetensors_file import Entry, VerifiedSafetensors, write_safetensors
 from megatron.checkpoint.streaming import SavedTensors
-from megatron.checkpoint.verified_file import VerifiedSafetensors
 from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
 
@@ -24,7 +24,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 64 bytes and bands of 40, so that small tensors have many."""
     monkeypatch.setattr("megatron.checkpoint.files.BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(WrittenFile.__init__, "__defaults__", (BLOCK,))
-    monkeypatch.setattr("megatron.checkpoint.verified_file._BAND_BYTES", 40)
+    monkeypatch.setattr("megatron.checkpoint.safetensors_file._BAND_BYTES", 40)
 
 
 def tensors() -> dict[str, Tensor]:

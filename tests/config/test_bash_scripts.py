@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.commands.explain_flags import recorded
 from megatron.commands.pretrain_llama import main
-from megatron.commands.script_recorder import recorded
 from megatron.config.bash.syntax import parse
 from megatron.config.recipes import Recipe, script_recipe
 from megatron.errors import ConfigError

@@ -15,9 +15,9 @@ import pytest
 import megatron
 from megatron.config.checks import check_resolved_architecture, check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.flag_names import flag_names
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.model import preset
+from megatron.config.words import flag_names
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 from megatron.schedules.registry import SCHEDULES

@@ -18,11 +18,10 @@ from megatron.commands.pretrain_llama import main, name_flags_without_effect
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line
 from megatron.config.compatibility import DESCRIPTIVE
-from megatron.config.flag_names import SYNONYMS, all_spellings, flag_names
-from megatron.config.megatron_families import FAMILIES, remedy_of_family
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES
+from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
+from megatron.config.words import SYNONYMS, all_spellings, flag_names
 from megatron.errors import ConfigError
 from tests.end_to_end.megatron_recipe import recipe
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from megatron.commands import pretrain_llama
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.faults import (
+from megatron.errors import ConfigError
+from megatron.features.faults.flags import (
     ITERATION,
     KINDS,
     LOAD,
@@ -21,7 +22,6 @@ from megatron.config.faults import (
     parse_fault,
     parse_faults,
 )
-from megatron.errors import ConfigError
 from tests.end_to_end.run_process import MOCK_RUN, words_of
 
 NUMBERS = st.integers(1, 10**6)

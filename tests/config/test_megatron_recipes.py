@@ -12,11 +12,10 @@ import pytest
 from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files
 from megatron.commands.pretrain_llama import main
 from megatron.config.command_line import parse_line
-from megatron.config.flag_names import all_spellings, fields_by_flag
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, edited, read_recipes, script_recipe
 from megatron.config.run import RunConfig
-from megatron.config.words import split_words
+from megatron.config.words import all_spellings, fields_by_flag, split_words
 
 RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
 ALL = {name: recipe.words for name, recipe in read_recipes(RECIPES, {}).by_name.items()}

@@ -12,17 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.context_parallel import ContextParallelType, Exchange
+from megatron.config.parallel import ContextParallelType, Exchange
 from megatron.core.communication import Communicator
 from megatron.core.context_parallel.attention import (
     AllGatherAttention,
     ContextParallel,
+    ContextSplit,
     RingAttention,
     UlyssesAttention,
 )
-from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.ops.attention import AttentionInputs, LocalAttention, Tile, TiledAttention, TiledGradients
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+    Tile,
+    TiledAttention,
+    TiledGradients,
+)
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     ReferenceAttention,

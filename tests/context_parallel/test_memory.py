@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, ParallelConfig
+from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.ops.documents import Documents
 from megatron.core.optimizer.hyperparameters import Hyperparameters

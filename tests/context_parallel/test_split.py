@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
+from megatron.core.context_parallel.attention import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
 from megatron.core.ops.attention import Tile
 from megatron.core.ops.documents import Documents, Span, spans_of
 from tests.context_parallel.spans import MARKS, Marks, attention_spans

@@ -7,7 +7,7 @@ from torch import nn
 
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.communication import Communicator
-from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.communication import Communicator, Work
-from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.parameter import attach_info, info_of
 from megatron.core.topology import RankGrid

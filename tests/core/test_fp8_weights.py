@@ -12,7 +12,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.ops.fp8 import E4M3, EagerQuantization, Fp8Kernels, quantize, widened_gemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 

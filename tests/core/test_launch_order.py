@@ -12,13 +12,12 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator, Work
 from megatron.core.context_parallel.attention import RingAttention
-from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.ops.attention import AttentionInputs
-from megatron.core.ops.attention_interface import AttentionOutput, Gradients
+from megatron.core.ops.attention import AttentionInputs, AttentionOutput, Gradients
 from megatron.core.ops.attention_kernels import ReferenceAttention
-from megatron.core.quantized import QuantizedTensor
-from megatron.core.tensor_parallel.overlap import P2POverlap
+from megatron.core.precision import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import P2POverlap
 from megatron.core.topology import RankGrid
 from megatron.schedules.launch_queue import Launch, run_launches
 from tests.core.buckets import NUMBERS, Unit, build_buckets

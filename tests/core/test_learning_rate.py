@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.optimizer import LearningRateConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.errors import CheckpointError, ConfigError
 from megatron.training.checkpoints.comparison import resolve_lr_schedule
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.ops import matmul
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,

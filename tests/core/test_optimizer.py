@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.core.data_parallel.strategy import BufferedDataParallel
+from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import main_grad_of
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels, torch_adam, torch_squared_norm

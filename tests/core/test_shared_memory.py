@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import shared_memory
+from megatron.core import transport as shared_memory
 from megatron.core.communication import Communicator
-from megatron.core.shared_memory import SharedMemoryTransport, open_transport
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import Transport
+from megatron.core.transport import SharedMemoryTransport, Transport, open_transport
 from tests.forked import fork_context
 from tests.rank_pool import RankPool
 

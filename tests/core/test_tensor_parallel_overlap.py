@@ -15,17 +15,18 @@ from torch import Tensor
 from megatron.core.communication import CollectiveRecord, Communicator, add_in_order
 from megatron.core.gradient import Gradient
 from megatron.core.ops.matmul import Gemm, PlainGemm
-from megatron.core.quantized import Layout, QuantizedTensor
-from megatron.core.tensor_parallel.collectives import NoOverlap, TensorParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
-from megatron.core.tensor_parallel.overlap import (
+from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.collectives import (
+    NoOverlap,
     P2POverlap,
     RankDevice,
     SymmetricMemoryOverlap,
+    TensorParallel,
     TPOverlap,
     choose_overlap,
     obstacle_between,
 )
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megatron.core.topology import single_process
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.rank_pool import RankPool

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.weight_decay import build_weight_decay_schedule
+from megatron.core.optimizer.hyperparameters import build_weight_decay_schedule
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
-from megatron.data.gpt2_files import END_OF_TEXT
+from megatron.data.tokenizer_formats import END_OF_TEXT
 from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, write
 from tests.data.texts import AWKWARD_TEXTS
 

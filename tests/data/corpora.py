@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from megatron.config.data import DataConfig
+from megatron.data.corpus_writer import IndexedDatasetWriter
+from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import SampleSettings
-from megatron.data.indexed_dataset import IndexedDatasetWriter
-from megatron.data.loader import Microbatch, build_datasets, build_loader
+from megatron.data.loader import Microbatch, build_loader
 from megatron.data.order_cache import Description
 
 CORPUS_A = [5, 3, 7, 4, 6, 2, 8, 5, 9, 1]

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import packed_dataset
-from megatron.data.best_fit import best_fit_decreasing, build_packed_order, cut_documents
-from megatron.data.block_use import block_uses
+from megatron.data.corpus_check import block_uses
 from megatron.data.gpt_dataset import SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.packed_dataset import PackedDataset
+from megatron.data.packed_dataset import PackedDataset, best_fit_decreasing, build_packed_order, cut_documents
 from megatron.errors import DataError
 from tests.data.corpora import write
 

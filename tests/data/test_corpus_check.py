@@ -13,8 +13,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data.block_use import block_uses, corpora_of
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, SampleRange, Share, check_indexes
+from megatron.data.corpus_check import (
+    BackgroundComparison,
+    BlockComparison,
+    Damage,
+    SampleRange,
+    Share,
+    block_uses,
+    check_indexes,
+    corpora_of,
+)
 from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset

@@ -22,8 +22,8 @@ from megatron.data.corpus_digests import (
     read_digests,
     write_digests,
 )
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.data.merging import merge_datasets
+from megatron.data.corpus_writer import IndexedDatasetWriter, merge_datasets
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
 from tests.data.file_damage import flip

@@ -22,8 +22,8 @@ from megatron.data.data_record import (
     sampled_blocks,
     training_differences,
 )
+from megatron.data.dataset_builder import read_sources
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sources import read_sources
 from tests.data.corpora import CORPUS_A, golden_documents, write
 
 

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.context_parallel.attention import ContextSplit
+from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import Microbatch, build_datasets
+from megatron.data.loader import Microbatch
 from megatron.data.order_cache import description_hash
 from tests.data.corpora import load, write
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.hugging_face_tokenizer import write_tokenizer
+from megatron.checkpoint.tokenizer_files import write_tokenizer
 from megatron.config.data import TokenizerConfig
-from megatron.data.tokenizer_json import sentencepiece_description
+from megatron.data.tokenizer_formats import sentencepiece_description
 from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
 from tests.data.texts import AWKWARD_TEXTS, NAMES, read_model, unlikely_texts
 

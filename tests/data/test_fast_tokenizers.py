@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.benchmark_data import _check_equal, preprocess_in_batches, preprocess_whole_file
 from megatron.config.data import TokenizerConfig
-from megatron.data.llama3_tokens import LLAMA3_SPLIT
+from megatron.data.tokenizer_formats import LLAMA3_SPLIT
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,

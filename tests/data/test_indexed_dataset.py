@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, check_token_range
+from megatron.data.corpus_writer import IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset, check_token_range
 from megatron.errors import DataError
 from tests.data.corpora import CORPUS_A, CORPUS_B, golden_documents, md5, write
 

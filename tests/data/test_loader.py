@@ -16,18 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.data import DataConfig
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.context_parallel.attention import ContextSplit
 from megatron.data.corpus_check import Share, check_indexes
+from megatron.data.dataset_builder import build_datasets, parse_data_path
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import (
-    build_datasets,
     cyclic_microbatches,
     microbatch_sample_indices,
     single_pass_microbatches,
 )
 from megatron.data.order_cache import description_hash
-from megatron.data.sources import parse_data_path
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import CORPUS_A, build, golden_documents, load, settings_of, stamps, tokens_of, write
 from tests.forked import fork_context

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.block_use import block_uses
+from megatron.data.corpus_check import block_uses
 from megatron.data.corpus_digests import BLOCK_BYTES, encode_file, file_digests, new_digests
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.digests import seal
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import load_or_build
 from megatron.data.sample_order import IndexArray
 from megatron.errors import DataError

@@ -16,13 +16,11 @@ import pytest
 from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.commands.merge_datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
-from megatron.commands.preprocessing.progress import Counts
-from megatron.commands.preprocessing.work import Work
+from megatron.commands.preprocess_work import Counts, EncodedKey, EncodeTask, Work, encode_batch
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint
-from megatron.data.encoding import EncodedKey, EncodeTask, encode_batch, shared_tokenizer
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from megatron.data.merging import merge_datasets
+from megatron.data.corpus_writer import IndexedDatasetWriter, merge_datasets
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.storage import find_files, open_stored
 from megatron.data.text_inputs import (
     Batch,
@@ -36,7 +34,7 @@ from megatron.data.text_inputs import (
     read_batches,
     whole_ranges,
 )
-from megatron.data.tokenizers import NullTokenizer
+from megatron.data.tokenizers import NullTokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import md5, write
 from tests.data.file_damage import flip
@@ -371,7 +369,7 @@ def test_two_nodes_that_end_last_merge_once(inputs: Path, monkeypatch: pytest.Mo
 
     name, found = str(inputs / "in.jsonl"), []
     other = threading.Thread(target=run_other)
-    monkeypatch.setattr("megatron.commands.preprocessing.partitions.merge_datasets", slowly)
+    monkeypatch.setattr("megatron.commands.preprocess_data.merge_datasets", slowly)
     run(inputs, "out", name, partitions=2, partition=0)
     found.append(run(inputs, "out", name, partitions=2, partition=1))
     other.join()

@@ -13,11 +13,11 @@ import pytest
 
 from megatron.commands.inspect_dataset import InspectConfig, inspect
 from megatron.config.data import DataConfig
+from megatron.data.corpus_writer import merge_datasets
+from megatron.data.dataset_builder import Blend, Sources, read_sources
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends
-from megatron.data.merging import merge_datasets
-from megatron.data.remote import RemoteFile
-from megatron.data.sources import Blend, Sources, read_sources
+from megatron.data.storage import RemoteFile
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import CORPUS_A, build, golden_documents, load, stamps, tokens_of, write
 
@@ -199,7 +199,7 @@ def test_a_file_system_is_not_shared_over_a_fork(remote: Any, monkeypatch: pytes
         opened.append(url)
         return remote, "/data/a.bin"
 
-    monkeypatch.setattr("megatron.data.remote.file_system", open_again)
+    monkeypatch.setattr("megatron.data.storage.file_system", open_again)
     file.read_ranges([(0, 4)])
     assert opened == []
     monkeypatch.setattr(os, "getpid", lambda: -1)

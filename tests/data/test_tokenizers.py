@@ -16,8 +16,8 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import RunConfig
+from megatron.data.evaluation_data import CountedBytes, TokenBytes, count_token_bytes
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.token_bytes import CountedBytes, TokenBytes, count_token_bytes
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
     Llama2Tokenizer,

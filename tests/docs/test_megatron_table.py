@@ -15,8 +15,8 @@ import pytest
 from megatron.commands.flag_reference import MegatronFlag, accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.flag_docs import Flag
-from megatron.config.megatron_flags import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.help import Flag
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

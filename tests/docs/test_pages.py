@@ -13,11 +13,9 @@ from megatron.architectures.registry import PRESETS
 from megatron.commands.flag_reference import accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.flag_docs import Flag, flags_of
-from megatron.config.generation import GenerationConfig
-from megatron.config.loaded_model import LoadedModelConfig
-from megatron.config.megatron_families import FAMILIES
-from megatron.config.megatron_flags import NO_EFFECT
+from megatron.config.help import Flag, flags_of
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
+from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -113,7 +111,7 @@ def flags_of_script(path: Path) -> frozenset[str]:
     if path == PROGRAMS["overfit_check"]:
         found |= pretrain_flags()
     if path == PROGRAMS["evaluate"]:
-        found |= pretrain_flags() | flags_of_script(REPOSITORY / "megatron/config/evaluate.py")
+        found |= pretrain_flags() | flags_of_script(REPOSITORY / "megatron/config/inference.py")
     return frozenset(found)
 
 

@@ -106,7 +106,7 @@ for package in (
 ):
     for module in walk_packages(package.__path__, package.__name__ + "."):
         import_module(module.name)
-assert "megatron.config.command_line" in sys.modules and "megatron.schedules.verifier" in sys.modules
+assert "megatron.config.command_line" in sys.modules and "megatron.schedules.simulator" in sys.modules
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=120)

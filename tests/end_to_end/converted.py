@@ -17,7 +17,7 @@ from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import convert_checkpoint
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
 from megatron.commands.weight_checkpoints import DtypeName
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel

@@ -16,9 +16,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.config.faults import VARIABLE
 from megatron.errors import ExitCode
-from megatron.operation.known_product import KnownProduct
+from megatron.features.faults.flags import VARIABLE
+from megatron.features.known_product.listener import KnownProduct
 from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (

@@ -218,7 +218,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
 def test_one_block_at_a_time_is_in_memory(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     their_model(tied=False).save_pretrained(tmp_path / "hf")
     monkeypatch.setattr(conversion, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr("megatron.checkpoint.verified_file._BAND_BYTES", 256)
+    monkeypatch.setattr("megatron.checkpoint.safetensors_file._BAND_BYTES", 256)
     with PeakWatch() as watch:
         from_hf(tmp_path / "hf", tmp_path / "ours")
     if direction == "to-hf":

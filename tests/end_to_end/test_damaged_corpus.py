@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
-from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ExitCode
 from tests.end_to_end.run_process import Outcome, call_training, fork_training, losses
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.errors import UserError, report
 from megatron.training.loop.trainer import Listener
-from megatron.training.profiling.profiler import WindowProfile, build_profile
+from megatron.training.profiles import WindowProfile, build_profile
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import (
     Corpus,

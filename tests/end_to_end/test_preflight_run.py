@@ -11,12 +11,10 @@ import pytest
 
 from megatron.commands import check_node
 from megatron.errors import ExitCode
+from megatron.features.preflight.check import Needs, Result, Verdict
+from megatron.features.preflight.run import CHECKS, error_of
 from megatron.operation.attempts import read_attempts
 from megatron.operation.causes import Cause
-from megatron.operation.preflight.check import Needs
-from megatron.operation.preflight.result import Result, Verdict
-from megatron.operation.preflight.table import CHECKS
-from megatron.training.preflight import error_of
 from tests.end_to_end.run_process import (
     MOCK_RUN,
     REPOSITORY,
@@ -34,7 +32,7 @@ RUN: dict[str, FlagValue] = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_i
 
 def test_a_run_checks_its_node_and_saves_as_many_bytes_as_it_asked_for(tmp_path: Path) -> None:
     save = tmp_path / "run"
-    with mock.patch("megatron.training.preflight.Needs", side_effect=Needs) as needs:
+    with mock.patch("megatron.features.preflight.run.Needs", side_effect=Needs) as needs:
         outcome = call_training(words_of({**RUN, "save": save, "preflight": True, "bf16": True})).succeeded()
     assert f"> pre-flight: {len(CHECKS)} checks ok, 0 results not ok" in outcome.stdout
     directory, expected, host = needs.call_args.args

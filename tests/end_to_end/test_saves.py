@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import checkpointing as storage
 from megatron.checkpoint import lock as lock_module
-from megatron.checkpoint import storage
 from megatron.checkpoint.directory import new_saving_directory
 from megatron.checkpoint.lock import LEASE, LOCK, acquire
 from megatron.checkpoint.safetensors_file import write_safetensors

@@ -15,7 +15,7 @@ import pytest
 from megatron.commands import convert_checkpoint, evaluate, generate_text
 from megatron.commands.average_checkpoints import Average, average
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.commands.weight_checkpoints import progress_bar
+from megatron.commands.weight_checkpoints import Progress as progress_bar
 from megatron.core.topology import single_process
 from megatron.errors import DataError
 from megatron.inference.loading import load_model

@@ -12,7 +12,7 @@ from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import average_checkpoints, convert_checkpoint
 from megatron.commands.average_checkpoints import Average
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
-from megatron.commands.weight_checkpoints import progress_bar
+from megatron.commands.weight_checkpoints import Progress as progress_bar
 from megatron.config.model import ModelConfig
 from megatron.core.initialization import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
@@ -87,7 +87,7 @@ def test_one_chunk_of_an_expert_is_copied_at_a_time(
     dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upcycle(dense, tmp_path / "whole")
-    monkeypatch.setattr("megatron.checkpoint.conversion.BLOCK_BYTES", 1024)
+    monkeypatch.setattr("megatron.checkpoint.streaming.BLOCK_BYTES", 1024)
     upcycle(dense, tmp_path / "blocks")
     whole, blocks = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "blocks")
     assert whole.keys() == blocks.keys() and all(torch.equal(blocks[name], whole[name]) for name in whole)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from megatron.core.ops.attention import (
     AttentionInputs,
+    AttentionKernel,
     AttentionShape,
     LocalAttention,
     Tile,
     TiledAttention,
     TiledGradients,
 )
-from megatron.core.ops.attention_interface import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random

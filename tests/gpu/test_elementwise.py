@@ -9,7 +9,7 @@ from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, 
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random
 
 # Tokens, rows, width: of runs, and one that no vector width divides.

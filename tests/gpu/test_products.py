@@ -10,7 +10,7 @@ from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Gemm, Fp8Scaling
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
 from megatron.core.ops.matmul import weight_gradient
-from megatron.core.quantized import Layout
+from megatron.core.precision import Layout
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random
 
 # Output and input width: of 8B, of ranks of 70B and 405B, the largest of 405B on one rank.

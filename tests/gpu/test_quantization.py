@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, amax_of, largest_value, scale_from_amax
-from megatron.core.quantized import Layout
+from megatron.core.precision import Layout
 from tests.gpu.kernels_of_runs import implementations, kernels_with, on_cpu, random
 
 # Tokens, rows, width: of 8B and 405B, and one that no tile divides.

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CudaHostMemory, Staging
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.checkpoint.staging import CudaHostMemory, Staging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.generation import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.core.topology import single_process
 from megatron.data.tokenizers import NullTokenizer
 from megatron.errors import ConfigError, DataError

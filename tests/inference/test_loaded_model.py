@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.loaded_model import LoadedModelConfig
+from megatron.config.inference import LoadedModelConfig
 from megatron.errors import ConfigError
 
 HF: dict[str, Any] = {"load_hf": "model"}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.generation import GenerationConfig
-from megatron.inference.sampling import Sampler
+from megatron.config.inference import GenerationConfig
+from megatron.inference.generator import Sampler
 
 CONFIG = GenerationConfig(temperature=1.0, top_p=1.0)
 DRAWS = 4000

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.topology import Topology, single_process
 from megatron.inference import cached_model
-from megatron.inference.scoring import Score, score_continuations
+from megatron.inference.cached_model import Score, score_continuations
 from tests.inference.random_model import MODELS, TOLERANCE, Layout, cached, texts_of, whole_logits
 from tests.rank_pool import RankPool
 

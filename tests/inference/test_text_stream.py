@@ -12,7 +12,7 @@ from megatron.data.tokenizers import (
     TikTokenizer,
     Tokenizer,
 )
-from megatron.inference.text_stream import TextStream
+from megatron.inference.generator import TextStream
 
 TEXTS = ("  def f(x):\n\treturn x ", "naïve façade: 東京 🙂🙃\n", " leading and  double spaces", "x", "\n\n", "5 7 11")
 

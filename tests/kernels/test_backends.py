@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.backends import apex
+from megatron.core.backends import apex, transformer_engine
 from megatron.core.backends.flash_attention import FlashAttention3
-from megatron.core.backends.transformer_engine import kernels as transformer_engine
+from megatron.core.device import Unavailable, load
 from megatron.core.kernels.choice import Choice
+from megatron.core.kernels.selection import check_kernels_agree
 from megatron.core.kernels.trials import TrialSizes, try_attention, try_weight_gradient
-from megatron.core.models.kernels import check_kernels_agree
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
-from megatron.core.packages import Unavailable, load
 from megatron.errors import ConfigError
 from megatron.training.pretrain import deterministic_algorithms
 from tests.end_to_end.run_process import call_training, losses

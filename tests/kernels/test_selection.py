@@ -11,19 +11,11 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import IMPLEMENTATIONS, KernelConfig, Wanted
-from megatron.core.device import device_is_broken
-from megatron.core.kernels.choice import Candidate, Choice, choose, table
-from megatron.core.kernels.request import (
-    ExpertSizes,
-    KernelRequest,
-    Machine,
-    missing_for_inductor,
-    missing_for_triton,
-)
-from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.config.precision import IMPLEMENTATIONS, KernelConfig, Wanted
+from megatron.core.device import Machine, Unavailable, device_is_broken, missing_for_inductor, missing_for_triton
+from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose, table
+from megatron.core.kernels.selection import Kernels, choose_kernels, has_delayed_scales
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
-from megatron.core.models.kernels import has_delayed_scales
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
 from megatron.core.ops.documents import Documents, chunked_attention
@@ -31,7 +23,6 @@ from megatron.core.ops.fp8 import SeparateFp8WeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 from tests.stand_ins import transformer_engine
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.device import Unavailable
 from megatron.core.kernels.trials import (
     TrialSizes,
     try_attention,
@@ -22,8 +23,7 @@ from megatron.core.kernels.trials import (
     try_swiglu,
     try_weight_gradient,
 )
-from megatron.core.ops.attention import AttentionShape
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import AttentionKernel, AttentionOutput, AttentionShape, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.cross_entropy import EagerCrossEntropy
 from megatron.core.ops.documents import PackedSpans
@@ -39,8 +39,7 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.packages import Unavailable
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from tests.parallel.layout_run import MODEL
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

@@ -13,8 +13,15 @@ from torch import Tensor
 from megatron.config.activations import ActivationConfig
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.models.parallelize import build_model
-from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    AttentionShape,
+    Gradients,
+    LocalAttention,
+    fused_attention,
+)
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
 from megatron.core.ops.documents import Documents, PackedSpans
 from megatron.core.topology import single_process

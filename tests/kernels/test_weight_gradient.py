@@ -12,7 +12,7 @@ from megatron.core.ops.matmul import (
     WeightGradientKernel,
     WeightGradientProduct,
 )
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from tests.storage_watch import StorageWatch

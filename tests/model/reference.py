@@ -13,11 +13,11 @@ from torch import Tensor
 
 from megatron.architectures.registry import ARCHITECTURES, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import info_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.core.topology import single_process
 from tests.model.reference import (
     EXPERTS,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import transformer_config_of
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.checkpoint.hugging_face.config import transformer_config_of
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention
 from megatron.core.ops.documents import Documents
 from tests.checkpoint.models import import_of

@@ -12,7 +12,7 @@ from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.topology import single_process
-from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import build_rule
 from tests.parallel.layout_run import MODEL, NO_BALANCE, SEED, Layout, Task, assemble, context, train
 
 BASE, MULT = 8, 4.0

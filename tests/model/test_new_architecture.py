@@ -9,7 +9,7 @@ import pytest
 from megatron.architectures.registry import ARCHITECTURES
 from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import transformer_config_of
+from megatron.checkpoint.hugging_face.config import transformer_config_of
 from megatron.errors import CheckpointError
 from tests.end_to_end.converted import (
     assert_our_logits_are_theirs,

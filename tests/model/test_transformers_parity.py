@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS
-from megatron.checkpoint.hugging_face import HuggingFaceMapping, copies_of_section
-from megatron.checkpoint.hugging_face_config import config_fields
+from megatron.checkpoint.hugging_face.config import config_fields
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
 from megatron.config.model import preset
 from tests.checkpoint.models import assembled, numbered
 from tests.model.reference import (

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face_config import config_fields, transformer_config_of
+from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.config.command_line import parse_command_line
 from megatron.config.model import ModelConfig
-from megatron.core.models.frequencies import frequencies_of
+from megatron.core.models.transformer import frequencies_of
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table, yarn_frequencies
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.moe.balance import BalanceRule, ExpertBalance, RouterBalance
 from megatron.core.moe.routing import RoutingRule, count_choices, route

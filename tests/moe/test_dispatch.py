@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megatron.config.moe import TokenDispatcherType
+from megatron.config.model import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
 from megatron.core.moe.dispatch import (

@@ -8,21 +8,19 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.kernels import KernelConfig
+from megatron.config.precision import KernelConfig
+from megatron.core.device import Machine, Unavailable
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels import candidates
-from megatron.core.kernels.choice import Choice
-from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
-from megatron.core.kernels.selection import Kernels, choose_kernels
+from megatron.core.kernels.choice import Choice, ExpertSizes, KernelRequest
+from megatron.core.kernels.selection import Kernels, build_kernels, choose_kernels, expert_sizes
 from megatron.core.kernels.trials import Trials, TrialSizes, try_grouped_gemm
-from megatron.core.models.kernels import build_kernels, expert_sizes
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
-from megatron.core.packages import Unavailable
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
 
 STALE = 1e6

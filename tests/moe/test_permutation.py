@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.moe.permutation import RowOrder, rows_of, sum_of_choices
+from megatron.core.moe.dispatch import RowOrder, rows_of, sum_of_choices
 
 
 def keys_of(num_tokens: int, topk: int, num_keys: int, seed: int) -> Tensor:

@@ -26,13 +26,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
-from megatron.checkpoint.storage import file_of_rank
-from megatron.config.faults import ITERATION, LOAD, SAVE, START, Fault
 from megatron.errors import ExitCode
+from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault
+from megatron.features.faults.listener import FILE as INJECTED
+from megatron.features.faults.listener import injected
 from megatron.operation import attempts
-from megatron.operation.faults import FILE as INJECTED
-from megatron.operation.faults import injected
 from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks
 from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all, started_at

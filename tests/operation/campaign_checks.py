@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron.checkpoint.directory import TRACKER
 from megatron.checkpoint.lock import LOCK
-from megatron.config.faults import SAVE, Fault
+from megatron.features.faults.flags import SAVE, Fault
+from megatron.features.faults.listener import FILE as INJECTED
 from megatron.operation import attempts, failure
 from megatron.operation.causes import Cause
-from megatron.operation.faults import FILE as INJECTED
 from megatron.operation.hang import STAYS
 from megatron.operation.nodes import NAMED_NODES
 from megatron.training import run_files

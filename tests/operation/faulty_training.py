@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from megatron.commands import pretrain_llama
-from megatron.config.faults import parse_faults
+from megatron.features.faults.flags import parse_faults
 from megatron.operation.heartbeat import Heartbeat, Section
 
 DIRECTORY = Path(sys.argv.pop(1))
@@ -28,7 +28,7 @@ def reach(label: str) -> None:
     kind, wanted, before, attempt = REQUEST.read_text().split()
     is_due = entered[label] > int(before) and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= int(attempt)
     if wanted == label and is_due:
-        from megatron.operation.faults import EVENT_FAULTS
+        from megatron.features.faults.listener import EVENT_FAULTS
 
         REQUEST.unlink()
         (DIRECTORY / "began").write_text(repr(time.time()))

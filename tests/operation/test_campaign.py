@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.faults import parse_fault, parse_faults
+from megatron.features.faults.flags import parse_fault, parse_faults
 from megatron.operation import attempts
 from tests.operation import campaign
 from tests.operation.campaign import (

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.core.topology import RankGrid
 from megatron.errors import SilentCorruptionError, report
-from megatron.operation.digests import OddRanks, digest, find_odd, fold, key_of, list_ranks
-from megatron.operation.known_product import KnownProduct
-from megatron.operation.replay import RankReplay, judge, neighbour, neighbour_distance
+from megatron.features.known_product.listener import KnownProduct
+from megatron.features.replay.listener import RankReplay, judge, neighbour, neighbour_distance
+from megatron.features.replicas.state import OddRanks, digest, find_odd, fold, key_of, list_ranks
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)

@@ -20,22 +20,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.faults import ITERATION, KINDS, LOAD, parse_fault, parse_faults
 from megatron.core.parameter import ParameterInfo, columns_box, padded_rows_box, sharded_boxes
-from megatron.operation.attempts import read_attempts
-from megatron.operation.faults import (
+from megatron.features.faults.flags import ITERATION, KINDS, LOAD, parse_fault, parse_faults
+from megatron.features.faults.listener import (
     EVENT_FAULTS,
     FILE,
     ITERATION_FAULTS,
     SAVE_FAULTS,
+    FaultInjection,
     FaultInjector,
     InjectedError,
     Site,
     flip,
     injected,
 )
+from megatron.operation.attempts import read_attempts
 from megatron.operation.heartbeat import Heartbeat
-from megatron.training.faults import FaultInjection
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.faults import VARIABLE
 from megatron.errors import ConfigError, ExitCode, NotFiniteError
+from megatron.features.faults.flags import VARIABLE
 from megatron.operation.attempt_recorder import Beginning, LaunchedAttempts
 from megatron.operation.attempts import read_attempts
 from megatron.operation.elastic import ELASTIC

@@ -17,20 +17,45 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from megatron.core.communication import Communicator
-from megatron.operation.known_product import expected_product, operands
-from megatron.operation.preflight.board import Board, MissingRanksError
-from megatron.operation.preflight.check import Check, Needs, Network, Node, Place, Site, nodes_of, within
-from megatron.operation.preflight.clocks import Clocks, offset_of
-from megatron.operation.preflight.disk import Disk, existing_parent, probe_bytes
-from megatron.operation.preflight.gpu import Gpu, find_nvml
-from megatron.operation.preflight.host_memory import available_memory
-from megatron.operation.preflight.links import Links, peer_of
-from megatron.operation.preflight.product import Product
-from megatron.operation.preflight.result import Result, Verdict, failed_hosts, table, worst
-from megatron.operation.preflight.run import judge, run_preflight
-from megatron.operation.preflight.slow_links import rounds_of
-from megatron.operation.preflight.sums import Sums, addend, expected_sum, named_by_bits
-from megatron.operation.preflight.table import CHECKS
+from megatron.features.known_product.listener import expected_product, operands
+from megatron.features.preflight.check import (
+    Board,
+    Check,
+    MissingRanksError,
+    Needs,
+    Network,
+    Node,
+    Place,
+    Result,
+    Site,
+    Verdict,
+    failed_hosts,
+    nodes_of,
+    table,
+    within,
+    worst,
+)
+from megatron.features.preflight.host import (
+    Disk,
+    Gpu,
+    Product,
+    available_memory,
+    existing_parent,
+    find_nvml,
+    probe_bytes,
+)
+from megatron.features.preflight.network import (
+    Clocks,
+    Links,
+    Sums,
+    addend,
+    expected_sum,
+    named_by_bits,
+    offset_of,
+    peer_of,
+    rounds_of,
+)
+from megatron.features.preflight.run import CHECKS, judge, run_preflight
 from tests.stand_ins import pynvml
 
 CPU = torch.device("cpu")

@@ -19,15 +19,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from megatron.core.communication import Communicator
-from megatron.operation.preflight.board import Board
-from megatron.operation.preflight.check import Check, Needs, Network, Place
-from megatron.operation.preflight.clocks import Clocks
-from megatron.operation.preflight.disk import Disk
-from megatron.operation.preflight.host_memory import HostMemory
-from megatron.operation.preflight.product import Product
-from megatron.operation.preflight.result import Verdict
-from megatron.operation.preflight.run import TOTAL_SECONDS, Preflight, run_preflight
-from megatron.operation.preflight.table import CHECKS
+from megatron.features.preflight.check import Board, Check, Needs, Network, Place, Verdict
+from megatron.features.preflight.host import Disk, HostMemory, Product
+from megatron.features.preflight.network import Clocks
+from megatron.features.preflight.run import CHECKS, TOTAL_SECONDS, Preflight, run_preflight
 from tests.rank_pool import RankPool
 
 GIB = 2**30

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.operation.preflight.slow_links import (
+from megatron.features.preflight.network import (
     ALL_PAIRS,
     Pair,
     Suspect,

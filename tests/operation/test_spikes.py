@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.operation.spikes import MAX_FACTOR, MAX_SCORE, MIN_SCALE, STEPS, SpikeDetector, robust_score
+from megatron.features.spikes.flags import MAX_FACTOR, MAX_SCORE, MIN_SCALE, STEPS, SpikeDetector, robust_score
 
 WINDOW = 20
 RECORDED = Path(__file__).parent / "clean_run.json"

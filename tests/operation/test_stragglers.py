@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.operation.stragglers import INTERVALS, SECONDS, StragglerDetector, excess_section, ratios
+from megatron.features.stragglers.flags import INTERVALS, SECONDS, StragglerDetector, excess_section, ratios
 from tests.end_to_end.run_process import TINY_RUN, fork_training, iterations, words_of
 
 FOUR = [(0, 1, 2, 3)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron.config.operation import OperationConfig
-from megatron.operation.update_guard import MAX_SKIPPED, MAX_SKIPPED_IN_ROW, RECENT, Action, UpdateGuard, Verdict
+from megatron.features.spikes.flags import MAX_SKIPPED, MAX_SKIPPED_IN_ROW, RECENT, Action, UpdateGuard, Verdict
 
 WINDOW = 10
 GO, BACK, STOP = Action.CONTINUE, Action.ROLL_BACK, Action.STOP

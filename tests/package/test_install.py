@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from setuptools import Distribution
 
-from megatron_llama._imports import OURS, check_imports, foreign_package
+from megatron_llama import OURS, check_imports, foreign_package
 from tests.package.lock import closure
 
 REPOSITORY = Path(__file__).parents[2]

@@ -18,11 +18,11 @@ from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.errors import SilentCorruptionError
+from megatron.features.known_product.listener import KnownAnswer
+from megatron.features.replicas.listener import StateCheck, training_state
+from megatron.features.replicas.state import GRADIENT, HeldTensor
 from megatron.metrics.timers import Timers
-from megatron.operation.replicas import GRADIENT, HeldTensor
 from megatron.training.checkpoints.saved_run import Progress
-from megatron.training.guard.known_answer import KnownAnswer
-from megatron.training.guard.state_check import StateCheck, training_state
 from megatron.training.loop.step import train_step
 from megatron.training.loop.trainer import IterationResult, Trainer
 from megatron.training.train_module import TrainModule

@@ -19,18 +19,15 @@ from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.context_parallel import ContextParallelType
-from megatron.config.moe import MoEConfig, TokenDispatcherType
+from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
-from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
-from megatron.core.context_parallel.attention import ContextParallel
-from megatron.core.context_parallel.split import ContextSplit
+from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
+from megatron.core.context_parallel.attention import ContextParallel, ContextSplit
 from megatron.core.data_parallel.buffer import ParamShard
+from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import wrap_data_parallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
@@ -48,8 +45,7 @@ from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
 from megatron.core.pipeline_parallel.executor import PipelineExecutor
 from megatron.core.precision import number_formats
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import P2POverlap, TPOverlap
+from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel, TPOverlap
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers

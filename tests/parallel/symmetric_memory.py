@@ -6,7 +6,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from megatron.core.communication import Communicator
-from megatron.core.tensor_parallel.overlap import SymmetricMemoryOverlap
+from megatron.core.tensor_parallel.collectives import SymmetricMemoryOverlap
 
 
 @cache

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.precision import PrecisionConfig
 from tests.parallel.layout_run import DEEP_MODEL, DEEP_TIED_MODEL, MODEL, TIED_MODEL, Task

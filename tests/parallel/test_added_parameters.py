@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.initialization import constant, initialize_range, normal, parameter_key, random_bits

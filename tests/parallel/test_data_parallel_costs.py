@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
-from megatron.core.data_parallel.sharing import Sharing
-from megatron.core.data_parallel.wrap import wrap_data_parallel
+from megatron.core.data_parallel.buffered import wrap_data_parallel
+from megatron.core.data_parallel.strategy import Sharing
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk

@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 from megatron.config.activations import RecomputeModule
-from megatron.config.moe import MoEConfig, TokenDispatcherType
+from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.moe.layer import Router
 from megatron.core.pipeline_parallel.executor import PipelineExecutor

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
+from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.fully_sharded import RowPart
-from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerModel

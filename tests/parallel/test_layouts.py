@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from megatron.config.activations import ActivationConfig, RecomputeModule
-from megatron.config.context_parallel import Exchange
-from megatron.config.parallel import ShardingStrategy
+from megatron.config.parallel import Exchange, ShardingStrategy
 from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process

@@ -13,9 +13,8 @@ from typing import Any, get_args
 import pytest
 
 from megatron.config.activations import ActivationConfig
-from megatron.config.context_parallel import ContextParallelType
-from megatron.config.moe import MoEConfig
-from megatron.config.parallel import ShardingStrategy
+from megatron.config.model import MoEConfig
+from megatron.config.parallel import ContextParallelType, ShardingStrategy
 from megatron.schedules.registry import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.comparison import TOLERANCE, compare_balance, compare_with_one_process, one_process

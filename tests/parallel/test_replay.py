@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.operation.replay import Verdict
-from megatron.training.guard.replay import Replay
+from megatron.features.replay.listener import Replay, Verdict
 from tests.parallel.flip_run import FP32, Run, bits_of
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches
 from tests.parallel.tasks import DELAYED, MIX, MIX_MODEL, TIED_SHORT

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel

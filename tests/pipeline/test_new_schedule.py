@@ -7,10 +7,8 @@ import pytest
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.pipeline import PipelineConfig
 from megatron.schedules.registry import SCHEDULES, build_schedule
-from megatron.schedules.schedule import Action
-from megatron.schedules.simulator import Durations, peak_live_activations, simulate
-from megatron.schedules.spec import ScheduleSpec, Shape, alternate
-from megatron.schedules.verifier import verify
+from megatron.schedules.schedule import Action, ScheduleSpec, Shape, alternate
+from megatron.schedules.simulator import Durations, peak_live_activations, simulate, verify
 from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import DEEP_MODEL, Layout, Task, Trace, train
 from tests.rank_pool import RankPool

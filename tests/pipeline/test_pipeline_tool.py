@@ -25,7 +25,7 @@ from megatron.schedules.simulator import (
     peak_live_activations,
     simulate,
 )
-from megatron.training.profiling.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
+from megatron.training.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
 
 REPOSITORY = Path(__file__).parents[2]
 NAMES = get_args(ScheduleName)

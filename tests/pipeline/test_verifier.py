@@ -7,10 +7,8 @@ import pytest
 
 from megatron.schedules.catalog.interleaved import interleaved
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
-from megatron.schedules.schedule import Action, Schedule, ScheduleError
-from megatron.schedules.simulator import peak_live_activations
-from megatron.schedules.spec import Shape
-from megatron.schedules.verifier import verify
+from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
+from megatron.schedules.simulator import peak_live_activations, verify
 from tests.pipeline.token_game import TokenGame
 
 every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))

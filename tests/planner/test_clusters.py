@@ -10,9 +10,8 @@ import pytest
 
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import CLUSTERS, Cluster, cluster_names, read_cluster
-from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.prices import Machines, pod_share
+from megatron.planner.step_time.prices import Machines, load_fitted, pod_share
 from megatron.planner.step_time.workload import Run, Software, Workload
 
 GPUS = ("a100-80gb", "h100", "h200", "b200", "gb200")

@@ -14,7 +14,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
-from megatron.planner.search.job import Job
+from megatron.planner.search.layout import Job
 from megatron.planner.step_time.cluster import read_cluster
 from megatron.reports.svg import gib
 from megatron.training.build.vocabulary import planned_vocabulary

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.published.fit import errors
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import CONSTANTS, load_fitted
-from megatron.planner.step_time.experts import ExpertShapes, accesses_between, dispatch_seconds
-from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.formulas import ExpertShapes, StepTimeModel, accesses_between, dispatch_seconds
+from megatron.planner.step_time.prices import CONSTANTS, load_fitted
 from megatron.planner.step_time.published import PublishedRun, read_published
 from megatron.planner.step_time.workload import Run, Software, Workload
 

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
-from megatron.commands.dry_run_report import as_json
+from megatron.commands.pages.dry_run_report import as_json
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer

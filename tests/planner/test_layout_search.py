@@ -20,23 +20,39 @@ from megatron.planner.search.accuracy import (
     UNKNOWN_ERROR,
     Level,
     basis_warnings,
+    config_of,
     largest_measured,
     level_of,
+    measured_level,
 )
 from megatron.planner.search.enumeration import enumerate_layouts, require_layout
-from megatron.planner.search.job import Job, Operation, given_fields
-from megatron.planner.search.layout import Layout
-from megatron.planner.search.measured import config_of, measured_level
-from megatron.planner.search.pricing import accuracy_warnings, describe_limit, largest_overhead, price_layouts
-from megatron.planner.search.ranking import TIE, first_of_families, num_dimensions, rank
-from megatron.planner.search.rehearsals import Memory, parallel_map, rehearse_best
-from megatron.planner.search.report import command
-from megatron.planner.search.result import PlannedLayout, layout_name
-from megatron.planner.search.search import find_layouts, node_warnings, scale_point, unit_records
+from megatron.planner.search.layout import Job, Layout, Operation, given_fields
+from megatron.planner.search.result import (
+    TIE,
+    PlannedLayout,
+    command,
+    first_of_families,
+    layout_name,
+    num_dimensions,
+    rank,
+)
+from megatron.planner.search.search import (
+    Memory,
+    accuracy_warnings,
+    describe_limit,
+    find_layouts,
+    largest_overhead,
+    node_warnings,
+    parallel_map,
+    price_layouts,
+    rehearse_best,
+    scale_point,
+    unit_records,
+)
 from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.published import NEMO
 from megatron.planner.step_time.workload import Run, Workload
 

@@ -9,9 +9,8 @@ import torch
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
-from megatron.core.ops.attention_interface import VarlenKernel
-from megatron.planner.fake_backend import ShapeTracker
-from megatron.planner.kernels import simulated_kernels
+from megatron.core.ops.attention import VarlenKernel
+from megatron.planner.fake_backend import ShapeTracker, simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.planner.plan import (
     Run,

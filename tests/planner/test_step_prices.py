@@ -5,7 +5,7 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.planner.calibration.real_step import planned_step
+from megatron.planner.calibration.operations import planned_step
 from megatron.planner.rehearsal.price import (
     PlannedStep,
     StepPrices,
@@ -15,7 +15,7 @@ from megatron.planner.rehearsal.price import (
 )
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import TERMS
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.published.table import TABLE
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import CONSTANTS, load_fitted
 from megatron.planner.step_time.formulas import StepTimeModel
+from megatron.planner.step_time.prices import CONSTANTS, load_fitted
 from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
 from megatron.schedules.registry import build_schedule

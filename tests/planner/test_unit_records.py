@@ -15,8 +15,7 @@ from megatron.planner.plan import Run
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import read_cluster
-from megatron.planner.step_time.constants import load_fitted
-from megatron.planner.step_time.prices import optimizer_seconds
+from megatron.planner.step_time.prices import load_fitted, optimizer_seconds
 from megatron.planner.step_time.workload import TERMS
 from megatron.planner.traffic import axis_of
 from megatron.training.build.vocabulary import planned_vocabulary

@@ -61,17 +61,17 @@ ALLOWED = {
     ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
     ("megatron/commands/verbs.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
-    ("megatron/core/packages.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
+    ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
-    ("benchmarks/peer_megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
-    ("megatron/update_rules/registry.py", COMPUTED_IMPORT): "imports the modules of its own room",
+    ("benchmarks/lib/peers/megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
+    ("megatron/update_rules/rule.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/gpu_lines/__main__.py", COMPUTED_IMPORT): "imports what its own tables of lines name",
-    ("megatron/checkpoint/megatron_lm/pickle_opcodes.py", "import pickletools"): (
+    ("megatron/checkpoint/megatron_lm/safe_pickle.py", "import pickletools"): (
         "reads Megatron-LM's checkpoints: decodes opcodes, imports and calls nothing"
     ),
-    ("benchmarks/scaling_checkpoint.py", "import pickle"): "measures lists that ranks send; it has just made them",
-    ("benchmarks/scaling_start.py", "import pickle"): "counts the bytes that ranks send, and reads none",
-    ("benchmarks/checkpoint_contenders.py", "torch.load"): "reads what it has just written, with weights_only=True",
+    ("benchmarks/lib/scaling_checkpoint.py", "import pickle"): "measures lists that ranks send; it has just made them",
+    ("benchmarks/lib/scaling_start.py", "import pickle"): "counts the bytes that ranks send, and reads none",
+    ("benchmarks/lib/checkpoint_contenders.py", "torch.load"): "reads what it has just written, with weights_only=True",
 }
 """Reason by file (relative to the repository) and finding."""
 

@@ -19,8 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.megatron_lm.pickle_globals import ALLOWED
-from megatron.checkpoint.megatron_lm.pickle_opcodes import Global, PersistentId, Record, read_pickle
+from megatron.checkpoint.megatron_lm.safe_pickle import ALLOWED, Global, PersistentId, Record, read_pickle
 from megatron.errors import CheckpointError
 from tests.messages import assert_helpful
 

@@ -4,7 +4,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from megatron.core.backends.transformer_engine.package import TransformerEngine
+from megatron.core.backends.transformer_engine import TransformerEngine
 
 
 def transformer_engine() -> TransformerEngine:

@@ -4,10 +4,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from megatron.planner.launch_prices import Product
+from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.rehearsal.price import PassTimes
-from megatron.planner.search.job import Job, Operation
-from megatron.planner.search.layout import Layout
+from megatron.planner.search.layout import Job, Layout, Operation
 from megatron.planner.search.result import PlannedLayout, SearchResult
 from megatron.planner.search.search import scale_point
 from megatron.planner.step_time.cluster import read_cluster

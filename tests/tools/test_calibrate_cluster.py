@@ -10,35 +10,40 @@ import pytest
 import torch
 
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
-from benchmarks.shared_cores import price_on_cores
+from benchmarks.lib.shared_cores import price_on_cores
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands import calibrate_cluster
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import Communicator
-from megatron.planner.calibration.cluster_file import cluster_file
-from megatron.planner.calibration.collectives import (
-    KINDS,
-    CollectiveShape,
-    collective_action,
-    collective_shapes,
-    groups_of,
-)
-from megatron.planner.calibration.fit import nonnegative_least_squares, without_overlap
+from megatron.planner.calibration.fit import cluster_file, nonnegative_least_squares, without_overlap
 from megatron.planner.calibration.measure import (
+    Effort,
     Measured,
     Plan,
+    Ranks,
+    Sample,
     _after_a_product,
     calibrated,
     measure,
     merge,
     number_of_operations,
 )
-from megatron.planner.calibration.operations import ProductShape, attention_shapes, product_action, product_shapes
-from megatron.planner.calibration.real_step import planned_step, with_layers
-from megatron.planner.calibration.turns import Effort, Ranks, Sample
+from megatron.planner.calibration.operations import (
+    KINDS,
+    CollectiveShape,
+    ProductShape,
+    attention_shapes,
+    collective_action,
+    collective_shapes,
+    groups_of,
+    planned_step,
+    product_action,
+    product_shapes,
+    with_layers,
+)
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.prices import load_fitted
 from tests.rank_pool import RankPool
 
 SMALL = (

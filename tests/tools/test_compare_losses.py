@@ -9,7 +9,7 @@ import pytest
 
 from megatron.commands import compare_losses, plot_metrics
 from megatron.errors import ConfigError
-from megatron.metrics.history import read_history
+from megatron.metrics.jsonl import read_history
 
 FALLING = [8.0 - 0.1 * iteration for iteration in range(10)]
 Losses = list[float | None]

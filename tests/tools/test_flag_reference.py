@@ -8,9 +8,9 @@ import pytest
 
 from megatron.commands import flag_reference
 from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
-from megatron.config import flag_docs
-from megatron.config.flag_names import flag_names
-from megatron.config.megatron_flags import NOT_SUPPORTED
+from megatron.config import help as flag_docs
+from megatron.config.megatron_lm import NOT_SUPPORTED
+from megatron.config.words import flag_names
 from megatron.errors import ConfigError
 
 DOCS = flag_reference.REPOSITORY / "docs"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.commands.pages import plan_charts, plan_roofline
+from megatron.commands.pages import plan_charts
+from megatron.commands.pages import plan_report as plan_roofline
 from megatron.commands.pages.plan_charts import days, seconds, short
 from megatron.commands.pages.plan_report import plan_page
-from megatron.planner.search.report import command
-from megatron.planner.search.result import SearchResult
+from megatron.planner.search.result import SearchResult, command
 from megatron.planner.step_time.workload import TERMS
 from megatron.reports.svg import gib, percentage
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser

@@ -7,9 +7,9 @@ from typing import cast
 
 from megatron.checkpoint.schema import DataStage
 from megatron.config.command_line import parse_command_line
-from megatron.metrics.validation import ValidationHistory
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.operation.attempts import EffectiveTimeMeter
-from megatron.training.loop.conclusion import Conclusion, tokens_of
+from megatron.training.loop.listeners import Conclusion, tokens_of
 from megatron.training.loop.trainer import Trainer
 from tests.training.reported_run import evaluation_record
 

@@ -11,15 +11,14 @@ from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
-from megatron.data.block_use import block_uses
-from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
+from megatron.data.corpus_check import BlockComparison, SampleRange, Share, block_uses, check_indexes
 from megatron.data.corpus_digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import cyclic_microbatches, single_pass_microbatches
 from megatron.errors import DataError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.loop.data_check import DataCheck, consumption_order, describe_iteration
+from megatron.training.loop.data import DataCheck, consumption_order, describe_iteration
 from tests.data.corpora import write_corpus
 
 SAMPLES, MICRO_BATCH, RANKS = 53, 3, 2

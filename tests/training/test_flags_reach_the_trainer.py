@@ -21,7 +21,7 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.offload import Offloaded
 from megatron.core.recompute import Recomputed
@@ -33,7 +33,7 @@ from megatron.training.build.description import describe_kernels, describe_run
 from megatron.training.build.plan import plan_run
 from megatron.training.build.run import build_state
 from megatron.training.build.vocabulary import load_vocabulary
-from megatron.training.checkpoints.resume import find_start
+from megatron.training.checkpoints.saved_run import find_start
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.training.initialize import rank_grid

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_llama as ml
-from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.names import EMA, MASTER, MODEL
+from megatron.checkpoint.manifest import EMA, MASTER, MODEL, read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import pretrain_llama
 from tests.end_to_end.run_process import MOCK_RUN

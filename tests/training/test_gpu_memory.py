@@ -14,7 +14,7 @@ from megatron.config.logging import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.training.loop.listeners import MemoryReport
 from megatron.training.loop.trainer import Trainer
-from megatron.training.profiling.memory_history import AllocatorCalls, MemoryHistory, start_memory_history
+from megatron.training.profiles import AllocatorCalls, MemoryHistory, start_memory_history
 
 GIB = 2**30
 NO_RESULT = cast(Any, None)

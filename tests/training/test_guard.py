@@ -11,14 +11,13 @@ from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, single_process
 from megatron.errors import NotFiniteError, SilentCorruptionError
-from megatron.intervals import IntervalSchedule
-from megatron.operation.known_product import KnownProduct
-from megatron.operation.replicas import HOLDERS, HolderGroups, TensorKey
+from megatron.features.known_product.listener import KnownAnswer, KnownProduct
+from megatron.features.replay.listener import why_not_replayed
+from megatron.features.replicas.listener import RankReport, StateCheck, raise_findings
+from megatron.features.replicas.state import HOLDERS, HolderGroups, TensorKey
+from megatron.flags import IntervalSchedule
 from megatron.operation.signals import SignalWatch
-from megatron.training.build.guard import why_not_replayed
 from megatron.training.context import RunContext
-from megatron.training.guard.known_answer import KnownAnswer
-from megatron.training.guard.state_check import RankReport, StateCheck, raise_findings
 from megatron.training.loop.stop import StopConditions
 from megatron.training.loop.trainer import Trainer
 from megatron.training.train_module import TrainModule

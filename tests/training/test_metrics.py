@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron.metrics.plots import METRICS_WITH_SAMPLE_AXIS, IntervalGate, evaluation_scalars, iteration_scalars
-from megatron.metrics.record import EvaluationRecord
+from megatron.metrics.record import (
+    METRICS_WITH_SAMPLE_AXIS,
+    EvaluationRecord,
+    IntervalGate,
+    evaluation_scalars,
+    iteration_scalars,
+)
 from megatron.metrics.timers import Timers, combine, format_timer_report
 from tests.training.reported_run import iteration_record
 

@@ -17,11 +17,16 @@ from megatron.config.operation import OperationConfig
 from megatron.core.control import ControlGroup
 from megatron.data.data_record import DataRecord
 from megatron.errors import CheckpointError
+from megatron.features.spikes.listener import (
+    RollbackRequested,
+    in_order_of_preference,
+    left_out,
+    set_later_aside,
+)
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, samples_of_tokens
-from megatron.training.checkpoints import pruning
+from megatron.training.checkpoints import save_directories as pruning
 from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
-from megatron.training.checkpoints.pruning import Pruning
-from megatron.training.checkpoints.rollback import RollbackRequested, in_order_of_preference, left_out, set_later_aside
+from megatron.training.checkpoints.save_directories import Pruning
 from megatron.training.checkpoints.saved_run import Progress
 
 RAMP = BatchSchedule(((0, 4), (20, 8), (60, 16)), micro_batch_size=2, data_parallel_size=2)

@@ -16,7 +16,7 @@ from megatron.core.communication import Communicator
 from megatron.core.transport import Reduction
 from megatron.errors import DataError
 from megatron.operation.signals import SignalWatch, watch_signals
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck
 from megatron.training.loop.stop import NO_DATA, StopConditions
 
 WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]

@@ -18,12 +18,12 @@ from megatron.errors import ConfigError
 from megatron.metrics.console import (
     CompactConsoleWriter,
     ConsoleWriter,
+    ProgressBar,
     format_compact_line,
     format_console_line,
     format_evaluation_lines,
 )
 from megatron.metrics.jsonl import JsonlWriter
-from megatron.metrics.progress_bar import ProgressBar
 from megatron.metrics.tensorboard import WINDOW, TensorBoardWriter, rewind_events, start_of_search
 from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
 from tests.training.reported_run import evaluation_record, iteration_record, reported_run

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
-from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
-from megatron.core.backends.transformer_engine.overlap import shared_buffers
-from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.core.backends.transformer_engine import (
+    TransformerEngine,
+    TransformerEngineAttention,
+    TransformerEngineFp8,
+    TransformerEngineProvider,
+    UnavailableError,
+    shared_buffers,
+)
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext

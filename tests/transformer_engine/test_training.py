@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.sharded_tensor import BoxedTensor
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.fp8 import build_recipe
-from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError, build_recipe
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.models.kernels import share_buffers
+from megatron.core.kernels.selection import share_buffers
 from megatron.errors import RankError
 from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.core.kernels.trials import try_fp8_weight_gradient
 from megatron.core.ops.fp8 import E4M3, E5M2, Fp8WeightGradientKernel, SeparateFp8WeightGradient, widened_gemm
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 
@@ -18,7 +18,7 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def kernel() -> Fp8WeightGradientKernel:
-    from megatron.core.backends.triton.fp8_weight_gradient import TritonFp8WeightGradient
+    from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient
 
     return TritonFp8WeightGradient()
 

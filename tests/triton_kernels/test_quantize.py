@@ -16,7 +16,7 @@ from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.kernels.trials import try_quantization
 from megatron.core.ops.fp8 import E4M3, E5M2, EagerQuantization, Fp8Kernels, Quantization, amax_of, widened_gemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext, RowParallelLinear
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
@@ -29,7 +29,7 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def triton_quantization() -> Quantization:
-    from megatron.core.backends.triton.quantize import TritonQuantization
+    from megatron.core.backends.triton.fp8 import TritonQuantization
 
     return TritonQuantization()
 

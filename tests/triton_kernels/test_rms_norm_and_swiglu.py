@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends.triton.rms_norm import quantized_rms_norm
-from megatron.core.backends.triton.swiglu import quantized_swiglu
+from megatron.core.backends.triton.elementwise import quantized_rms_norm, quantized_swiglu
 from megatron.core.ops.fp8 import E4M3, E5M2, DelayedQuantization, EagerQuantization
 from megatron.core.ops.norm import normalise
 from megatron.core.ops.swiglu import swiglu_reference
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess
 

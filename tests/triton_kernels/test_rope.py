@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends.triton.rope import rotate
+from megatron.core.backends.triton.elementwise import rotate
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_
 from tests.triton_kernels.compiled import CompiledLaunch, compile_launches
 from tests.triton_kernels.worker import TritonProcess

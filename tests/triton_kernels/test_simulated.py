@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from megatron.core.backends.triton.fp8_weight_gradient import TritonFp8WeightGradient
-from megatron.core.backends.triton.quantize import TritonQuantization
-from megatron.core.backends.triton.rms_norm import quantized_rms_norm
-from megatron.core.backends.triton.swiglu import quantized_swiglu
-from megatron.core.kernels.simulated import (
+from megatron.core.backends.triton.elementwise import quantized_rms_norm, quantized_swiglu
+from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient, TritonQuantization
+from megatron.core.kernels.candidates import (
     SimulatedFp8WeightGradient,
     SimulatedQuantization,
     SimulatedRMSNorm,
     SimulatedSwiGLU,
 )
 from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, widened_gemm
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.planner.launches import LaunchRecorder
 from megatron.planner.memory import MemoryTracker
 from tests.triton_kernels.worker import TritonProcess

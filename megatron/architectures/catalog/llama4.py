@@ -4,15 +4,18 @@ attention of the whole sequence without. ``tiny-llama4`` is for tests and first 
 
 from typing import Any
 
-from megatron.architectures.config_json import Fields, flag, number, size
 from megatron.architectures.layer_pattern import describe_layers, describe_nope_layers
 from megatron.architectures.spec import (
     ArchitectureSpec,
+    Fields,
     HFTensor,
     MultimodalModel,
     WeightMapping,
     attention,
+    flag,
+    number,
     preset,
+    size,
     swiglu,
 )
 from megatron.architectures.transformer_config import TransformerConfig

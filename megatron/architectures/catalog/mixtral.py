@@ -4,8 +4,7 @@ experts, of which a token uses two that are half as wide as its MLP."""
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.architectures.config_json import Fields, size
-from megatron.architectures.spec import ArchitectureSpec, WeightMapping, attention, experts, preset
+from megatron.architectures.spec import ArchitectureSpec, Fields, WeightMapping, attention, experts, preset, size
 from megatron.architectures.transformer_config import TransformerConfig
 
 

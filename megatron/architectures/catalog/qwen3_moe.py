@@ -3,9 +3,18 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megatron.architectures.config_json import Fields, size
 from megatron.architectures.layer_pattern import describe_layers
-from megatron.architectures.spec import ArchitectureSpec, WeightMapping, attention, experts, preset, qk_norm, swiglu_mlp
+from megatron.architectures.spec import (
+    ArchitectureSpec,
+    Fields,
+    WeightMapping,
+    attention,
+    experts,
+    preset,
+    qk_norm,
+    size,
+    swiglu_mlp,
+)
 from megatron.architectures.transformer_config import TransformerConfig
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.megatron_lm.pickle_opcodes import Global, Record, printable
+from megatron.checkpoint.megatron_lm.safe_pickle import Global, Record, printable
 from megatron.config.data import TokenizerConfig, TokenizerType
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError

@@ -5,11 +5,17 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.conversion import Advance, WeightsImport
-from megatron.checkpoint.hugging_face import HuggingFaceMapping
-from megatron.checkpoint.megatron_lm.arguments import architecture_of, arguments_in, shown, tokenizer_of
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping
+from megatron.checkpoint.hugging_face.read import WeightsImport
+from megatron.checkpoint.megatron_lm.conversion import (
+    MegatronWeights,
+    architecture_of,
+    arguments_in,
+    shown,
+    tokenizer_of,
+)
 from megatron.checkpoint.megatron_lm.torch_dist import COMMON, TorchDistCheckpoint
-from megatron.checkpoint.megatron_lm.weights import MegatronWeights
+from megatron.checkpoint.streaming import Advance
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError
 

@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine. ``pickletools.genops`` only decodes its opcodes; the few that make data are
 interpreted here. A global is a :class:`Global`, its call a :class:`Record`, and both are names with data. Globals
-beyond :data:`~megatron.checkpoint.megatron_lm.pickle_globals.ALLOWED` and all other opcodes are refused.
+beyond :data:`~megatron.checkpoint.megatron_lm.safe_pickle.ALLOWED` and all other opcodes are refused.
 """
 
 import pickletools
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from megatron.checkpoint.megatron_lm.pickle_globals import ALLOWED, BUILDERS
+from megatron.checkpoint.megatron_lm.safe_pickle import ALLOWED, BUILDERS
 from megatron.errors import CheckpointError
 
 MAX_BYTES = 1 << 30

@@ -1,6 +1,6 @@
 """Files of ``torch.save``: a ZIP archive with a pickle and the bytes of the tensors' storages, not compressed.
 
-The pickle is read by :mod:`megatron.checkpoint.megatron_lm.pickle_opcodes`; a storage is a range of the file, whose
+The pickle is read by :mod:`megatron.checkpoint.megatron_lm.safe_pickle`; a storage is a range of the file, whose
 bounds are checked here.
 """
 
@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.megatron_lm.pickle_opcodes import (
-    MAX_BYTES,
-    Global,
-    PersistentId,
-    Record,
-    printable,
-    read_pickle,
-)
+from megatron.checkpoint.megatron_lm.safe_pickle import MAX_BYTES, Global, PersistentId, Record, printable, read_pickle
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.errors import CheckpointError
 
@@ -84,7 +77,7 @@ class TorchArchive:
             raise CheckpointError(f"{where} was written on a big-endian machine: choose another checkpoint.")
 
     def value(self) -> object:
-        """What was saved: see :func:`~megatron.checkpoint.megatron_lm.pickle_opcodes.read_pickle`."""
+        """What was saved: see :func:`~megatron.checkpoint.megatron_lm.safe_pickle.read_pickle`."""
         return read_pickle(self.read("data.pkl"), self._where)
 
     def tensor(self, value: object) -> StoredTensor:

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import boxes_are_disjoint, overlap
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.megatron_lm.pickle_opcodes import MAX_BYTES, Record, printable, read_pickle
+from megatron.checkpoint.megatron_lm.safe_pickle import MAX_BYTES, Record, printable, read_pickle
 from megatron.checkpoint.megatron_lm.torch_archive import (
     Range,
     StoredTensor,
@@ -31,7 +32,6 @@ from megatron.checkpoint.megatron_lm.torch_archive import (
     dtype_of,
     read_rows,
 )
-from megatron.checkpoint.places import boxes_are_disjoint, overlap
 from megatron.errors import CheckpointError
 
 COMMON, METADATA, FORMAT = "common.pt", ".metadata", "metadata.json"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face import GlobalTensor, HuggingFaceMapping
+from megatron.checkpoint.boxes import Place, overlap
+from megatron.checkpoint.hugging_face.mapping import GlobalTensor, HuggingFaceMapping
 from megatron.checkpoint.megatron_lm.torch_dist import Rows, SavedTensor, TorchDistCheckpoint
-from megatron.checkpoint.places import Place, overlap
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.errors import CheckpointError
 

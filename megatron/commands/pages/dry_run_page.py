@@ -2,9 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron.commands.dry_run_report import TO_SEARCH, chunk_sizes, expert_load_sentence, groups, neighbours, warnings
-from megatron.commands.pages.memory_chart import ALLOWANCE_NAME, MemoryOfStage, memory_figure
-from megatron.commands.pages.schedule_chart import schedule_figure
+from megatron.commands.pages.dry_run_report import (
+    TO_SEARCH,
+    chunk_sizes,
+    expert_load_sentence,
+    groups,
+    neighbours,
+    warnings,
+)
+from megatron.commands.pages.stage_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure, schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.plan import Plan, StagePlan
 from megatron.planner.traffic import Link

@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Sequence
 
-from megatron.commands.pages.memory_chart import equal_neighbours, memory_figure
 from megatron.commands.pages.plan_charts import (
     choices,
     compared,
@@ -16,10 +15,9 @@ from megatron.commands.pages.plan_charts import (
     short,
     time_figure,
 )
-from megatron.commands.pages.plan_roofline import roofline_figure
-from megatron.commands.pages.schedule_chart import Tail, schedule_figure
-from megatron.planner.search.report import command
-from megatron.planner.search.result import PlannedLayout, SearchResult
+from megatron.commands.pages.plan_report import roofline_figure
+from megatron.commands.pages.stage_charts import Tail, equal_neighbours, memory_figure, schedule_figure
+from megatron.planner.search.result import PlannedLayout, SearchResult, command
 from megatron.reports.page import (
     Cell,
     Tile,

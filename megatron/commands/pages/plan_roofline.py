@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.planner.launch_prices import Product
+from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.step_time.cluster import Cluster
 from megatron.reports import svg
 from megatron.reports.charts import Axis, plane

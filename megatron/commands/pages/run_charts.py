@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from megatron.commands.pages.run_curves import alarm_legend, alarm_marks, alarms
-from megatron.metrics.history import History
+from megatron.commands.pages.run_charts import alarm_legend, alarm_marks, alarms
+from megatron.metrics.jsonl import History
 from megatron.operation.attempts import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.metrics.history import History, Record
+from megatron.metrics.jsonl import History, Record
 from megatron.operation.attempts import Attempt
 from megatron.reports import svg
 from megatron.reports.page import Lane, lanes, legend

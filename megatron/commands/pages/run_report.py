@@ -13,8 +13,8 @@ from megatron.commands.pages.run_charts import (
     fault_tip,
     interval_chart,
     timeline,
+    training_charts,
 )
-from megatron.commands.pages.run_curves import training_charts
 from megatron.operation.attempts import TIME_CLASSES, Attempt
 from megatron.operation.causes import advice
 from megatron.operation.run_summary import RunSummary, cause_of, in_iterations, interval_choices

@@ -19,16 +19,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.commands.preprocessing.progress import Counts, Progress
-from megatron.commands.preprocessing.work import Work, output_of
+from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work, output_of
 from megatron.data.build_lock import load_or_build_once
 from megatron.data.corpus_digests import SUFFIX
-from megatron.data.corpus_files import warn_of_overwriting
-from megatron.data.encoding import EncodeTask, shared_tokenizer
-from megatron.data.merging import merge_datasets
+from megatron.data.corpus_writer import merge_datasets, warn_of_overwriting
 from megatron.data.storage import SourceFile
 from megatron.data.text_inputs import cut_in_partitions
-from megatron.data.tokenizers import tokenizer_files
+from megatron.data.tokenizers import shared_tokenizer, tokenizer_files
 from megatron.errors import DataError, UserError
 
 MakeProgress = Callable[[int], Progress]

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from megatron.data.encoding import EncodedBatch
+from megatron.commands.preprocess_work import EncodedBatch
 
 _NAMED_BAD_DOCUMENTS = 10
 

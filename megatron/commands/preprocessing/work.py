@@ -14,9 +14,8 @@ from itertools import chain
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from megatron.commands.preprocessing.progress import Counts
-from megatron.data.encoding import EncodedBatch, EncodeTask, encode
-from megatron.data.indexed_dataset import IndexedDatasetWriter
+from megatron.commands.preprocess_work import Counts, EncodedBatch, EncodeTask, encode
+from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.text_inputs import Batch, SourceRange, divide_among_workers
 from megatron.errors import DataError
 

@@ -4,8 +4,30 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 
-from megatron.config.all_checks import run_all
-from megatron.config.checks import attention, backends, experts, faults, layout, length, mup, operation, precision
+from megatron.config.checks import (
+    layout,
+    operation,
+    precision,
+    run_all,
+)
+from megatron.config.checks import (
+    model as attention,
+)
+from megatron.config.checks import (
+    model as experts,
+)
+from megatron.config.checks import (
+    model as mup,
+)
+from megatron.config.checks import (
+    operation as faults,
+)
+from megatron.config.checks import (
+    precision as backends,
+)
+from megatron.config.checks import (
+    training as length,
+)
 from megatron.config.run import RunConfig
 
 

@@ -6,7 +6,7 @@ from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
-from megatron.update_rules.registry import update_rules
+from megatron.update_rules.rule import update_rules
 
 
 def check_experts(run: RunConfig, world_size: int) -> None:

@@ -1,8 +1,8 @@
 """Checks of ``--inject-fault`` against the other flags."""
 
-from megatron.config.faults import SAVE, Fault, parse_faults
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.features.faults.flags import SAVE, Fault, parse_faults
 from megatron.urls import is_url
 
 _LOADERS, _WRITERS = ("stoploader", "killloader"), ("stopwriter", "killwriter")

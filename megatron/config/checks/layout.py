@@ -2,7 +2,7 @@
 
 import math
 
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import values_of

@@ -3,7 +3,7 @@
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
-from megatron.update_rules.registry import build_rule
+from megatron.update_rules.rule import build_rule
 
 
 def check_mup(run: RunConfig, world_size: int) -> None:

@@ -5,10 +5,10 @@ Read against its sources (master of 2025; the package of that name on PyPI is an
 
 from torch import Tensor
 
-from megatron.core.backends.multi_tensor import fused_adam, multi_tensor_norm
+from megatron.core.backends.apex import fused_adam, multi_tensor_norm
+from megatron.core.device import load
 from megatron.core.ops.norm import NormThenQuantization
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
-from megatron.core.packages import load
 
 
 class RMSNorm(NormThenQuantization):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.ops.attention_interface import AttentionOutput, Gradients, HalfPrecisionGpuKernel
+from megatron.core.device import load
+from megatron.core.ops.attention import AttentionOutput, Gradients, HalfPrecisionGpuKernel
 from megatron.core.ops.documents import PackedSpans
-from megatron.core.packages import load
 
 
 class FlashAttention3(HalfPrecisionGpuKernel):

@@ -15,11 +15,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.config.context_parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
+from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, Exchange
 from megatron.core.communication import Communicator, Work
-from megatron.core.context_parallel.split import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
-from megatron.core.ops.attention import Attention, AttentionInputs, LocalAttention, TiledAttention, TiledGradients
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients
+from megatron.core.context_parallel.attention import ContextSplit, diagonal_tiles, earlier_tiles, ring_tiles
+from megatron.core.ops.attention import (
+    Attention,
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    Gradients,
+    LocalAttention,
+    TiledAttention,
+    TiledGradients,
+)
 from megatron.core.ops.documents import Span, spans_of
 
 

@@ -24,9 +24,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard, ShardRanges
-from megatron.core.data_parallel.sharing import ModelSharing
-from megatron.core.data_parallel.strategy import DataParallel, LocalParam
-from megatron.core.data_parallel.units import expert_modules
+from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ModelSharing, expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
 from megatron.core.precision import NumberFormats

@@ -26,8 +26,7 @@ from megatron.core.data_parallel.bucket import (
     WholeGradientBucket,
 )
 from megatron.core.data_parallel.buffer import ParameterBuffer, ParameterSplit, ParamShard
-from megatron.core.data_parallel.sharing import ModelSharing
-from megatron.core.data_parallel.units import weight_units
+from megatron.core.data_parallel.strategy import ModelSharing, weight_units
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import ParameterInfo, RowDivision, info_of

@@ -6,8 +6,8 @@ from typing import Protocol
 from torch import nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.core.data_parallel.sharing import ModelSharing
-from megatron.core.data_parallel.strategy import BufferedDataParallel, DataParallel
+from megatron.core.data_parallel.buffered import BufferedDataParallel
+from megatron.core.data_parallel.strategy import DataParallel, ModelSharing
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology

@@ -8,15 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.core.kernels.choice import Candidate, short_name
-from megatron.core.kernels.request import KernelRequest
-from megatron.core.kernels.simulated import (
+from megatron.core.device import Compiler, Unavailable, inductor, load
+from megatron.core.kernels.candidates import (
     SimulatedFp8WeightGradient,
     SimulatedQuantization,
     SimulatedRMSNorm,
     SimulatedSwiGLU,
 )
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
@@ -25,7 +25,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
-from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.cross_entropy import (
     GPU_CHUNK_BYTES,
     CompiledCrossEntropy,
@@ -45,7 +44,6 @@ from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel
 from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
-from megatron.core.packages import Unavailable, load
 from megatron.torch_compat import onednn_linear
 
 T = TypeVar("T")
@@ -115,7 +113,7 @@ def _preferred_attention(request: KernelRequest) -> list[str]:
 def _transformer_engine_attention(request: KernelRequest) -> AttentionKernel:
     if request.engine is None:
         raise Unavailable("it needs --transformer-impl transformer_engine")
-    from megatron.core.backends.transformer_engine.attention import TransformerEngineAttention
+    from megatron.core.backends.transformer_engine import TransformerEngineAttention
 
     return TransformerEngineAttention(request.engine)
 
@@ -305,7 +303,7 @@ def l2_norm(request: KernelRequest) -> list[Candidate[SquaredNorm]]:
 
 _BACKENDS = {
     "apex": ("megatron.core.backends.apex", "apex"),
-    "te": ("megatron.core.backends.transformer_engine.kernels", "Transformer Engine"),
+    "te": ("megatron.core.backends.transformer_engine", "Transformer Engine"),
 }
 
 

@@ -6,10 +6,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from megatron.config.kernels import Wanted
-from megatron.core.device import device_is_broken
-from megatron.core.ops.compiler import Compiler
-from megatron.core.packages import Unavailable
+from megatron.config.precision import Wanted
+from megatron.core.device import Compiler, Unavailable, device_is_broken
 from megatron.errors import ConfigError
 
 T = TypeVar("T")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.device import Compiler
 from megatron.core.kernels.trials import Trials, TrialSizes
-from megatron.core.ops.compiler import Compiler
 
 if TYPE_CHECKING:
-    from megatron.core.backends.transformer_engine.package import TransformerEngine
+    from megatron.core.backends.transformer_engine import TransformerEngine
 
 
 Find = Callable[[str], object]

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron.config.kernels import KernelConfig
+from megatron.config.precision import KernelConfig
+from megatron.core.device import Unavailable
 from megatron.core.kernels import candidates
-from megatron.core.kernels.choice import BrokenDevice, Candidate, Choice, attempt, choose
-from megatron.core.kernels.request import KernelRequest
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.kernels.choice import Candidate, Choice, KernelRequest, choose
+from megatron.core.kernels.trials import BrokenDevice, attempt
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, ScaledGemm, gemm_for
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
@@ -21,11 +22,10 @@ from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import Rotation, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel
 from megatron.core.optimizer.kernels import OptimizerKernels
-from megatron.core.packages import Unavailable
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.core.backends.transformer_engine.package import TransformerEngine
+    from megatron.core.backends.transformer_engine import TransformerEngine
 
 T = TypeVar("T")
 

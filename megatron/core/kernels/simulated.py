@@ -1,6 +1,6 @@
 """Triton's kernels on tensors without memory: what each launches and allocates, in torch's operations.
 
-A :data:`~megatron.core.ops.compiler.Compiler` says what one kernel is.
+A :data:`~megatron.core.device.Compiler` says what one kernel is.
 """
 
 from dataclasses import replace
@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.core.ops.compiler import Compiler
+from megatron.core.device import Compiler
 from megatron.core.ops.fp8 import DelayedQuantization, EagerQuantization, ScaledGemm, SeparateFp8WeightGradient
 from megatron.core.ops.norm import CompiledRMSNorm, normalise
 from megatron.core.ops.swiglu import CompiledSwiGLU, swiglu_reference
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 
 class SimulatedSwiGLU(CompiledSwiGLU):
-    """:class:`~megatron.core.backends.triton.swiglu.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
+    """:class:`~megatron.core.backends.triton.elementwise.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
         eagerly = replace(quantization, quantization=EagerQuantization())
@@ -31,7 +31,7 @@ class SimulatedSwiGLU(CompiledSwiGLU):
 
 
 class SimulatedRMSNorm(CompiledRMSNorm):
-    """:class:`~megatron.core.backends.triton.rms_norm.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
+    """:class:`~megatron.core.backends.triton.elementwise.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
     inverse RMS and the rows, and one for the transpose."""
 
     def quantized(
@@ -56,7 +56,7 @@ class SimulatedRMSNorm(CompiledRMSNorm):
 
 
 class SimulatedQuantization:
-    """:class:`~megatron.core.backends.triton.quantize.TritonQuantization`: one kernel, and under delayed scaling the
+    """:class:`~megatron.core.backends.triton.fp8.TritonQuantization`: one kernel, and under delayed scaling the
     reciprocal of the scale before."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -87,7 +87,7 @@ class SimulatedQuantization:
 
 
 class SimulatedFp8WeightGradient:
-    """:class:`~megatron.core.backends.triton.fp8_weight_gradient.TritonFp8WeightGradient`: one kernel."""
+    """:class:`~megatron.core.backends.triton.fp8.TritonFp8WeightGradient`: one kernel."""
 
     def __init__(self, gemm: ScaledGemm, compiler: Compiler) -> None:
         self.write = compiler(SeparateFp8WeightGradient(gemm).write)

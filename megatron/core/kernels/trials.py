@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.kernels.choice import attempt
-from megatron.core.ops.attention import AttentionShape, LocalAttention, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.device import Unavailable
+from megatron.core.kernels.trials import attempt
+from megatron.core.ops.attention import AttentionKernel, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
@@ -38,8 +38,7 @@ from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
-from megatron.core.packages import Unavailable
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""

@@ -8,8 +8,8 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.core.kernels.choice import Choice
-from megatron.core.kernels.request import ExpertSizes, KernelRequest, Machine
+from megatron.core.device import Machine
+from megatron.core.kernels.choice import Choice, ExpertSizes, KernelRequest
 from megatron.core.kernels.selection import Kernels, choose_kernels
 from megatron.core.kernels.trials import TrialSizes
 from megatron.core.precision import number_formats
@@ -17,7 +17,7 @@ from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
-    from megatron.core.backends.transformer_engine.package import TransformerEngine
+    from megatron.core.backends.transformer_engine import TransformerEngine
 
 
 def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machine: Machine | None = None) -> Kernels:
@@ -79,7 +79,7 @@ def find_transformer_engine(config: RunConfig, topology: Topology) -> "Transform
     """Transformer Engine, if ``--transformer-impl`` asks for it."""
     if config.model.transformer_impl == "local":
         return None
-    from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+    from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError
 
     try:
         return TransformerEngine.find(topology.device)
@@ -95,8 +95,7 @@ def share_buffers(config: RunConfig, topology: Topology, engine: "TransformerEng
     ranks = topology.tensor_parallel
     if engine is None or ranks.size == 1 or not config.parallel.tp_comm_overlap:
         return
-    from megatron.core.backends.transformer_engine.overlap import shared_buffers
-    from megatron.core.backends.transformer_engine.package import UnavailableError
+    from megatron.core.backends.transformer_engine import UnavailableError, shared_buffers
 
     rows = config.micro_batch_size * config.seq_length // topology.grid.cp
     hidden_size = config.model.resolve(1, ranks.size, config.seq_length).hidden_size

@@ -18,15 +18,13 @@ from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.moe.experts import Experts
 from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
-from megatron.core.ops.attention import Attention, AttentionShape, fused_attention
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import head_rms_norm, linear_input_rms_norm
-from megatron.core.ops.query_scale import scale_queries
-from megatron.core.ops.rope import apply_rotary
+from megatron.core.ops.rope import apply_rotary, scale_queries
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
-from megatron.core.quantized import QuantizedActivation
+from megatron.core.precision import QuantizedActivation
 from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 

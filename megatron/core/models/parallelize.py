@@ -9,11 +9,11 @@ import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.data_parallel.wrap import shards_weights, wrap_data_parallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.initialization import initialize_parameters
@@ -32,8 +32,7 @@ from megatron.core.parameter import info_of
 from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.overlap import choose_overlap
+from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
 from megatron.schedules.registry import build_schedule, placement_of
@@ -181,7 +180,7 @@ def build_experts(
 def layer_provider(config: RunConfig, kernels: Kernels, tensor_parallel: TensorParallel) -> LayerProvider:
     if kernels.engine is None:
         return LocalProvider()
-    from megatron.core.backends.transformer_engine.layers import TransformerEngineProvider
+    from megatron.core.backends.transformer_engine import TransformerEngineProvider
 
     wanted = config.kernels.wanted("weight_gradient")
     is_fused = wanted is None or wanted.implementation == "in_place"
@@ -200,7 +199,7 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels) -> Fp8Lay
     if config.precision.fp8_format is None:
         return None
     if kernels.engine is not None:
-        from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8, why_unsupported
+        from megatron.core.backends.transformer_engine import TransformerEngineFp8, why_unsupported
 
         reason = why_unsupported(kernels.engine, config.precision)
         if reason is not None:

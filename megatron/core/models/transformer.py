@@ -11,16 +11,19 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
-from megatron.core.models.frequencies import frequencies_of
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
+from megatron.core.models.transformer import frequencies_of
 from megatron.core.moe.balance import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
-from megatron.core.ops.query_scale import query_scales
-from megatron.core.ops.rope import rotary_table
+from megatron.core.ops.rope import query_scales, rotary_table
 from megatron.core.parameter import TiedEnd
-from megatron.core.tensor_parallel.chunked_loss import ChunkedOutputLayer, chunked_cross_entropy
-from megatron.core.tensor_parallel.cross_entropy import VocabularyShard, vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    ChunkedOutputLayer,
+    VocabularyShard,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megatron.core.tensor_parallel.layers import (
     LinearFunction,
     LinearOp,

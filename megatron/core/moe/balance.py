@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.moe.routing import (
     RoutingRule,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Work
-from megatron.core.moe.permutation import RowOrder, rows_of, sum_of_choices
+from megatron.core.moe.dispatch import RowOrder, rows_of, sum_of_choices
 from megatron.core.moe.routing import Routing, count_choices, count_choices_by_set
 from megatron.core.moe.transfer import (
     Adjoint,

@@ -22,7 +22,7 @@ from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, RowCounts
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import LayerContext
 

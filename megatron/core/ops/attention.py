@@ -2,7 +2,7 @@
 
 An :class:`Attention` divides the causal triangle into tiles and provides the keys of each: here all keys are on this
 rank (:class:`LocalAttention`), under context parallelism they are not. A kernel
-(:mod:`megatron.core.ops.attention_interface`) computes the tiles, which are merged by their log-sum-exp. A kernel for
+(:mod:`megatron.core.ops.attention`) computes the tiles, which are merged by their log-sum-exp. A kernel for
 packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.attention_interface import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
+from megatron.core.ops.attention import AttentionKernel, AttentionOutput, Gradients, VarlenKernel
 from megatron.core.ops.documents import AttentionSpans
 from megatron.torch_compat import tree_flatten, tree_unflatten
 

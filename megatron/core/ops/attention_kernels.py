@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import torch_compat
-from megatron.core.ops.attention_interface import (
+from megatron.core.ops.attention import (
     AttentionKernel,
     AttentionOutput,
     AutogradAttention,

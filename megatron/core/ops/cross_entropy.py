@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.ops.compiler import Compiler, inductor
+from megatron.core.device import Compiler, inductor
 
 _CPU_CHUNK_BYTES = 2 << 20  # fits in a CPU's cache
 GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy

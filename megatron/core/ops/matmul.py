@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.gradient import Gradient
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
 _ONEDNN_LINEAR = onednn_linear()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.core.device import Compiler, inductor
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.ops.compiler import Compiler, inductor
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.quantized import QuantizedActivation, QuantizedTensor
+from megatron.core.precision import QuantizedActivation, QuantizedTensor
 
 
 class RMSNormKernel(Protocol):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.compiler import Compiler, inductor
+from megatron.core.device import Compiler, inductor
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Multiplies every head of ``[s, b, heads * head_size]`` in place by a complex table, whose magnitude is not always 1

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from megatron.core.ops.compiler import Compiler, inductor
+from megatron.core.device import Compiler, inductor
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.quantized import QuantizedActivation, QuantizedTensor
+from megatron.core.precision import QuantizedActivation, QuantizedTensor
 
 
 class SwiGLUKernel(Protocol):

@@ -17,12 +17,10 @@ from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.kernels import OptimizerKernels
-from megatron.core.optimizer.weight_average import WeightAverage
-from megatron.core.optimizer.whole_matrices import WholeMatrices
+from megatron.core.optimizer.optimizer import WeightAverage, WholeMatrices
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
-from megatron.update_rules.registry import build_rule
-from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, UpdateRule
+from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, UpdateRule, build_rule
 
 if TYPE_CHECKING:
     from megatron.update_rules.rule import MatrixUpdates

@@ -17,11 +17,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.p2p import Channels, P2PCommunicator, open_channels
-from megatron.core.pipeline_parallel.recorder import Recorder
+from megatron.core.pipeline_parallel.executor import Channels, P2PCommunicator, Recorder, open_channels
 from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Schedule, Step
-from megatron.schedules.verifier import verify
+from megatron.schedules.simulator import verify
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.matmul import WeightGradientKernel, linear
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.cross_entropy import ShardLabels, TokenGradients, VocabularyShard
 

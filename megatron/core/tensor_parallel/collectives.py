@@ -7,8 +7,8 @@ The layers' autograd functions call both, so that a collective can overlap with 
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Work
-from megatron.core.quantized import QuantizedTensor
-from megatron.core.tensor_parallel.overlap import RowGemm, TPOverlap
+from megatron.core.precision import QuantizedTensor
+from megatron.core.tensor_parallel.collectives import RowGemm, TPOverlap
 
 
 class TensorParallel:

@@ -30,7 +30,7 @@ from megatron.core.parameter import (
     padded_rows_box,
     sharded_boxes,
 )
-from megatron.core.quantized import Layout, QuantizedActivation, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedActivation, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 
 

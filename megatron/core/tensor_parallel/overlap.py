@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator, Work, add_in_order
 from megatron.core.control import ControlGroup
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 from megatron.torch_compat import symmetric_memory_operators
 
 RowGemm = Callable[[QuantizedTensor], Tensor]

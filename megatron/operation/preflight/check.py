@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator
+from megatron.features.preflight.check import Board, Result, Verdict
 from megatron.operation.causes import Cause
-from megatron.operation.preflight.board import Board
-from megatron.operation.preflight.result import Result, Verdict
 
 T = TypeVar("T")
 

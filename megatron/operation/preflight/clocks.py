@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.operation.preflight.check import Check, Node, Site, found
-from megatron.operation.preflight.result import Result, Verdict
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict, found
 
 LIMIT_SECONDS = 1.0
 """Torch's rendezvous drops a node whose clock is 15 s behind; below a second, logs of nodes can be compared."""

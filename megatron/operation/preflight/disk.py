@@ -11,8 +11,7 @@ from typing import IO, Any
 
 import xxhash
 
-from megatron.operation.preflight.check import Check, Node, Site, found
-from megatron.operation.preflight.result import Result, Verdict
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict, found
 
 CHECKPOINTS = 2
 """Checkpoints for which there should be space: the next one, and one more before old ones are deleted."""

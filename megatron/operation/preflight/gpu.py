@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron.features.known_product.listener import operands
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict, found
 from megatron.operation.causes import Cause
-from megatron.operation.known_product import operands
-from megatron.operation.preflight.check import Check, Node, Site, found
-from megatron.operation.preflight.result import Result, Verdict
 
 FREE_FRACTION = 0.9
 """Of the memory of a GPU before the model is built; the CUDA context of this process uses a few hundred MiB."""

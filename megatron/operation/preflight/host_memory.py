@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.operation.preflight.check import Check, Node, Site, found
-from megatron.operation.preflight.result import Result, Verdict
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict, found
 
 _GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron.operation.preflight.check import Check, Node, Place, Site
-from megatron.operation.preflight.result import Result, Verdict
+from megatron.features.preflight.check import Check, Node, Place, Result, Site, Verdict
 
 
 def this_place(device: torch.device) -> Place:

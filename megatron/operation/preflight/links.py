@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.operation.causes import Cause
-from megatron.operation.preflight.check import Check, Node, Site, host_of
-from megatron.operation.preflight.result import Result, Verdict
-from megatron.operation.preflight.slow_links import (
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict, host_of
+from megatron.features.preflight.network import (
     Pair,
     Suspect,
     explain,
@@ -20,6 +18,7 @@ from megatron.operation.preflight.slow_links import (
     slow_pairs,
     usual_speed,
 )
+from megatron.operation.causes import Cause
 
 _RATIOS = {"cpu": (0.2, 0.1), "cuda": (0.7, 0.35)}
 """Of the usual speed of a pair: warning, failure. Sockets of a loaded machine vary much more than adapters of GPUs."""

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.features.known_product.listener import expected_product, operands
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict
 from megatron.operation.causes import Cause
-from megatron.operation.known_product import expected_product, operands
-from megatron.operation.preflight.check import Check, Node, Site
-from megatron.operation.preflight.result import Result, Verdict
 
 WARNING_RATIO, FAILURE_RATIO = 1.2, 1.4
 """Time of a rank over the median of the job. Healthy processors of one kind differ by less than 10 %. While training,

@@ -7,12 +7,24 @@ from typing import Any
 
 import torch
 
+from megatron.features.preflight.check import (
+    Board,
+    Check,
+    MissingRanksError,
+    Needs,
+    Network,
+    Node,
+    Place,
+    Result,
+    Site,
+    Verdict,
+    host_of,
+    nodes_of,
+    within,
+)
+from megatron.features.preflight.host import this_place
+from megatron.features.preflight.run import CHECKS
 from megatron.operation.causes import Cause
-from megatron.operation.preflight.board import Board, MissingRanksError
-from megatron.operation.preflight.check import Check, Needs, Network, Node, Place, Site, host_of, nodes_of, within
-from megatron.operation.preflight.identity import this_place
-from megatron.operation.preflight.result import Result, Verdict
-from megatron.operation.preflight.table import CHECKS
 
 TOTAL_SECONDS = 60.0
 """Time limit of all checks together, from the moment when all ranks have begun."""

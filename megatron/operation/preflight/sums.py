@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.features.preflight.check import Check, Node, Result, Site, Verdict
 from megatron.operation.causes import Cause
-from megatron.operation.preflight.check import Check, Node, Site
-from megatron.operation.preflight.result import Result, Verdict
 
 _ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 _REPETITIONS = 3

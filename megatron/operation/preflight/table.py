@@ -1,14 +1,8 @@
 """The checks, in the order in which they run. A new check is a file and a row here."""
 
-from megatron.operation.preflight.check import Check
-from megatron.operation.preflight.clocks import Clocks
-from megatron.operation.preflight.disk import Disk
-from megatron.operation.preflight.gpu import Gpu
-from megatron.operation.preflight.host_memory import HostMemory
-from megatron.operation.preflight.identity import Identity
-from megatron.operation.preflight.links import Links
-from megatron.operation.preflight.product import Product
-from megatron.operation.preflight.sums import Sums
+from megatron.features.preflight.check import Check
+from megatron.features.preflight.host import Disk, Gpu, HostMemory, Identity, Product
+from megatron.features.preflight.network import Clocks, Links, Sums
 
 CHECKS: tuple[Check, ...] = (
     Identity(),

@@ -5,8 +5,7 @@ from dataclasses import fields
 from statistics import median
 
 from megatron.planner.calibration.fit import Fitted
-from megatron.planner.calibration.measure import Calibrated, Measured
-from megatron.planner.calibration.turns import Sample
+from megatron.planner.calibration.measure import Calibrated, Measured, Sample
 from megatron.planner.step_time.cluster import Cluster
 
 _TABLES = ("name", "sources", "constants")

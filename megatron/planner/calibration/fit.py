@@ -10,13 +10,11 @@ from itertools import combinations
 
 import numpy as np
 
-from megatron.planner.calibration.collectives import CollectiveShape
-from megatron.planner.calibration.operations import AttentionShape, ProductShape
-from megatron.planner.calibration.turns import Sample
+from megatron.planner.calibration.measure import Sample
+from megatron.planner.calibration.operations import AttentionShape, CollectiveShape, ProductShape
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.prices import BACKWARD_ATTENTION, Machines, product_seconds, product_traffic
+from megatron.planner.step_time.prices import BACKWARD_ATTENTION, Constants, Machines, product_seconds, product_traffic
 from megatron.planner.step_time.workload import Array
 
 _SIZES = ("rows", "columns", "depth")

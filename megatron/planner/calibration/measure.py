@@ -14,12 +14,6 @@ from megatron.core.communication import Communicator
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.precision import number_formats
 from megatron.core.topology import single_process
-from megatron.planner.calibration.collectives import (
-    CollectiveShape,
-    collective_action,
-    collective_shapes,
-    groups_of,
-)
 from megatron.planner.calibration.fit import (
     Fitted,
     fit_attention,
@@ -28,19 +22,25 @@ from megatron.planner.calibration.fit import (
     fit_step,
     without_overlap,
 )
+from megatron.planner.calibration.measure import Action, Effort, Ranks, Sample, take_turns
 from megatron.planner.calibration.operations import (
     AttentionShape,
+    CollectiveShape,
     ProductShape,
     attention_action,
     attention_shapes,
+    build_step,
+    collective_action,
+    collective_shapes,
     copy_action,
+    groups_of,
+    planned_step,
     product_action,
     product_shapes,
+    with_layers,
 )
-from megatron.planner.calibration.real_step import build_step, planned_step, with_layers
-from megatron.planner.calibration.turns import Action, Effort, Ranks, Sample, take_turns
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import Attention
 
 ATTENTION_CONSTANTS: Mapping[tuple[str, str], str] = {

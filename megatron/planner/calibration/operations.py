@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.ops.attention_interface import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
 
 

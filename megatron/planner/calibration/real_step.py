@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import RunConfig
-from megatron.core.models.kernels import build_kernels
+from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import parallelize
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import build_loss_scaler

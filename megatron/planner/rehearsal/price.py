@@ -1,6 +1,6 @@
 """The time of training steps of this project from the records of their units: many layouts at once.
 
-Every launch of a unit has a price (:mod:`megatron.planner.launch_prices`). Virtual stages are sums of units; then come
+Every launch of a unit has a price (:mod:`megatron.planner.rehearsal.launch_prices`). Virtual stages are sums of units; then come
 the pipeline, the reduction of gradients, and the optimizer.
 
 Sources: the bubble of 1F1B is (p - 1) / v passes (arXiv 2104.04473, section 2.2). Zero-bubble schedules
@@ -18,12 +18,12 @@ import numpy as np
 from megatron.config.run import RunConfig
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid
-from megatron.planner.launch_prices import LaunchPrices, Product, together
+from megatron.planner.rehearsal.launch_prices import LaunchPrices, Product, together
 from megatron.planner.rehearsal.records import UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.prices import (
+    Constants,
     Machines,
     between_pods,
     elementwise_seconds,

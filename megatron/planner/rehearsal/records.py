@@ -9,8 +9,8 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.topology import RankGrid
-from megatron.planner.kernels import with_local_layers
-from megatron.planner.layer_kinds import layer_kinds
+from megatron.planner.fake_backend import with_local_layers
+from megatron.planner.rehearsal.records import layer_kinds
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
 from megatron.planner.step_time.workload import Attention
 from megatron.schedules.registry import SCHEDULES, placement_of

@@ -27,11 +27,10 @@ from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.topology import RankGrid
-from megatron.planner.fake_backend import SimulatedTopology
-from megatron.planner.kernels import simulated_kernels
+from megatron.planner.fake_backend import SimulatedTopology, simulated_kernels
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
-from megatron.planner.layer_rehearsal import LayerRehearsal, Pass, PassLog, RehearsalSetting, RehearsedLayer
 from megatron.planner.memory import CUDA_BLOCK, Kind, MemoryTracker
+from megatron.planner.rehearsal.layer import LayerRehearsal, Pass, PassLog, RehearsalSetting, RehearsedLayer
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage

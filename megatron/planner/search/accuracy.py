@@ -6,7 +6,7 @@ from math import ceil
 
 from megatron.config.run import RunConfig
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import load_record
+from megatron.planner.step_time.prices import load_record
 
 _ERRORS, _MEASURED = load_record()["errors"], load_record()["measured"]
 

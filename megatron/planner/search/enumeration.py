@@ -8,7 +8,7 @@ from math import gcd, isqrt
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_run
-from megatron.config.checks.backends import (
+from megatron.config.checks.precision import (
     check_transformer_engine,
     check_transformer_engine_buffers,
     check_transformer_engine_overlap,
@@ -16,8 +16,7 @@ from megatron.config.checks.backends import (
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.planner.search.job import Job
-from megatron.planner.search.layout import Layout, divides_layers
+from megatron.planner.search.layout import Job, Layout, divides_layers
 from megatron.planner.step_time.cluster import Cluster
 from megatron.schedules.registry import SCHEDULES
 from megatron.training.batch_schedule import build_batch_schedule

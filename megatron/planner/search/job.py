@@ -11,7 +11,7 @@ from megatron.errors import ConfigError
 from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
 from megatron.planner.search.layout import Layout
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import load_fitted
+from megatron.planner.step_time.prices import load_fitted
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 
 

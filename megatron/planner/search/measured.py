@@ -11,7 +11,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
 from megatron.planner.search.accuracy import CORRECTED_ERROR, SAME_MODEL_ERROR, Level, regimes_of
-from megatron.planner.search.job import Job
+from megatron.planner.search.layout import Job
 
 _WARM_UP = 2
 """Records of a process that are left out, if there are more: compilation, first allocations."""

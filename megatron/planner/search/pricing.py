@@ -8,8 +8,7 @@ import numpy as np
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
 from megatron.planner.search.accuracy import UNKNOWN_ERROR, Level, measured_regimes, regimes_of, unmeasured
-from megatron.planner.search.job import Job
-from megatron.planner.search.layout import Layout
+from megatron.planner.search.layout import Job, Layout
 from megatron.planner.search.result import PlannedLayout
 from megatron.planner.step_time.workload import Array
 from megatron.training.initialize import rank_grid

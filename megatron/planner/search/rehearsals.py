@@ -14,11 +14,9 @@ from megatron.config.dry_run import ALLOWANCE
 from megatron.planner.plan import Run, make_plan
 from megatron.planner.rehearsal.price import PassTimes, StepPrices, pass_times
 from megatron.planner.rehearsal.records import Map, UnitRecords
-from megatron.planner.search.job import Job
-from megatron.planner.search.layout import Layout
-from megatron.planner.search.pricing import step_of
-from megatron.planner.search.ranking import first_of_families
-from megatron.planner.search.result import PlannedLayout
+from megatron.planner.search.layout import Job, Layout
+from megatron.planner.search.result import PlannedLayout, first_of_families
+from megatron.planner.search.search import step_of
 
 _MOST_PROCESSES = 8
 _MOST_TRIES = 4

@@ -9,9 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.flags import words_of
-from megatron.planner.search.job import Job
-from megatron.planner.search.ranking import first_of_families
-from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
+from megatron.planner.search.layout import Job
+from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult, first_of_families
 
 _TABLE_TITLE = (
     "layouts: = within 2 % of the fastest, the simplest first; ~ memory without the dry run; without variants that "

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron.planner.rehearsal.price import PassTimes
-    from megatron.planner.search.job import Job
-    from megatron.planner.search.layout import Layout
+    from megatron.planner.search.layout import Job, Layout
 
 
 def layout_name(layout: Layout) -> str:

@@ -16,12 +16,18 @@ from megatron.planner.rehearsal.price import attention_kind
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.accuracy import Level, basis_warnings, level_of
 from megatron.planner.search.enumeration import enumerate_layouts, no_layout
-from megatron.planner.search.job import Job
-from megatron.planner.search.layout import Layout
-from megatron.planner.search.pricing import Priced, accuracy_warnings, plan_layouts, price_layouts
-from megatron.planner.search.ranking import TIE, rank
-from megatron.planner.search.rehearsals import Report, no_report, parallel_map, rehearse_best
-from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
+from megatron.planner.search.layout import Job, Layout
+from megatron.planner.search.result import TIE, PlannedLayout, ScalePoint, SearchResult, rank
+from megatron.planner.search.search import (
+    Priced,
+    Report,
+    accuracy_warnings,
+    no_report,
+    parallel_map,
+    plan_layouts,
+    price_layouts,
+    rehearse_best,
+)
 from megatron.planner.search.stage_memory import StageMemory
 
 SAFETY = 1.02

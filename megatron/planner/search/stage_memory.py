@@ -33,8 +33,7 @@ from megatron.planner.search.state_memory import (
     fully_sharded_state,
 )
 from megatron.schedules.registry import SCHEDULES, placement_of
-from megatron.schedules.schedule import Action, Kind, Placement
-from megatron.schedules.spec import Shape
+from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid
 
 KINDS: tuple[Kind, ...] = ("F", "B", "W")

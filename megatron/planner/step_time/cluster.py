@@ -2,7 +2,7 @@
 
 A file has the fields of :class:`Cluster` but its name. ``base`` names another file, or several: their values apply
 where the file has none, of the last one first. The table ``[sources]`` has a line for each constant, with a date. The
-table ``[constants]`` replaces fitted constants (:mod:`megatron.planner.step_time.constants`); a calibration writes it.
+table ``[constants]`` replaces fitted constants (:mod:`megatron.planner.step_time.prices`); a calibration writes it.
 """
 
 import tomllib

@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from megatron.planner.step_time.constants import Constants
-from megatron.planner.step_time.experts import ExpertPass, ExpertShapes, expert_passes, fp32_rate
+from megatron.planner.step_time.formulas import ExpertPass, ExpertShapes, expert_passes, fp32_rate
 from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     EXPOSED_RING,
+    Constants,
     Machines,
     exposed_reduction,
     exposed_sharding,

@@ -1,7 +1,7 @@
 """Prices of single operations: products, attention, memory traffic, rings of ranks, and what stays exposed of them.
 
 The closed form of other software (:mod:`megatron.planner.step_time.formulas`) and the prices of our own launches
-(:mod:`megatron.planner.launch_prices`) both use these functions, so each formula exists once. They work on scalars and
+(:mod:`megatron.planner.rehearsal.launch_prices`) both use these functions, so each formula exists once. They work on scalars and
 arrays; times are seconds, sizes are bytes, rates are per second.
 
 Sources: a ring all-gather or reduce-scatter moves (n - 1) / n bytes per byte, an all-reduce twice as many (Patarasuk
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.constants import Constants
+from megatron.planner.step_time.prices import Constants
 from megatron.planner.step_time.workload import Array
 
 _TILE_ROWS, _TILE_COLUMNS = 128, 256

@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.planner.step_time.cluster import Cluster, read_cluster
-from megatron.planner.step_time.constants import Constants
 from megatron.planner.step_time.formulas import StepTimeModel
-from megatron.planner.step_time.row_fields import (
+from megatron.planner.step_time.prices import Constants
+from megatron.planner.step_time.published import (
     Row,
     Unpriceable,
     cluster_name,

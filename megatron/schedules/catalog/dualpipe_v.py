@@ -8,8 +8,7 @@ without the missing ones.
 from collections import deque
 from collections.abc import Iterator
 
-from megatron.schedules.schedule import Action
-from megatron.schedules.spec import B0, B1, F0, F1, W0, W1, ChunkPass, PassCounter, ScheduleSpec, Shape
+from megatron.schedules.schedule import B0, B1, F0, F1, W0, W1, Action, ChunkPass, PassCounter, ScheduleSpec, Shape
 
 
 def dualpipe_v(stage: int, shape: Shape) -> Iterator[Action]:

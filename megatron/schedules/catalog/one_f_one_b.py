@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.schedules.schedule import Action
-from megatron.schedules.spec import ScheduleSpec, Shape, alternate
+from megatron.schedules.schedule import Action, ScheduleSpec, Shape, alternate
 
 
 def one_forward_one_backward(stage: int, shape: Shape) -> Iterator[Action]:

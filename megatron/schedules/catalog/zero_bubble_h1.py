@@ -6,8 +6,7 @@ Stage p delays them by p microbatches, so that all stages hold the same number o
 from collections.abc import Iterator
 
 from megatron.schedules.catalog.one_f_one_b import one_forward_one_backward
-from megatron.schedules.schedule import Action
-from megatron.schedules.spec import ScheduleSpec, Shape
+from megatron.schedules.schedule import Action, ScheduleSpec, Shape
 
 
 def zero_bubble_h1(stage: int, shape: Shape) -> Iterator[Action]:

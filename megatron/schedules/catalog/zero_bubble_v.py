@@ -5,8 +5,7 @@ Qi et al., arXiv 2401.10241, section 6 and appendix.
 
 from collections.abc import Iterator
 
-from megatron.schedules.schedule import Action
-from megatron.schedules.spec import B0, B1, F0, F1, W0, W1, PassCounter, ScheduleSpec, Shape
+from megatron.schedules.schedule import B0, B1, F0, F1, W0, W1, Action, PassCounter, ScheduleSpec, Shape
 
 
 def zero_bubble_v(stage: int, shape: Shape) -> Iterator[Action]:

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from megatron.config.checks import check_resolved_architecture
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.training.checkpoints.comparison import check_architecture, given_architecture
 from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run

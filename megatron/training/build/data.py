@@ -8,26 +8,27 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
-from megatron.core.context_parallel.split import ContextSplit
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Digests, Share, check_indexes
-from megatron.data.evaluation_samples import WholePasses
+from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources
+from megatron.data.evaluation_data import WholePasses
 from megatron.data.gpt_dataset import Dataset, epochs_of
-from megatron.data.loader import Microbatch, build_datasets, build_loader, build_validation_sets
+from megatron.data.loader import Microbatch, build_loader
 from megatron.data.loader_processes import Patience
 from megatron.data.order_cache import Description
 from megatron.data.packed_dataset import describe_packing
-from megatron.data.sources import Sources, read_sources
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import (
+from megatron.training.loop.data import (
+    Data,
     DataCheck,
+    EvaluationSet,
+    Lookahead,
     consumed_ranges,
     describe_iteration,
     name_those_without_digests,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
-from megatron.config.moe import MoEConfig
+from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
-from megatron.operation.known_product import KnownProduct
+from megatron.features.known_product.listener import KnownAnswer, KnownProduct
+from megatron.features.replay.listener import Replay, ReplayCheck
+from megatron.features.replicas.listener import StateCheck
 from megatron.training.context import RunContext
-from megatron.training.guard.known_answer import KnownAnswer
-from megatron.training.guard.replay import Replay, ReplayCheck
-from megatron.training.guard.state_check import StateCheck
 from megatron.training.loop.trainer import Listener
 from megatron.training.train_module import TrainModule
 

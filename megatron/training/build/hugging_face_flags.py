@@ -8,11 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron.checkpoint.files import explained
-from megatron.checkpoint.hugging_face_directory import (
-    HuggingFaceDescription,
-    describe_directory,
-    tokenizers_in,
-)
+from megatron.checkpoint.hugging_face.config import HuggingFaceDescription, describe_directory, tokenizers_in
 from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig

@@ -5,19 +5,20 @@ from collections.abc import Sequence
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.device import device_name
-from megatron.data.token_bytes import TokenBytes
-from megatron.operation.stragglers import StragglerDetector
+from megatron.data.evaluation_data import TokenBytes
+from megatron.features.faults.listener import FaultInjection
+from megatron.features.replay.listener import Guard
+from megatron.features.stragglers.flags import StragglerDetector
+from megatron.features.stragglers.listener import Stragglers
 from megatron.training.attempts import effective_time_meter
-from megatron.training.build.guard import Guard
 from megatron.training.build.plan import RunPlan
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.context import RunContext
-from megatron.training.faults import FaultInjection
 from megatron.training.flops import resolve_peak
-from megatron.training.loop.conclusion import Conclusion
 from megatron.training.loop.data import Data
 from megatron.training.loop.listeners import (
     Checkpoints,
+    Conclusion,
     DataComparison,
     Evaluation,
     GarbageCollection,
@@ -25,11 +26,8 @@ from megatron.training.loop.listeners import (
     MemoryReport,
     Metrics,
 )
-from megatron.training.loop.stragglers import Stragglers
 from megatron.training.loop.trainer import Listener
-from megatron.training.profiling.memory_history import MemoryHistory
-from megatron.training.profiling.pipeline_profile import PipelineProfile
-from megatron.training.profiling.profiler import build_profile
+from megatron.training.profiles import MemoryHistory, PipelineProfile, build_profile
 
 
 def build_listeners(

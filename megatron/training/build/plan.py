@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from megatron.checkpoint.schema import DataStage
 from megatron.config.optimizer import LearningRateConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule, build_learning_rate_schedule
-from megatron.core.optimizer.weight_decay import WeightDecaySchedule, build_weight_decay_schedule
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import run_on_all_ranks, run_on_rank0
+from megatron.core.optimizer.hyperparameters import (
+    LearningRateSchedule,
+    WeightDecaySchedule,
+    build_learning_rate_schedule,
+    build_weight_decay_schedule,
+)
 from megatron.core.topology import Topology
 from megatron.data.data_record import CorpusRecord, DataRecord, build_record, record_corpus
+from megatron.data.dataset_builder import Sources, read_sources
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sources import Sources, read_sources
 from megatron.errors import ConfigError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
-from megatron.training.checkpoints.resume import Start
-from megatron.training.checkpoints.saved_run import Progress, SavedRun
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start
 from megatron.training.context import RunContext
 
 

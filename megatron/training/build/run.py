@@ -9,36 +9,34 @@ from contextlib import ExitStack
 import torch
 
 from megatron.checkpoint.lock import RunLock
-from megatron.config.faults import LOAD
-from megatron.core.kernels.selection import Kernels
-from megatron.core.models.kernels import build_kernels, check_kernels_agree, share_buffers
+from megatron.core.control import run_on_all_ranks, run_on_rank0
+from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
-from megatron.metrics.validation import ValidationHistory
+from megatron.features.faults.flags import LOAD
+from megatron.features.replay.listener import Guard, build_guard
+from megatron.features.spikes.flags import UpdateGuard
+from megatron.features.spikes.listener import Return
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
-from megatron.operation.update_guard import UpdateGuard
 from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.guard import Guard, build_guard
 from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.data_stages import with_train_epochs
-from megatron.training.checkpoints.random_state import seed_random
-from megatron.training.checkpoints.resume import check_nothing_is_abandoned, find_start, resume
-from megatron.training.checkpoints.rollback import Return
-from megatron.training.checkpoints.state import RunState
-from megatron.training.checkpoints.tokenizer_copy import keep_tokenizer
+from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start
+from megatron.training.checkpoints.saver import keep_tokenizer
+from megatron.training.checkpoints.state import RunState, resume
+from megatron.training.checkpoints.tensors import seed_random
 from megatron.training.context import RunContext
 from megatron.training.loop.data import Data
 from megatron.training.loop.stop import StopConditions
 from megatron.training.loop.trainer import Trainer
-from megatron.training.profiling.memory_history import start_memory_history
-from megatron.training.profiling.pipeline_profile import check_trace_path
+from megatron.training.profiles import check_trace_path, start_memory_history
 from megatron.training.train_module import TrainModule
 
 

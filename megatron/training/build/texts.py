@@ -5,19 +5,17 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from megatron.config.evaluate import EvaluateConfig
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.config.inference import EvaluateConfig
+from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_check import BlockComparison, Share
-from megatron.data.evaluation_samples import WholePasses, Windows
-from megatron.data.evaluation_text import EvaluationText, names_of, read_text
+from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.loader import Microbatch
 from megatron.data.text_inputs import InputFormat
 from megatron.training.build.data import build_run_loader
 from megatron.training.build.plan import RunPlan
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
-from megatron.training.loop.data import Data, EvaluationSet, Lookahead
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import Data, DataCheck, EvaluationSet, Lookahead
 
 
 @dataclass

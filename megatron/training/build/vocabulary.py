@@ -11,7 +11,7 @@ from megatron.data.tokenizers import Tokenizer, build_tokenizer, tokenizer_files
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from megatron.data.token_bytes import TokenBytes
+    from megatron.data.evaluation_data import TokenBytes
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def load_vocabulary(config: RunConfig) -> Vocabulary:
     validation = config.validation
     if tokenizer is None or not (validation.skip_train or validation.eval_interval):
         return vocabulary
-    from megatron.data.token_bytes import count_token_bytes
+    from megatron.data.evaluation_data import count_token_bytes
 
     return replace(vocabulary, token_bytes=count_token_bytes(tokenizer, vocabulary.size))
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import LearningRateConfig
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from megatron.flags import flag_of
 

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.operation.signals import StopRequested
-from megatron.training.checkpoints.mirror import check_url_writable
+from megatron.training.checkpoints.save_directories import check_url_writable
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 

@@ -4,11 +4,9 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from megatron.checkpoint.checkpointing import verify_share
-from megatron.checkpoint.directory import iteration_directory, locate_checkpoint, remove_checkpoint
-from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.retention import Retention
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.checkpoint.directory import Retention, iteration_directory, locate_checkpoint, remove_checkpoint
+from megatron.checkpoint.finding import list_checkpoints, verify_share
+from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.training.context import RunContext
 
 

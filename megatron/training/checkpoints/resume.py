@@ -9,8 +9,7 @@ from megatron.checkpoint.finding import directory_below, missing_checkpoint
 from megatron.checkpoint.remote_path import path_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.console import print_warning
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import ControlGroup, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, check_may_begin, find_saved_run
 from megatron.training.checkpoints.state import RunState

@@ -15,11 +15,10 @@ from megatron.checkpoint.directory import MANIFEST, iteration_directory, saved_i
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.remote_path import RemotePath
 from megatron.checkpoint.schema import DataStage, Rollback
-from megatron.core.run_on_ranks import run_on_rank0
+from megatron.core.control import run_on_rank0
 from megatron.errors import CheckpointError, UnstableError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.resume import Start
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, find_saved_run
+from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, find_saved_run
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 

@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import verify_share
 from megatron.checkpoint.directory import iteration_of
-from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint
+from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks, run_on_rank0
+from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.data_stages import FIRST_STAGE

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
+from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.directory import clear_leftovers, iteration_directory
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.lock import RunLock
-from megatron.checkpoint.storage import SyncSaveBackend
-from megatron.core.run_on_ranks import first_failure, run_on_rank0
+from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import DETECTION_DELAY
-from megatron.training.checkpoints.mirror import Mirror
-from megatron.training.checkpoints.pruning import Pruning
+from megatron.features.spikes.flags import DETECTION_DELAY
+from megatron.training.checkpoints.save_directories import Mirror, Pruning
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.urls import is_url

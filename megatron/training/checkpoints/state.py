@@ -7,31 +7,27 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.conversion import fill_from_hugging_face
-from megatron.checkpoint.hugging_face_model import HuggingFaceModel
-from megatron.checkpoint.names import EMA, FP8, MASTER, MODEL
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save_checkpoint
+from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
+from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
-from megatron.checkpoint.sharded_tensor import BoxedTensor
-from megatron.checkpoint.storage import SaveBackend
-from megatron.core.control import ControlGroup
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.core.data_parallel.strategy import LocalParam
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.learning_rate import LearningRateSchedule
+from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.optimizer.optimizer import OptimizerState
-from megatron.core.optimizer.weight_decay import WeightDecaySchedule
-from megatron.core.run_on_ranks import run_on_all_ranks
 from megatron.errors import CheckpointError
-from megatron.operation.update_guard import UpdateGuard
+from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture, resolve_lr_schedule
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
 from megatron.training.checkpoints.saved_run import Progress, SavedRun
 from megatron.training.checkpoints.tensors import (
     bias_tensors,
     fp8_tensors,
     model_tensors,
     optimizer_tensors,
+    random_tensors,
     renamed,
+    restore_random,
 )
 from megatron.training.context import RunContext
 from megatron.training.train_module import TrainModule

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.names import FP8, MODEL
-from megatron.checkpoint.sharded_tensor import BoxedTensor
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.manifest import FP8, MODEL
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
 from megatron.core.moe.balance import ExpertBalance

@@ -1,13 +1,12 @@
-"""The known product (megatron/operation/known_product.py) at the start of a run and at intervals of time."""
+"""The known product (megatron/features/known_product/listener.py) at the start of a run and at intervals of time."""
 
 import socket
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.core.control import ControlGroup
-from megatron.core.run_on_ranks import run_on_all_ranks
+from megatron.core.control import ControlGroup, run_on_all_ranks
 from megatron.errors import SilentCorruptionError
-from megatron.operation.known_product import KnownProduct
+from megatron.features.known_product.listener import KnownProduct
 from megatron.training.loop.trainer import Listener, Trainer
 
 

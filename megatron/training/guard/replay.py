@@ -1,4 +1,4 @@
-"""Replays of microbatches (megatron/operation/replay.py), at intervals and on suspicion.
+"""Replays of microbatches (megatron/features/replay/listener.py), at intervals and on suspicion.
 
 A replay changes nothing of training: its gradients are digested bucket by bucket instead of being reduced, counters of
 routers and amaxes of FP8 begin anew with the next step, and random states are restored. It needs kernels that give the
@@ -18,11 +18,11 @@ from megatron.core.data_parallel.buffer import GradientView
 from megatron.core.topology import Topology
 from megatron.data.loader import Microbatch
 from megatron.errors import SilentCorruptionError
-from megatron.operation.digests import digest, key_of, list_ranks
+from megatron.features.known_product.listener import KnownAnswer
+from megatron.features.replay.listener import RankReplay, Verdict, judge, neighbour_distance
+from megatron.features.replicas.state import digest, key_of, list_ranks
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.replay import RankReplay, Verdict, judge, neighbour_distance
-from megatron.training.checkpoints.random_state import random_tensors, restore_random
-from megatron.training.guard.known_answer import KnownAnswer
+from megatron.training.checkpoints.tensors import random_tensors, restore_random
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.train_module import TrainModule
 

@@ -13,10 +13,19 @@ from torch import Tensor, nn
 
 from megatron.core.topology import Topology
 from megatron.errors import NotFiniteError, SilentCorruptionError
-from megatron.intervals import IntervalSchedule
-from megatron.operation.digests import OddRanks, find_odd, list_ranks
-from megatron.operation.replicas import HOLDERS, HolderAxes, HolderGroups, StateDigests, TensorKey, TrainingState
-from megatron.training.guard.known_answer import KnownAnswer
+from megatron.features.known_product.listener import KnownAnswer
+from megatron.features.replicas.state import (
+    HOLDERS,
+    HolderAxes,
+    HolderGroups,
+    OddRanks,
+    StateDigests,
+    TensorKey,
+    TrainingState,
+    find_odd,
+    list_ranks,
+)
+from megatron.flags import IntervalSchedule
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
 _MOST_NAMED = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.schema import DataStage
 from megatron.config.run import RunConfig
-from megatron.metrics.validation import ValidationHistory
+from megatron.metrics.jsonl import ValidationHistory
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.operation.heartbeat import run_directory
 from megatron.reports.svg import duration, percentage

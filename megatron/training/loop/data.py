@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.data.loader import Microbatch
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck
 
 
 class Lookahead(Iterator[Microbatch]):

@@ -7,8 +7,7 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.data.block_use import Integers
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, SampleRange
+from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Damage, Digests, Integers, SampleRange
 from megatron.data.corpus_digests import digests_path, remedy_of
 from megatron.data.gpt_dataset import Dataset
 from megatron.errors import DataError

@@ -15,15 +15,14 @@ import torch
 
 from megatron.config.logging import LoggingConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
-from megatron.data.token_bytes import TokenBytes
-from megatron.intervals import IntervalSchedule
+from megatron.data.evaluation_data import TokenBytes
+from megatron.flags import IntervalSchedule
 from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.flops import achieved_tflops, mfu
-from megatron.training.loop.data import EvaluationSet
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck, EvaluationSet
 from megatron.training.loop.step import TokenLoss, evaluate
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer, next_microbatch
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.data.evaluation_data import CountedBytes, TokenBytes
 from megatron.data.loader import Microbatch
-from megatron.data.token_bytes import CountedBytes, TokenBytes
 from megatron.metrics.timers import Timers
 from megatron.training.train_module import TrainModule
 

@@ -10,7 +10,7 @@ import torch
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
 from megatron.operation.signals import SignalWatch
-from megatron.training.loop.data_check import DataCheck
+from megatron.training.loop.data import DataCheck
 
 NO_DATA = "a rank has no more data"
 """The reason to stop if a rank has no microbatch."""

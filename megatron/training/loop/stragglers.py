@@ -1,4 +1,4 @@
-"""The listener that finds slow ranks (megatron/operation/stragglers.py)."""
+"""The listener that finds slow ranks (megatron/features/stragglers/flags.py)."""
 
 import socket
 import time
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.features.stragglers.flags import Straggler, StragglerDetector, excess_section
 from megatron.operation.heartbeat import STEP_SECTIONS, Section
-from megatron.operation.stragglers import Straggler, StragglerDetector, excess_section
 from megatron.operation.waits import Stopwatch
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 

@@ -11,12 +11,12 @@ from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.loss_scaler import LossScaler
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, NotFiniteError, RankError, UnstableError, UserError
+from megatron.features.spikes.flags import Action, Verdict
+from megatron.features.spikes.listener import RollbackRequested
 from megatron.metrics.timers import Timers
 from megatron.metrics.writer import MetricsWriter
 from megatron.operation.heartbeat import Section
-from megatron.operation.update_guard import Action, Verdict
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.rollback import RollbackRequested
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
 from megatron.training.loop.data import Data

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.pipeline_parallel.recorder import ActionRecorder
+from megatron.core.pipeline_parallel.executor import ActionRecorder
 from megatron.errors import ConfigError
 from megatron.schedules.simulator import Timeline
 from megatron.training.context import LogRank0
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
-from megatron.training.profiling.pipeline_trace import to_chrome_trace
+from megatron.training.pipeline_trace import to_chrome_trace
 
 
 def check_trace_path(path: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.core.pipeline_parallel.recorder import NamedActions
+from megatron.core.pipeline_parallel.executor import NamedActions
 from megatron.errors import RankError
 from megatron.training.context import LogRank0
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer

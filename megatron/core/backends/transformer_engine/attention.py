@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.backends.transformer_engine.package import TransformerEngine
-from megatron.core.ops.attention_interface import AttentionOutput, AutogradAttention
+from megatron.core.backends.transformer_engine import TransformerEngine
+from megatron.core.ops.attention import AttentionOutput, AutogradAttention
 
 
 class TransformerEngineAttention(AutogradAttention):

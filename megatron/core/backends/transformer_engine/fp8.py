@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.package import TransformerEngine
+from megatron.core.backends.transformer_engine import TransformerEngine
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Layers
 

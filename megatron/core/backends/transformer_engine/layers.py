@@ -13,9 +13,12 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.backends.transformer_engine.fp8 import TransformerEngineFp8
-from megatron.core.backends.transformer_engine.overlap import column_overlap, row_overlap
-from megatron.core.backends.transformer_engine.package import TransformerEngine
+from megatron.core.backends.transformer_engine import (
+    TransformerEngine,
+    TransformerEngineFp8,
+    column_overlap,
+    row_overlap,
+)
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.parameter import ParameterInfo
 from megatron.core.tensor_parallel.layers import LayerContext
@@ -101,7 +104,7 @@ class _Linear(nn.Module):
 
 class TransformerEngineProvider:
     """A :class:`megatron.core.models.layer.LayerProvider`. With ``overlaps`` its layers need
-    :func:`~megatron.core.backends.transformer_engine.overlap.shared_buffers`. Without ``fuses_weight_gradient`` a
+    :func:`~megatron.core.backends.transformer_engine.shared_buffers`. Without ``fuses_weight_gradient`` a
     weight gradient is computed in the weight's dtype, and then added to the main gradient."""
 
     def __init__(self, engine: TransformerEngine, overlaps: bool = False, fuses_weight_gradient: bool = True) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.precision import PrecisionConfig
-from megatron.core.backends.transformer_engine.package import TransformerEngine, UnavailableError
+from megatron.core.backends.transformer_engine import TransformerEngine, UnavailableError
 from megatron.core.communication import Communicator
 
 

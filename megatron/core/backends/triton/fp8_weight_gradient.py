@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.quantized import QuantizedTensor
+from megatron.core.precision import QuantizedTensor
 
 BLOCK_N, BLOCK_K, BLOCK_M, GROUP = 128, 128, 128, 8
 """A tile of the gradient, the rows that one step of its sum reads, and the tiles of dim 0 that neighbouring programs

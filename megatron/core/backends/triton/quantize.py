@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.ops.fp8 import LARGEST_SCALE, largest_value
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 BLOCK_M, BLOCK_K, NUM_WARPS = 128, 64, 8
 """Rows and columns of a tile: it reads and transposes lines of 128 bytes. Not tuned on a device."""

@@ -5,17 +5,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.backends.triton.quantize import (
-    BLOCK_K,
-    BLOCK_M,
-    NUM_WARPS,
-    magnitude_bits,
-    record_amax,
-    to_fp8,
-)
+from megatron.core.backends.triton.fp8 import BLOCK_K, BLOCK_M, NUM_WARPS, magnitude_bits, record_amax, to_fp8
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.swiglu import CompiledSwiGLU
-from megatron.core.quantized import Layout, QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 
 _SCALARS = ["scale_ptr", "inverse_scale_ptr", "step_amax_ptr"]
 """Pointers to elements of larger tensors. Kernels must not be specialised on their alignment, which differs between
