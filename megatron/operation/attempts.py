@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from megatron.errors import ExitCode, NoProgressError
-from megatron.operation.causes import Cause
 from megatron.operation.heartbeat import STEP_SECTIONS, Section, Snapshot
 
 ATTEMPTS = "attempts.jsonl"
@@ -63,7 +62,7 @@ class Attempt:
     """Checkpoints that this attempt committed."""
     counts_from: int | None = None
     """Iteration of the newest checkpoint in ``--save`` when the attempt began, 0 without one. None for an attempt that
-    never counts as one without progress: without ``--save``, stopped on request, or ended before it had the lock."""
+    never counts as one without progress: without ``--save``, stopped on request, refused, or ended without the lock."""
     commits: tuple[tuple[float, int], ...] = ()
     """(seconds since ``start``, iteration) of the checkpoints, thinned to at most 1,000."""
     uncommitted_s: float = 0.0
@@ -87,8 +86,7 @@ class Attempt:
     @property
     def is_without_progress(self) -> bool:
         """Whether the attempt failed before a new checkpoint, and no correction by the user was missing."""
-        is_refused = self.exit_code == ExitCode.ACTION_REQUIRED or self.cause == Cause.NO_PROGRESS
-        return self.is_failure and not is_refused and self.counts_from is not None
+        return self.is_failure and self.exit_code != ExitCode.ACTION_REQUIRED and self.counts_from is not None
 
     @property
     def wall_s(self) -> float:

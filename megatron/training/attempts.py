@@ -47,10 +47,16 @@ def attempt_recorded(context: RunContext) -> Iterator[AttemptEnd]:
         yield end
         return
     hosts = _fitting(control.all_gather_object(socket.gethostname()))
-    beginning, thread, counts_from = _beginning(heartbeat), None, None
+    beginning, thread, counts_from, refusal = _beginning(heartbeat), None, None, None
     if control.rank == 0:
+        limit = config.operation.max_failed_attempts
         if config.checkpoint.save is not None:
             counts_from = newest_iteration(Path(config.checkpoint.save)) or 0
+        try:
+            if limit and counts_from is not None:
+                check_progress(directory, beginning.epoch, counts_from, limit)
+        except NoProgressError as error:
+            refusal, counts_from = error, None  # a refusal is no further failure
         settings = RunSettings.of(config, control.rank, control.size)
         heartbeat.write_settings(replace(settings, hosts=hosts, counts_from=counts_from).to_json())
         if heartbeat.is_private:
@@ -61,19 +67,16 @@ def attempt_recorded(context: RunContext) -> Iterator[AttemptEnd]:
     facts = None
 
     def check() -> None:
-        limit = config.operation.max_failed_attempts
-        if limit and counts_from is not None:
-            check_progress(directory, beginning.epoch, counts_from, limit)
+        if refusal is not None:
+            raise refusal
 
     try:
         run_on_rank0(control, check)
         yield end
     except Exception as error:
         end.exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
-        facts = FailureFacts(cause_of(error))
-        if not isinstance(error, NoProgressError):
-            # Another rank may have failed first, and this one as a consequence.
-            facts = reported_failure(directory, beginning.epoch) or facts
+        # Another rank may have failed first, and this one as a consequence.
+        facts = reported_failure(directory, beginning.epoch) or FailureFacts(cause_of(error))
         raise
     finally:
         if thread is not None:

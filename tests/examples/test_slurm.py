@@ -152,18 +152,19 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {repository!r})
 from megatron.errors import UserError
-from megatron.operation.attempt_recorder import AttemptRecorder, Beginning, FailureFacts, outcome_of
+from megatron.operation.attempt_recorder import AttemptRecorder, Beginning, outcome_of
 from megatron.operation.attempts import check_progress
 
 start = len(Path("starts").read_text()) if Path("starts").exists() else 0
 Path("starts").write_text("x" * (start + 1))
 newest, code = {life}
-recorder, facts = AttemptRecorder(Path("run"), Beginning.now(age_s=1.0), 1, ["a"], print, counts_from=newest), None
+recorder = AttemptRecorder(Path("run"), Beginning.now(age_s=1.0), 1, ["a"], print, counts_from=newest)
 try:
     check_progress(Path("run"), recorder.attempt.start, newest, 3)
 except UserError as error:
-    code, facts = int(error.exit_code), FailureFacts(error.cause)
-recorder.finish(None, outcome_of([code]), code, facts)
+    code = int(error.exit_code)
+    recorder.set_counts_from(None, None)
+recorder.finish(None, outcome_of([code]), code)
 sys.exit(code)
 """
 """An attempt that begins at the checkpoint of an iteration and ends with a code, as ``life`` says for a ``start``."""

@@ -425,6 +425,7 @@ def starts(directory: Path, newest: int, code: int | None = 1, saves: bool = Fal
         check_progress(directory, recorder.attempt.start, newest, LIMIT)
     except NoProgressError as error:
         assert error.exit_code == 93 and "start once with a larger --max-failed-attempts" in str(error)
+        recorder.set_counts_from(None, None)
         recorder.finish(None, "failed", 93, FailureFacts("no_progress"))
         return False
     beat = Heartbeat()
