@@ -114,6 +114,10 @@ readonly BASE=/data/run-1.tar.gz
 torchrun --nproc-per-node=$((TP * 2 % 5)) pretrain_small.py --tensor-model-parallel-size $TP \\
   --num-layers ${LAYERS[$SIZE]} --save ${BASE##*/} --load ${BASE%.*} --tensorboard-dir ${BASE/run/log}
 """,
+    "the status of a group": (
+        "LAYERS=2\n{ [ a = b ]; } && LAYERS=3\n( [ a = b ] ) && LAYERS=4\n"
+        "torchrun pretrain_small.py --num-layers $LAYERS\n"
+    ),
     "a variable of the environment": "torchrun pretrain_small.py --num-layers $OUTSIDE --seed ${OUTSIDE:+1}\n",
     "the training among other programs": (
         "python tools/prepare.py --input a\nsrun nsys profile -o x python pretrain_small.py --lr 1\n"

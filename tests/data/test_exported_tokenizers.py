@@ -128,6 +128,7 @@ def test_ids_of_a_tokenizer_json(hugging_face_directory: Path, tmp_path: Path, d
     ours, theirs = exported(TokenizerConfig("HuggingFaceTokenizer", str(path)), tmp_path / "hf")
     assert_same_ids(ours, theirs, add_special_tokens=False)
     assert theirs.chat_template == "{{ 1 }}"
+    assert "auto_map" not in json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())  # it names code
     # What the file adds to a text stays as its author has it.
     assert theirs("a")["input_ids"] == [0, *ours.tokenize("a")]
 

@@ -115,6 +115,12 @@ def test_a_line_continues_the_text_before_it(
     first, second, third, refused, fifth = capsys.readouterr().out.split("\n")[:-1]
     assert first == third == fifth != ""
     assert refused.endswith("a text has at most 40: a new text begins.)")
+    # A text that fills the context has no room for a continuation.
+    tokens = int(refused.removeprefix("(").split()[0])
+    monkeypatch.setattr(sys, "stdin", StringIO("import \n" + "a" * 50))
+    assert generate(*common[:-1], tokens, "--interactive") == 0
+    refused = f"({tokens} tokens are too many, a text has at most {tokens}: a new text begins.)\n"
+    assert capsys.readouterr().out.endswith(refused)
     assert generate(*common, "--prompt", f"import {first}\nx") == 0
     assert capsys.readouterr().out == f"import {first}\nx{second}\n"
 

@@ -9,12 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from megatron.core.communication import Communicator
@@ -45,6 +47,7 @@ from megatron.features.preflight.host import (
     probe_bytes,
 )
 from megatron.features.preflight.network import (
+    _END,
     ALL_PAIRS,
     Clocks,
     Links,
@@ -323,6 +326,22 @@ def test_pairs_are_measured_again_in_few_rounds(count: int, seed: int, most: int
 
 
 # --- disk, memory, GPU ---------------------------------------------------------------------------------------
+
+
+def test_a_pair_ends_as_soon_as_one_of_the_two_ends() -> None:
+    exchanged = []
+
+    def exchange(sent: Tensor, received: Tensor, peer: int) -> None:
+        exchanged.append(sent.numel())
+        if sent.numel() == 1 and len(exchanged) > 2:
+            received.fill_(_END)
+
+    site: Any = SimpleNamespace(
+        rank=0, device=CPU, network=SimpleNamespace(exchange=exchange), synchronize=lambda: None
+    )
+    Links()._measure_round(site, [[0], [1]], [(0, 1)], {}, times=4)
+    # A word and the data, then the other's last word.
+    assert exchanged == [1, exchanged[1], 1]
 
 
 def test_the_file_of_a_node_is_smaller_if_there_are_many_nodes() -> None:

@@ -4,12 +4,15 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.features.stragglers.flags import INTERVALS, SECONDS, StragglerDetector, excess_section, ratios
+from megatron.features.stragglers.listener import Stragglers
 from tests.end_to_end.run_process import TINY_RUN, fork_training, iterations, words_of
 
 FOUR = [(0, 1, 2, 3)]
@@ -123,3 +126,20 @@ def test_ranks_of_1000_clean_steps_are_not_named(tmp_path: Path) -> None:
     ratios = [record["operation/slowest_rank_ratio"] for record in iterations(tmp_path / "metrics.jsonl")[2:]]
     assert len(ratios) > 40
     print(f"largest ratio of an interval {max(ratios):.2f}, above the threshold: {sum(one >= 1.2 for one in ratios)}")
+
+
+def test_a_gpu_is_measured_in_the_last_iteration_of_an_interval_alone() -> None:
+    """The stopwatch makes the host wait for the device."""
+    stopwatch: Any = SimpleNamespace(is_on=False, collect=lambda: None)
+    listener = Stragglers(StragglerDetector(1.3, [(0, 1)]), stopwatch, interval=4)
+    progress = SimpleNamespace(iteration=4)
+    heartbeat = SimpleNamespace(busy_ns=dict)
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(progress=progress), context=SimpleNamespace(heartbeat=heartbeat)
+    )
+    listener.on_iteration(trainer, Any)  # type: ignore[arg-type]
+    measured = []
+    for progress.iteration in range(4, 8):
+        listener.on_iteration_start(trainer)
+        measured.append(stopwatch.is_on)
+    assert measured == [False, False, False, True]

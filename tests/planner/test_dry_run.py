@@ -12,6 +12,7 @@ from megatron.commands.dry_run import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
+from megatron.planner.fake_backend import with_local_layers
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
@@ -255,3 +256,14 @@ def test_the_page_of_a_dry_run_works_in_a_browser(tmp_path: Path) -> None:
         assert load(text, width)["tip"]
     cut = """[...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth)"""
     assert load(text, 1400, f"return Math.max(...{cut});")["more"] <= 0
+
+
+@pytest.mark.parametrize(
+    ("recipe_name", "planned"),
+    [("blockwise", "tensorwise"), ("mxfp8", "tensorwise"), ("delayed", "delayed"), ("tensorwise", "tensorwise")],
+)
+def test_layers_of_transformer_engine_are_planned_as_local_ones(recipe_name: str, planned: str) -> None:
+    """With the run's recipe, if local layers have it."""
+    flags = f"{TINY} --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe {recipe_name}"
+    config = with_local_layers(parse_command_line([*flags.split(), "--global-batch-size", "2"]))
+    assert (config.model.transformer_impl, config.precision.fp8_recipe) == ("local", planned)

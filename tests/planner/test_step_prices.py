@@ -5,7 +5,10 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
+from megatron.core.topology import RankGrid
 from megatron.planner.calibration.operations import planned_step
+from megatron.planner.launches import Group, Launch
+from megatron.planner.rehearsal.launch_prices import LaunchPrices
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, followed_makespan, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import Cluster, read_cluster
@@ -169,3 +172,17 @@ def test_a_followed_schedule_takes_as_long_as_a_simulated_one(name: str, chunks:
 def test_attention_is_the_kernel_that_the_run_would_choose(flags: str, cluster: str, kind: str) -> None:
     config = parse_command_line(f"{COMMON} {flags}".split())
     assert attention_kind(config, read_cluster(cluster)) == kind
+
+
+@pytest.mark.parametrize(("kind", "times"), [("all_gather", 1.0), ("all_reduce", 2.0)])
+def test_a_ring_sends_all_parts_but_its_own(kind: str, times: float) -> None:
+    """Each of n ranks sends (n - 1) / n of the bytes, twice in an all-reduce."""
+
+    def seconds(tp: int) -> float:
+        prices = LaunchPrices(H100, load_fitted(), RankGrid(tp=tp), 8192, is_cudnn=False)
+        group = Group(kind, "tp", tuple(range(tp)))
+        return prices.collective(Launch("collective", kind, 2**30, "forward", group=group))
+
+    rate = 2**30 * times / 2 / seconds(2)
+    for ranks in (4, 8):
+        assert seconds(ranks) == pytest.approx(2**30 * times * (ranks - 1) / ranks / rate)

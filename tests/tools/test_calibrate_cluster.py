@@ -105,6 +105,12 @@ def seconds(step: PlannedStep, constants: Mapping[str, float], cluster: Cluster 
     return float(StepPrices(cluster, constants).price([step]).total[0])
 
 
+def test_the_spread_of_samples_is_half_the_distance_of_their_quartiles() -> None:
+    assert Sample.of([2.0]) == Sample(2.0, 0.0)
+    assert Sample.of([1.0, 3.0]).spread > 0.0
+    assert Sample.of([1.0, 2.0, 3.0]) == Sample(2.0, 0.5)
+
+
 def test_the_fit_recovers_the_constants_of_a_machine() -> None:
     found = calibrated(PLAN, measured_on_the_machine(PLAN), None, 1.0, Ranks(0, 2, 2))
     cluster, constants = found.cluster, found.cluster.constants

@@ -23,7 +23,9 @@ def test_what_is_in_a_dataset(tmp_path: Path) -> None:
     for part in ("documents  3", "tokens     7 (uint16, 14 bytes)", "document 2: 3 tokens, the first 2", "5 6", "yes:"):
         assert part in text
     assert (tmp_path / "plot.png").stat().st_size > 0
-    assert "           2 .. 3                       2 ####" in "\n".join(inspect(InspectConfig(prefix)))
+    shown = "\n".join(inspect(InspectConfig(prefix)))
+    assert "           2 .. 3                       2 ####" in shown
+    assert " 4 .. " not in shown  # the longest has three tokens
     small = TokenizerConfig("NullTokenizer", vocab_size=900)
     with pytest.raises(DataError, match=r"document 2 holds token id 998, which is not in the vocabulary of 901 ids"):
         list(inspect(InspectConfig(prefix, check=True, tokenizer=small)))
