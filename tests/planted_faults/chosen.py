@@ -781,6 +781,51 @@ FEATURES = (
     ),
 )
 
+LAUNCHER = (
+    Fault(
+        "limits are learned from attempts of another command",
+        "        if attempt.get(_COMMAND) == key:",
+        "        if attempt.get(_COMMAND):",
+        ("operation/test_hang.py", "operation/test_watchdog.py"),
+    ),
+    Fault(
+        "a launcher that ends its ranks is a lost node",
+        "            elif text != _OVER and now - since[1] > LOST_SECONDS:",
+        "            elif now - since[1] > LOST_SECONDS:",
+        ("operation/test_hang.py",),
+    ),
+    Fault(
+        "a launcher does not wait for the decision of the first",
+        "is_late = attempt.exceeded_at is not None and self._now() - attempt.exceeded_at > _DECISION_SECONDS",
+        "is_late = attempt.exceeded_at is not None",
+        ("operation/test_hang.py",),
+    ),
+    Fault(
+        "an attempt with a new checkpoint does not end the count of failures",
+        "        if attempt.saves or attempt.counts_from not in (None, newest_iteration):",
+        "        if attempt.counts_from not in (None, newest_iteration):",
+        ("operation/test_attempts.py",),
+    ),
+    Fault(
+        "pauses between attempts grow although they make progress",
+        "        self.failures = 0 if made_progress else self.failures + 1",
+        "        self.failures = self.failures + 1",
+        ("operation/test_nodes.py",),
+    ),
+    Fault(
+        "nodes that were named are the first, and not the spares",
+        "key=lambda place: nodes[place].host in suspects)",
+        "key=lambda place: nodes[place].host not in suspects)",
+        ("operation/test_nodes.py",),
+    ),
+    Fault(
+        "a job's last box shows any rank that failed",
+        "order = [rank for rank in (cause, *failed, *result.failures) if rank in result.failures]",
+        "order = [rank for rank in result.failures if rank in result.failures]",
+        ("operation/test_launch.py", "operation/test_restart.py"),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *COLLECTIVES,
     *SCALES,
@@ -794,4 +839,5 @@ CHOSEN: tuple[Fault, ...] = (
     *EXPERTS,
     *LLAMA4,
     *FEATURES,
+    *LAUNCHER,
 )
