@@ -125,8 +125,10 @@ def test_the_first_launcher_names_the_node_without_a_sign_of_life(tmp_path: Path
     for second in range(0, 100, 5):
         job.seconds = 1000.0 + second
         if second < 20:
-            assert job.all[1].find_hang([]) is None and job.all[2].find_hang([]) is None
-        elif second == 20:
+            assert job.all[1].find_hang([]) is None
+        if second == 0:
+            assert job.all[2].find_hang([]) is None
+        elif second == 5:
             job.all[2].leave()
         found = job.all[0].find_hang([])
         if found is not None:
@@ -160,6 +162,22 @@ def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: p
     assert text.count("A hang was found, and nothing is ended (hang). Rank 1") == 1
     assert re.findall(r"The ranks go on, (\d+) s after the report of a hang", text) == ["141"]
     assert "node_lost" not in text
+
+
+def test_a_launcher_decides_alone_if_the_first_does_not_end_the_attempt() -> None:
+    job = Launchers(2)
+    for memory in job.memories:
+        beat = Heartbeat.attach({HEARTBEATS: memory.path}, 0, job.now_ns)
+        beat.start_training(0)
+        beat.start_iteration(1)
+        beat.enter(Section.FORWARD_BACKWARD)
+    decided: dict[int, int] = {}
+    for second in range(200):
+        job.seconds = 1000.0 + second
+        for node in {0, 1} - decided.keys():
+            if job.all[node].find_hang([]) is not None:
+                decided[node] = second
+    assert 15 <= decided[1] - decided[0] < 20
 
 
 @pytest.mark.parametrize("said", [None, "join", "restart"])
