@@ -166,15 +166,16 @@ def test_a_launcher_that_has_reported_a_hang_still_gives_signs_of_life(capsys: p
 
 def test_a_launcher_decides_alone_if_the_first_does_not_end_the_attempt() -> None:
     job = Launchers(2)
-    for memory in job.memories:
-        beat = Heartbeat.attach({HEARTBEATS: memory.path}, 0, job.now_ns)
+    beats = [Heartbeat.attach({HEARTBEATS: memory.path}, 0, job.now_ns) for memory in job.memories]
+    for beat in beats:
         beat.start_training(0)
-        beat.start_iteration(1)
-        beat.enter(Section.FORWARD_BACKWARD)
     decided: dict[int, int] = {}
-    for second in range(200):
+    for second in range(300):
         job.seconds = 1000.0 + second
         for node in {0, 1} - decided.keys():
+            if second < 50:
+                beats[node].start_iteration(second)
+                beats[node].enter(Section.FORWARD_BACKWARD)
             if job.all[node].find_hang([]) is not None:
                 decided[node] = second
     assert 15 <= decided[1] - decided[0] < 20
