@@ -141,7 +141,7 @@ def measure(config: BenchmarkConfig) -> dict[str, Any]:
 
 
 def rows_of(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By contender: median speed, and the times of every turn."""
+    """The median speed of each contender, and its times in every turn."""
     rows = {}
     for name, turns in measured["turns"].items():
         seconds, cpu_seconds = map(list, zip(*turns))

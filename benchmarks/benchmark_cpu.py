@@ -224,7 +224,7 @@ def halves(micro_batch_size: int, rank: int) -> Callable[[], None]:
 
 
 def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
-    """The same step with our model and torch's AdamW, and nothing of ours around them."""
+    """A step of our model with torch's AdamW, without the rest of this project."""
     kernel = choose_attention_kernel("auto", CPU, torch.float32)
     parallel = TensorParallel(single_process().tensor_parallel)
     model = build_model(MODEL, BuildContext(parallel, torch.float32, CPU, kernel), seed=1)
@@ -245,14 +245,14 @@ def bare(micro_batch_size: int, rank: int) -> Callable[[], None]:
 
 
 def transformers_eager(micro_batch_size: int, rank: int) -> Callable[[], None]:
-    """The same step with Hugging Face's Llama and torch's AdamW."""
+    """A step of Hugging Face's Llama with torch's AdamW."""
     transformers: Any = importlib.import_module("transformers")
     config = transformers.LlamaConfig(intermediate_size=MODEL.ffn_hidden_size, **_hugging_face_sizes())
     return _transformers_step(transformers.LlamaForCausalLM(config), micro_batch_size, num_batches=1)
 
 
 def transformers_mixtral(experts_implementation: str) -> Callable[[int, int], Callable[[], None]]:
-    """The same step with Hugging Face's Mixtral of eight experts."""
+    """A step of Hugging Face's Mixtral with eight experts."""
 
     def build(micro_batch_size: int, rank: int) -> Callable[[], None]:
         transformers: Any = importlib.import_module("transformers")
@@ -372,12 +372,12 @@ CONTENDERS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, by contender."""
+    """Times of one rank, by contender."""
 
     seconds: dict[str, list[float]]
     """Per step, of every turn."""
     shares: dict[str, dict[str, float]]
-    """Of the time of a step, by group of functions; empty without ``--profile``."""
+    """Shares of a step's time, by group of functions; empty without ``--profile``."""
 
 
 def run_rank(rank: int, config: BenchmarkConfig) -> dict[str, Any]:

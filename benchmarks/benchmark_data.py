@@ -263,7 +263,7 @@ def _cpu_seconds() -> float:
 
 
 def _peak_mb(who: int) -> float:
-    """Of this process, or of the largest child."""
+    """Peak memory of this process, or of the largest child, in MB."""
     return resource.getrusage(who).ru_maxrss / 1024
 
 

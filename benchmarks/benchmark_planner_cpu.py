@@ -228,7 +228,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def order_of_distinct(predicted: Sequence[float], measured: Sequence[float], apart: float = 0.1) -> tuple[int, int]:
-    """Of the pairs whose measured times differ by ``apart``: how many have the right order, and how many there are."""
+    """Counts pairs whose measured times differ by ``apart``: those in the right order, and all of them."""
     pairs = [
         (first, second)
         for first, second in combinations(range(len(measured)), 2)

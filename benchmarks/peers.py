@@ -239,9 +239,9 @@ class Result:
 
     contender: Contender
     losses: list[float]
-    """Of the first steps."""
+    """Losses of the first steps."""
     seconds: list[float]
-    """Of a step, by turn; empty after an error."""
+    """Seconds of a step, by turn; empty after an error."""
     error: str | None = None
 
 

@@ -5,7 +5,7 @@ from benchmarks.gpu_lines.line import Expectation, Line
 from benchmarks.lib.step_sweep import LENGTH, SLICES
 
 CALL_SECONDS = {1: 530.0, 2: 210.0}
-"""Of all lines of a call: a command may take 600 s on the machine, of which start and copies take some."""
+"""Seconds for all lines of a call: a command may take 600 s on the machine, of which start and copies take some."""
 
 _STEP = f"{LENGTH} --bf16 --warmup 2 --repeats 6"
 _SLICES = {

@@ -51,7 +51,7 @@ class Expectation:
     """The range of a figure on an H100."""
 
     figure: str
-    """Of the result that has the line's name."""
+    """Name of the figure in the result that has the line's name."""
     least: float
     most: float
     better: Literal["higher", "lower"] = "higher"

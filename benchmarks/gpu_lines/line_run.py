@@ -63,7 +63,7 @@ class LineRun:
 
 
 def verdict_of(error: BaseException) -> Verdict:
-    """Of a result whose block has raised ``error``."""
+    """The verdict on a result whose block has raised ``error``."""
     if isinstance(error, Wrong | AssertionError):
         return Verdict.WRONG
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():

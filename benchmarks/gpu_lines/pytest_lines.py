@@ -21,7 +21,7 @@ from benchmarks.lib.results import complete_records, error_line
 from megatron.core.device import device_is_broken
 
 PACKAGES = ("pytest", "pytest_timeout", "hypothesis")
-"""Of pytest's command and of the tests' configuration."""
+"""Packages that pytest's command and the tests' configuration need."""
 TIMEOUT = 60.0
 """Seconds of a test. Then the process ends, because a wait in the driver cannot be interrupted otherwise."""
 

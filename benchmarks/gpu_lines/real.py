@@ -25,7 +25,7 @@ RUN = (
 WARMUP = 5
 """First iterations that are not timed."""
 ITERATIONS, SAVE_INTERVAL, RESUMED = 30, 15, 4
-"""Of the run that saves."""
+"""Iterations of the run that saves, between two saves, and of the resumed run."""
 
 
 def profiled(run: LineRun, *model: str) -> None:

@@ -39,7 +39,7 @@ SESSIONS, TABLE, ARCHIVE = "sessions.jsonl", "table.txt", "all.tgz"
 GRACE = 2.0
 """Seconds in which a process prints its stacks after SIGABRT."""
 MOST_PROCESSES = 20
-"""Of a line that resumes."""
+"""Processes that a line which resumes may start."""
 BLOCKING = {"CUDA_LAUNCH_BLOCKING": "1"}
 """With it an error is raised by the kernel that causes it."""
 
@@ -62,7 +62,7 @@ class Session:
     device: str
     is_tiny: bool
     seconds: float
-    """Of all lines together."""
+    """Seconds for all lines together."""
     command: str
     """What the user has typed, for the record."""
     archive: Path | None = None
@@ -233,7 +233,7 @@ def last_place(log: Path) -> str | None:
 
 # --- one archive of all results, small enough to be copied from the machine as one file ------------------------------
 MOST_BYTES = 15 * 2**20
-"""Of the archive."""
+"""The largest archive."""
 LEFT_OUT = "left_out.txt"
 """The file in the archive that names what it does not have."""
 _MOST_READ, _FAST = 256 * 2**20, 2**20

@@ -112,7 +112,7 @@ def measure_parts(run: LineRun, inputs: int, outputs: int, tokens: int, flags: s
 SLICE = f"--model llama3.1-8b --num-layers 2 {LENGTH} --bf16"
 DOCUMENTS = "--documents 1000"
 MICROBATCHES = {False: 50, True: 4}
-"""By whether it is a rehearsal."""
+"""Microbatches on a GPU (False), and in a rehearsal (True)."""
 DOCUMENTS_MARGIN = 5.0
 """Seconds before the line's end at which the figures so far are returned: a kernel that builds plans takes minutes."""
 

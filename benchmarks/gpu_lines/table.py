@@ -29,7 +29,7 @@ def as_text(results: Mapping[str, Sequence[Result]]) -> str:
 
 
 def verdict_of(results: Sequence[Result]) -> Verdict:
-    """Of a line; a line that has not ended is reported as hung."""
+    """The verdict on a line; one that has not ended is reported as hung."""
     whole = whole_of(results)
     return Verdict.HUNG if whole is None else whole.verdict
 

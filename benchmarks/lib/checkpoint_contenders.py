@@ -67,7 +67,7 @@ class Tensors:
         self.boxed: dict[str, Tensor] = {}
         """For our checkpoints: the same memory, and its box of the global tensor."""
         self.num_bytes = 0
-        """Of all ranks."""
+        """Bytes of all ranks."""
         for name, shape in weight_shapes(hidden_size(num_bytes)).items():
             rows = shape[0] // ranks
             for kind, dtype in KINDS.items():

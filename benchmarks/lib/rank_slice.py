@@ -132,7 +132,7 @@ class SliceConfig:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens of a microbatch."""
         return self.micro_batch_size * self.seq_length
 
     @property

@@ -201,7 +201,7 @@ def plan_load(root: Path, tensors: dict[str, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """Of one layout, and of a load into another one."""
+    """The cost of a save in one layout, and of a load into another one."""
 
     ranks: int
     boxes: int

@@ -32,7 +32,7 @@ class Curve:
     name: str
     """What grows, for example "order of documents"."""
     unit: str
-    """Of the size, for example "documents"."""
+    """The unit of the size, for example "documents"."""
     points: tuple[Point, ...]
     goal: str = ""
     order: float = 1.0
@@ -89,7 +89,7 @@ def in_fresh_process(task: Callable[P, T], *arguments: P.args, **keywords: P.kwa
 
 
 class Cost(NamedTuple):
-    """Of a call."""
+    """The cost of a call."""
 
     seconds: float
     bytes: int

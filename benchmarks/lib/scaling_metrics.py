@@ -50,7 +50,7 @@ def iteration_points(sizes: Sequence[int]) -> list[Point]:
 
 
 def tensorboard_points(sizes: Sequence[int]) -> list[Point]:
-    """The same with TensorBoard, whose 24 points an iteration take most of the time."""
+    """Points of a run with TensorBoard, whose 24 points an iteration take most of the time."""
     return in_fresh_process(_run, tuple(sizes), True)
 
 

@@ -38,7 +38,7 @@ class Gather:
     iteration: int
     """Iterations that were done; 0 is the start."""
     bytes: int
-    """Of this rank's object."""
+    """Bytes of this rank's object."""
 
 
 def object_gathers() -> list[Gather]:

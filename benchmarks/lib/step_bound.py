@@ -13,7 +13,7 @@ from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
 from megatron.core.precision import QuantizedTensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
-"""Of ``[t, k]`` and ``[n, k]``: ``[t, n]``."""
+"""A product ``[t, k] x [n, k] -> [t, n]``."""
 
 
 def linear_shapes(

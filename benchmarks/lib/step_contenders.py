@@ -79,7 +79,7 @@ class Samples:
 
     @staticmethod
     def random(config: SliceConfig, device: torch.device) -> "Samples":
-        """The same for all contenders."""
+        """Random samples, equal for all contenders."""
         batch, length = config.micro_batch_size, config.seq_length
         # Ids that every tensor-parallel rank's part of the vocabulary has.
         ids = max(1, config.vocab_size // config.tensor_model_parallel_size)

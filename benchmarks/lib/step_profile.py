@@ -54,7 +54,7 @@ class StepProfile:
     """What the profiler saw of one step."""
 
     seconds: dict[str, float]
-    """By kernel group, largest first; under the profiler, which slows small kernels."""
+    """Seconds by kernel group, largest first; under the profiler, which slows small kernels."""
     longest: list[tuple[str, float, int]]
     """Name, seconds and calls of the kernels that took longest together, at most :data:`MOST_KERNELS`."""
     peak_bytes: int

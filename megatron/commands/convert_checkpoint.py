@@ -205,7 +205,7 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
     ids."""
     from megatron.checkpoint.hugging_face.config import tokenizer_flags
 
-    # The copy does not exist yet, so the size is that of the source.
+    # The copy does not exist yet: take the size of the source.
     flags, ids = tokenizer_flags(source, copied), tokenizer_size(tokenizer_flags(source, source))
     # For a tokenizer that cannot be used, the size says nothing.
     return flags if ids is None or ids >= vocab_size else replace(flags, vocab_size=vocab_size)

@@ -123,6 +123,19 @@ def test_a_signal_whose_exception_python_discards_still_stops_the_job() -> None:
     assert launcher.exitcode == signal.SIGUSR2
 
 
+def send_a_signal_while_ranks_are_forked() -> None:
+    def stop() -> None:
+        if getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "").startswith(StopSignals.__name__):
+            signal.raise_signal(signal.SIGTERM)
+
+    os.register_at_fork(after_in_parent=stop)
+
+
+def test_a_signal_that_arrives_while_ranks_are_forked_stops_the_job(tmp_path: Path) -> None:
+    node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2", prepare=send_a_signal_while_ranks_are_forked)
+    assert node.exit_code() == ExitCode.STOPPED
+
+
 def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tmp_path: Path) -> None:
     """SLURM also signals the ranks themselves, some of them before the launcher."""
     node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2")

@@ -1,1 +1,1 @@
-"""The same training step by other systems, each in an environment and processes of its own (benchmarks/peers.py)."""
+"""One training step by several systems, each in an environment and processes of its own (benchmarks/peers.py)."""

@@ -27,7 +27,7 @@ class Timed:
     """The steps of a turn."""
 
     seconds: float
-    """Of all steps, on the slowest rank."""
+    """Seconds of all steps, on the slowest rank."""
     losses: list[float]
 
 

@@ -62,7 +62,7 @@ class Setup:
             "ac_config": None,
             "dump_folder": "",
         }
-        """Of the functions that parallelize a model."""
+        """Arguments of the functions that parallelize a model."""
         loss = CrossEntropyLoss.Config(global_vocab_size=job.model["vocab_size"]).build()
         tokens = torch.tensor(self.batch_size * self.length, device=job.torch_device)
         self.loss = partial(loss, global_valid_tokens=tokens)

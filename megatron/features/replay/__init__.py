@@ -1,1 +1,1 @@
-"""The same microbatch twice on one rank, and once on another rank, must give the same bits."""
+"""Replays: a microbatch computed twice on one rank and once on another must give equal bits."""
