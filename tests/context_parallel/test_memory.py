@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import CPU, Layout, context

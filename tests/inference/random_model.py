@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.catalog import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.initialization import initialize_parameters
 from megatron.core.models.transformer import TransformerModel

@@ -49,7 +49,7 @@ from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import ScheduleName, build_schedule, placement_of
+from megatron.schedules.catalog import ScheduleName, build_schedule, placement_of
 from megatron.schedules.stages import split_by_layout, split_evenly
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule

@@ -30,7 +30,7 @@ from megatron.core.precision import NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.stages import split_evenly
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.training.loop.step import train_step

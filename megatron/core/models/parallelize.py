@@ -35,7 +35,7 @@ from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.schedule import Placement, Schedule
 from megatron.schedules.stages import VirtualStage
 

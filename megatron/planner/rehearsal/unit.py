@@ -38,7 +38,7 @@ from megatron.planner.rehearsal.layer import (
     RehearsalSetting,
     RehearsedLayer,
 )
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensor, FakeTensorMode
