@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
 from benchmarks.lib.local_ranks import parse, run_ranks
-from megatron.core.pipeline_parallel.executor import ActionRecorder
+from megatron.core.pipeline_parallel import ActionRecorder
 from megatron.schedules.catalog import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, simulate

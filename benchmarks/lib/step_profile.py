@@ -118,7 +118,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("attention", r"megatron/core/ops/attention\w*\.py"),
     ("norms, SwiGLU, rotary", r"megatron/core/ops/(norm|swiglu|rope)\.py"),
     ("loss", r"megatron/core/(ops|tensor_parallel)/cross_entropy\.py"),
-    ("optimizer", r"megatron/(core/optimizer|update_rules)/"),
+    ("optimizer", r"megatron/(core/optimizer\.py|update_rules/)"),
 )
 """Groups with the files of their functions: the innermost function that is in one of them counts."""
 INTERVAL = 1e-3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Work
-from megatron.core.context_parallel.attention import RingAttention
+from megatron.core.context_parallel import RingAttention
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.attention import AttentionInputs, AttentionOutput, Gradients

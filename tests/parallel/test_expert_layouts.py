@@ -19,7 +19,7 @@ from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.moe.layer import Router
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.topology import Topology
 from megatron.schedules.catalog import SCHEDULES
 from tests.parallel.comparison import compare_balance, compare_traces, compare_with_one_process, one_process

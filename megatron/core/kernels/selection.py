@@ -26,7 +26,7 @@ from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import Rotation, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel
-from megatron.core.optimizer.kernels import OptimizerKernels
+from megatron.core.optimizer import OptimizerKernels
 from megatron.core.precision import number_formats
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.moe.experts import Experts

@@ -11,7 +11,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import device_name
@@ -29,7 +29,7 @@ from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
 from megatron.core.parameter import info_of
-from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
+from megatron.core.pipeline_parallel import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
