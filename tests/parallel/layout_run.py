@@ -32,9 +32,8 @@ from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
-from megatron.core.moe.balance import ExpertBalance
 from megatron.core.moe.layer import Router
-from megatron.core.moe.routing import Routing
+from megatron.core.moe.routing import ExpertBalance, Routing
 from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents

@@ -21,12 +21,12 @@ from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.ops.cross_entropy import CompiledCrossEntropy
 from megatron.core.ops.norm import CompiledRMSNorm
 from megatron.core.ops.swiglu import CompiledSwiGLU
 from megatron.core.optimizer import Optimizer
 from megatron.core.precision import LossScaler, NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import CompiledCrossEntropy
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
 from megatron.schedules.catalog import build_schedule, placement_of

@@ -16,15 +16,10 @@ from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
+    FlashAttention3,
     ReferenceAttention,
     TorchAttention,
     attention_kernels,
-)
-from megatron.core.ops.cross_entropy import (
-    GPU_CHUNK_BYTES,
-    CompiledCrossEntropy,
-    CrossEntropyKernel,
-    EagerCrossEntropy,
 )
 from megatron.core.ops.fp8 import (
     DelayedQuantization,
@@ -42,6 +37,12 @@ from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu_reference
 from megatron.core.optimizer import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.cross_entropy import (
+    GPU_CHUNK_BYTES,
+    CompiledCrossEntropy,
+    CrossEntropyKernel,
+    EagerCrossEntropy,
+)
 from megatron.torch_compat import onednn_linear
 
 T = TypeVar("T")
@@ -49,10 +50,7 @@ T = TypeVar("T")
 # Attention
 
 _ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
-    "flash3": (
-        "made for Hopper",
-        lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
-    ),
+    "flash3": ("made for Hopper", FlashAttention3),
     "cudnn": ("cuDNN's kernel for Hopper", CudnnAttention),
     "flash": ("torch's FlashAttention 2", CudaFlashAttention),
     "sdpa": ("torch chooses the kernel", TorchAttention),

@@ -20,8 +20,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.context_parallel import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
-from megatron.core.moe.experts import Experts
-from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
+from megatron.core.moe.layer import ExpertParallel, Experts, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization

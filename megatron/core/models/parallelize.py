@@ -16,19 +16,16 @@ from megatron.core.data_parallel.buffered import shards_weights, wrap_data_paral
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.moe.balance import BalanceRule, ExpertBalance
 from megatron.core.moe.dispatch import dispatcher_groups, token_dispatcher
-from megatron.core.moe.experts import ExpertShard
-from megatron.core.moe.layer import ExpertParallel
-from megatron.core.moe.routing import RoutingRule
+from megatron.core.moe.layer import ExpertParallel, ExpertShard
+from megatron.core.moe.routing import BalanceRule, ExpertBalance, RoutingRule
 from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
-from megatron.core.parameter import info_of
+from megatron.core.parameter import info_of, initialize_parameters
 from megatron.core.pipeline_parallel import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules

@@ -12,7 +12,7 @@ from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.manifest import FP8, MODEL
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.moe.balance import ExpertBalance
+from megatron.core.moe.routing import ExpertBalance
 from megatron.core.optimizer import Optimizer
 
 
