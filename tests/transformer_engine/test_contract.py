@@ -170,12 +170,14 @@ def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench, is_fused: bo
     main_grad = MainGrad()
     allocated: list[Tensor] = []
 
-    def set_buffer() -> None:
-        allocated.append(torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32)))
-        main_grad.set_buffer(allocated[-1])
+    def allocate() -> None:
+        main_grad.storage = torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32))
+        allocated.append(main_grad.storage)
 
-    main_grad.allocate_with(set_buffer)
-    main_grad.on_accumulated = main_grad.release_buffer
+    def release() -> None:
+        main_grad.storage = None
+
+    main_grad.allocate, main_grad.on_accumulated = allocate, release
     attach_main_grad(weight, main_grad)
     output = layer(bench.inputs())
     assert not allocated
