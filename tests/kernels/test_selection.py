@@ -82,7 +82,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> object:
         "fp8": {"TritonQuantization": lambda: made, "TritonFp8WeightGradient": lambda: made},
     }
     for module, kernels in modules.items():
-        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", SimpleNamespace(**kernels))
+        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton_{module}", SimpleNamespace(**kernels))
     return made
 
 
@@ -403,7 +403,8 @@ def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(module: str, package: str) -> Any:
         raise AssertionError(f"a simulation loads {module}")
 
-    monkeypatch.setattr("megatron.core.kernels.candidates.load", load)
+    for module in ("kernels.candidates", "ops.attention_kernels"):
+        monkeypatch.setattr(f"megatron.core.{module}.load", load)
 
 
 def test_the_simulation_chooses_as_a_gpu_does(no_packages: None) -> None:

@@ -325,7 +325,7 @@ def _of_triton(
     def make() -> Any:
         if request.machine.missing_for_triton is not None:
             raise Unavailable(f"it needs {request.machine.missing_for_triton}")
-        kernel = getattr(load(f"megatron.core.backends.triton.{module}", "Triton"), name)
+        kernel = getattr(load(f"megatron.core.backends.triton_{module}", "Triton"), name)
         return kernel() if name.startswith("Triton") else kernel
 
     obstacle = None if request.on_gpu else "it needs a GPU"
