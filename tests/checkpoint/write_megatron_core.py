@@ -36,7 +36,7 @@ from megatron.core.transformer.moe import experts, moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.optimizer import FP32Optimizer
+from megatron.core.optimizer.optimizer import FP32Optimizer
 
 TOKENS = [5, 17, 3, 2, 26, 8, 8, 21, 0, 28, 23, 11]
 VOCABULARY, PADDED, LENGTH = 29, 32, 64
