@@ -277,11 +277,7 @@ class BadRMSNorm(EagerRMSNorm):
 
 OTHER_NUMBERS = "a trial quantised .*% of the numbers to others"
 ERROR = "a trial had a relative error of"
-IN_EACH = [
-    ("numbers", OTHER_NUMBERS),
-    ("transpose", "a transpose with other numbers than the rows"),
-    ("amax", ERROR),
-]
+IN_EACH = [("numbers", OTHER_NUMBERS), ("transpose", "a transpose with other numbers than the rows"), ("amax", ERROR)]
 
 
 @pytest.mark.parametrize(("fault", "message"), IN_EACH)

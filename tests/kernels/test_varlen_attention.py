@@ -128,11 +128,7 @@ def test_flash_attention_3_writes_gradients_into_the_fused_gradient(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-RUNS = {
-    "8B": AttentionShape(32, 8, 128),
-    "70B TP4": AttentionShape(16, 2, 128),
-    "405B TP8": AttentionShape(16, 1, 128),
-}
+RUNS = {"8B": AttentionShape(32, 8, 128), "70B TP4": AttentionShape(16, 2, 128), "405B TP8": AttentionShape(16, 1, 128)}
 
 
 LENGTH = 8192

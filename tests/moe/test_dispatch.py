@@ -16,14 +16,7 @@ from torch.autograd import Function
 from megatron.config.model import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
-from megatron.core.moe.dispatch import (
-    AssumedCounts,
-    Dispatched,
-    RowOrder,
-    rows_of,
-    sum_of_choices,
-    token_dispatcher,
-)
+from megatron.core.moe.dispatch import AssumedCounts, Dispatched, RowOrder, rows_of, sum_of_choices, token_dispatcher
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, RoutingRule, balanced_routing
 from megatron.core.ops.grouped import RowCounts

@@ -84,7 +84,7 @@ SCALES = (
         "Llama 3.1's scaling keeps frequencies that it should divide",
         "return frequencies * (keep + (1 - keep) / scaling_factor)",
         "return frequencies * (keep + (1 - keep) * scaling_factor)",
-        ("core/test_rope_scaling.py", "model/test_transformers_parity.py"),
+        ("model/test_rope_scaling.py", "model/test_transformers_parity.py"),
     ),
     Fault(
         "the gradient of a rotation is rotated forward",
@@ -129,7 +129,7 @@ BORDERS = (
         "the loss scale doubles a step late",
         "if self._good_steps >= self.window:",
         "if self._good_steps > self.window:",
-        ("core/test_loss_scaler.py",),
+        ("core/test_loss_scale.py",),
     ),
     Fault(
         "a sample ends a token early",
@@ -312,7 +312,7 @@ LOST_ERRORS = (
         "a norm that is not finite is applied",
         "if not math.isfinite(grad_norm) or not accepts(grad_norm):",
         "if math.isnan(grad_norm) or not accepts(grad_norm):",
-        ("core/test_optimizer.py", "parallel/test_loss_scale.py"),
+        ("core/test_optimizer.py", "core/test_loss_scale.py"),
     ),
     Fault(
         "heads that tensor parallelism does not divide",
@@ -771,7 +771,7 @@ FEATURES = (
         "a replay suspects the neighbours of the wrong rank",
         'return Verdict("persistent", tuple(sorted(both or sources | targets)), is_finite)',
         'return Verdict("persistent", tuple(sorted(sources | targets)), is_finite)',
-        ("features/test_replays.py",),
+        ("features/test_replay.py",),
     ),
     Fault(
         "clocks are compared with that of rank 0",
