@@ -98,9 +98,8 @@ def test_symmetric_memory_operators() -> None:
         ("fused_all_gather_matmul", ["A", "Bs", "gather_dim", "group_name"]),
         ("fused_matmul_reduce_scatter", ["A", "B", "reduce_op", "scatter_dim", "group_name"]),
     ):
-        assert [argument.name for argument in getattr(operators, name).default._schema.arguments][
-            : len(wanted)
-        ] == wanted
+        names = [argument.name for argument in getattr(operators, name).default._schema.arguments]
+        assert names[: len(wanted)] == wanted
 
 
 class Calls(torch_compat.TorchDispatchMode):

@@ -180,13 +180,6 @@ def test_ranks_that_chose_differently_are_refused() -> None:
     assert str(error.value).endswith("or choose one with --kernel rope=compiled.")
 
 
-@pytest.mark.processes
-def test_a_kernel_that_is_not_there_is_refused_before_training() -> None:
-    outcome = call_training([*TINY_RUN.split(), "--device", "cpu", "--kernel", "rms_norm=te"])
-    assert outcome.exit_code == 2
-    assert "--kernel rms_norm=te is not available: it needs a GPU; available:" in outcome.stderr
-
-
 @pytest.mark.slow(reason="compiles kernels")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_run_with_compiled_kernels_has_the_losses_of_the_eager_ones(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog import ScheduleName, build_schedule
 from megatron.schedules.catalog.one_f_one_b import interleaved
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import (
@@ -287,9 +287,6 @@ def test_a_schedule_that_locks_up_has_no_timeline() -> None:
         list(execution_order(stuck))
     with pytest.raises(ScheduleError, match="stuck deadlocks: stage 0"):
         simulate(stuck, Durations.uniform(schedule.placement, 1, 1, 1))
-
-
-every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))
 
 
 def action(words: str) -> Action:

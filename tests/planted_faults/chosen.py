@@ -372,7 +372,7 @@ ORDER = (
         "weight gradients are computed in the reverse order",
         "    deferred.reverse()\n    gathering",
         "    gathering",
-        ("kernels/test_weight_gradient.py",),
+        ("core/test_main_grad.py",),
     ),
     Fault(
         "the second evaluation split is consumed by a resumed run",
