@@ -604,7 +604,7 @@ EXPERTS = (
         "weights on the output instead of the input of experts",
         "        if not self.probs_on_input:\n",
         "        if self.probs_on_input is not None:\n",
-        ("moe/test_experts.py", "parallel/test_llama4_layouts.py", EXPERTS_AND_LAYOUTS),
+        ("moe/test_experts.py", EXPERTS_AND_LAYOUTS),
     ),
     Fault(
         "the expert bias is part of the weights",
@@ -628,73 +628,72 @@ EXPERTS = (
     ),
 )
 
-LLAMA4_LAYOUTS = "parallel/test_llama4_layouts.py"
 LLAMA4 = (
     Fault(
         "chunks of attention begin a position late",
         "origin = span.start if restarts else span.start - span.start % size",
         "origin = span.start if restarts else span.start - (span.start - 1) % size",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "chunks do not restart with documents",
         "spans, restarts = documents.spans, documents.resets_positions",
         "spans, restarts = documents.spans, False",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "layers without a rotation attend inside chunks",
         "        return positions.spans\n\n\nclass SelfAttention",
         "        return positions.chunks\n\n\nclass SelfAttention",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "every layer has a rotation",
         "has_rope = config.rope_layers()[layer]",
         "has_rope = True",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "layers without a rotation are counted from 1",
         "has_rope = config.rope_layers()[layer]",
         "has_rope = config.rope_layers()[layer - 1]",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "Llama 4 without its norm of queries and keys",
         "HeadL2Norm(shape, config, context) if config.qk_l2_norm else nn.Identity()",
         "nn.Identity()",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "the temperature of attention counts positions from 0",
         "torch.div(by_row + 1, floor",
         "torch.div(by_row, floor",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "the temperature of attention counts a rank's own positions",
         "                positions, config.attention_temperature_floor,",
         "                torch.arange(len(positions)), config.attention_temperature_floor,",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "chunks are those of a context-parallel rank's own part",
         "length = tables.rotary.shape[0] * self._context.context_parallel.split.size",
         "length = tables.rotary.shape[0]",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "keys are scaled by the temperature, too",
         "self.query_size = shape.query_heads * shape.head_size",
         "self.query_size = (shape.query_heads + shape.key_value_heads) * shape.head_size",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "heads that are exchanged lose their chunks in the backward pass",
         "inner_inputs = AttentionInputs(query, key, value, inputs.spans)",
         "inner_inputs = AttentionInputs(query, key, value, None)",
-        ("context_parallel", LLAMA4_LAYOUTS),
+        ("context_parallel", EXPERTS_AND_LAYOUTS),
     ),
 )
 
