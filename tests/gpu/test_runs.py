@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron import torch_compat
-from megatron.core.offload import OffloadedTensors
+from megatron.core.activations import OffloadedTensors
 from megatron.core.transport import Transport
 from tests.parallel.comparison import one_process
 from tests.parallel.layout_run import Layout, assemble, train

@@ -23,6 +23,7 @@ from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
+from megatron.core.activations import HostCopies
 from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
 from megatron.core.context_parallel import ContextParallel, ContextSplit
 from megatron.core.data_parallel.buffer import ParamShard
@@ -34,7 +35,6 @@ from megatron.core.models.layer import BuildContext, LocalProvider, TransformerL
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
 from megatron.core.moe.layer import Router
 from megatron.core.moe.routing import ExpertBalance, Routing
-from megatron.core.offload import HostCopies
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference

@@ -11,6 +11,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
+from megatron.core.activations import HostCopies, LayerGroup, Recomputed, offload, recompute_modules
 from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
@@ -22,13 +23,11 @@ from megatron.core.models.transformer import TransformerModel
 from megatron.core.moe.dispatch import DISPATCHERS, token_dispatcher
 from megatron.core.moe.layer import ExpertParallel, ExpertShard
 from megatron.core.moe.routing import BalanceRule, ExpertBalance, RoutingRule
-from megatron.core.offload import HostCopies, offload
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import FP8_CAPABILITY
 from megatron.core.parameter import info_of, initialize_parameters
 from megatron.core.pipeline_parallel import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
-from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
