@@ -7,14 +7,7 @@ from torch import Tensor, nn
 
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.buffer import ParameterBuffer
-from megatron.core.gradient import (
-    MainGrad,
-    WeightGradStore,
-    accumulate_main_grad,
-    attach_main_grad,
-    compute_deferred,
-    main_grad_of,
-)
+from megatron.core.gradient import MainGrad, WeightGradStore, accumulate_main_grad, attach_main_grad, compute_deferred
 from megatron.core.models.parallelize import build_model
 from megatron.core.ops.matmul import (
     InPlaceWeightGradient,
@@ -101,17 +94,6 @@ def test_an_fp32_slot_keeps_what_bf16_would_lose() -> None:
     assert main_grad.buffer.tolist() == [264.0]
     main_grad.add_rows(torch.tensor([0, 0]), torch.ones(2, dtype=torch.bfloat16))
     assert main_grad.buffer.tolist() == [266.0]
-
-
-def test_a_gradient_goes_to_the_slot_or_else_to_autograd() -> None:
-    parameter, gradient = nn.Parameter(torch.zeros(3)), torch.ones(3)
-    assert main_grad_of(parameter) is None
-    assert accumulate_main_grad(parameter, gradient) is gradient
-    main_grad = MainGrad(torch.zeros(3))
-    attach_main_grad(parameter, main_grad)
-    assert main_grad_of(parameter) is main_grad
-    assert accumulate_main_grad(parameter, gradient) is None
-    assert torch.equal(main_grad.buffer, gradient)
 
 
 def test_what_autograd_computes_goes_to_the_slot_at_once_and_nothing_of_a_frozen_parameter_is_computed() -> None:

@@ -116,14 +116,6 @@ def test_sizes_that_do_not_divide_are_our_own_mistake(cut: object) -> None:
         cut()
 
 
-def test_a_box_is_a_view_of_the_local_tensor() -> None:
-    local = torch.zeros(4, 6)
-    Box((10, 20), (1, 2), (2, 3)).view(local).fill_(1.0)
-    expected = torch.zeros(4, 6)
-    expected[1:3, 2:5] = 1.0
-    assert torch.equal(local, expected)
-
-
 def test_a_parameter_carries_its_facts() -> None:
     info = ParameterInfo("w", *columns_box(4, 6, 1, 2), 0.02, weight_decay=True, tensor_parallel_sharded=True)
     parameter = empty_parameter(info, torch.bfloat16, "cpu")
