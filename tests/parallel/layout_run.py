@@ -49,7 +49,7 @@ from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
 from megatron.schedules.catalog import ScheduleName, build_schedule, placement_of
 from megatron.schedules.stages import split_by_layout, split_evenly
-from megatron.training.loop.step import train_step
+from megatron.training.loop.step import StepOutcome, train_step
 from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology, late_host_copies
 from tests.moe.routers import selection_margin
@@ -464,14 +464,7 @@ def make_steps(
     recorder = ChoiceRecorder(task, layout, topology, chunks)
     for step in steps:
         recorder.start_step(step)
-        outcome = train_step(
-            module,
-            microbatches(step, layout, topology.data_parallel.rank, topology.context_parallel.rank, task.batch),
-            Hyperparameters(task.learning_rate),
-            num_microbatches=layout.microbatches,
-            expected_tokens=task.batch * SEQUENCE,
-            timers=Timers(0),
-        )
+        outcome = make_step(module, task, layout, step)
         trace.losses.append(outcome.loss)
         trace.z_losses += [outcome.metrics["lm_z_loss"]] if task.z_loss_multiplier is not None else []
         trace.grad_norms.append(outcome.grad_norm)
@@ -487,6 +480,20 @@ def make_steps(
     data_parallel.finish_param_all_gather()
     trace.margin = recorder.margin
     return trace
+
+
+def make_step(module: TrainModule, task: Task, layout: Layout, step: int, **options: Any) -> StepOutcome:
+    """Train the step with this number on this rank."""
+    ranks = module.topology
+    return train_step(
+        module,
+        microbatches(step, layout, ranks.data_parallel.rank, ranks.context_parallel.rank, task.batch),
+        Hyperparameters(task.learning_rate),
+        num_microbatches=layout.microbatches,
+        expected_tokens=task.batch * SEQUENCE,
+        timers=Timers(0),
+        **options,
+    )
 
 
 class _Overflow(Function):

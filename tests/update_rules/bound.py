@@ -50,6 +50,26 @@ def states(groups: Sequence[Group]) -> list[dict[str, Tensor]]:
     return [shard.state for group in groups for shard in group.shards]
 
 
+def trained(
+    config: OptimizerConfig,
+    weights: list[Tensor],
+    draw: Callable[[], Sequence[Tensor]],
+    steps: int,
+    gradient_dtype: torch.dtype = torch.float32,
+    decays: Sequence[float] | None = None,
+) -> list[Group]:
+    """Train ``weights`` in place; ``draw`` returns their gradients in a step."""
+    gradients = [torch.zeros_like(weight, dtype=gradient_dtype) for weight in weights]
+    groups, update = bind(config, weights, gradients, decays or [0.1] * len(weights))
+
+    def next_gradient() -> None:
+        for gradient, drawn in zip(gradients, draw(), strict=True):
+            gradient.copy_(drawn)
+
+    run(groups, update, range(steps), next_gradient)
+    return groups
+
+
 def run(
     groups: Sequence[Group], update: Callable[[int], None], steps: range, next_gradient: Callable[[], None]
 ) -> None:
