@@ -55,7 +55,7 @@ def _gpu_tests() -> list[Line]:
         _tests(
             "tests/runs",
             "rehearsed and Muon",
-            "tests/gpu/test_runs.py tests/gpu/test_staging_copies.py tests/gpu/test_recorded_memory.py",
+            "tests/gpu/test_runs.py tests/gpu/test_staging_copies.py",
             50,
         ),
         _tests("tests/elementwise", "rehearsed and 24", "tests/gpu/test_elementwise.py", 80),

@@ -102,7 +102,7 @@ CALL_2 = [
     _tests(
         "runs",
         "rehearsed and Adam",
-        "tests/gpu/test_runs.py tests/gpu/test_staging_copies.py tests/gpu/test_recorded_memory.py",
+        "tests/gpu/test_runs.py tests/gpu/test_staging_copies.py",
         "steps against fp64, NCCL of one rank, offload, pinned copies",
     ),
     _tests(

@@ -117,8 +117,8 @@ GROUPS: tuple[tuple[str, str], ...] = (
     ("products", r"megatron/core/ops/(matmul|grouped)\.py"),
     ("attention", r"megatron/core/ops/attention\w*\.py"),
     ("norms, SwiGLU, rotary", r"megatron/core/ops/(norm|swiglu|rope)\.py"),
-    ("loss", r"megatron/core/(ops|tensor_parallel)/cross_entropy\.py"),
-    ("optimizer", r"megatron/(core/optimizer|update_rules)/"),
+    ("loss", r"megatron/core/tensor_parallel/cross_entropy\.py"),
+    ("optimizer", r"megatron/(core/optimizer\.py|update_rules/)"),
 )
 """Groups with the files of their functions: the innermost function that is in one of them counts."""
 INTERVAL = 1e-3

@@ -299,14 +299,14 @@ class Communicator:
         parts = rows.split(list(sent))
         if self.transport.prefers_messages:
             return self.start_exchange_parts(parts, output.split(list(received))).then(lambda _: output)
-        self._record_exchange(parts)
+        self.record("exchange", sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank))
         work = self.transport.exchange_rows(sendable(output), sendable(rows), received, sent)
         return Work((work,), lambda: output)
 
     def start_exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> Work[Sequence[Tensor]]:
         """Send ``sent[i]`` to rank i and receive from it into ``received[i]``. Sizes may differ between pairs of ranks;
         empty parts are not sent."""
-        self._record_exchange(sent)
+        self.record("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
         works = self._start_pairwise([sendable(part) for part in sent], [sendable(part) for part in received])
         if not _is_same_memory(sent[self.rank], received[self.rank]):
             received[self.rank].copy_(sent[self.rank])
@@ -314,9 +314,6 @@ class Communicator:
 
     def exchange_parts(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self.start_exchange_parts(sent, received).wait()
-
-    def _record_exchange(self, sent: Sequence[Tensor]) -> None:
-        self.record("exchange", sum(part.nbytes for rank, part in enumerate(sent) if rank != self.rank))
 
     def start_send(self, tensor: Tensor, target: int) -> Work[Tensor]:
         """Send ``tensor``, which must not change until then, to the group's rank ``target``."""

@@ -31,7 +31,6 @@ from megatron.core.ops.fp8 import (
     Fp8Kernels,
     Fp8WeightGradientProduct,
     amax_of,
-    amax_of_history,
     gemm_for,
     largest_value,
     push_amax,
@@ -216,7 +215,8 @@ class Fp8Scaling(Fp8Layers):
         # The maximum of a NaN and a number depends on the backend.
         amax = self._ranks.all_reduce(state.step_amax.nan_to_num(nan=torch.inf, posinf=torch.inf), "max")
         push_amax(state.amax_history, amax)
-        amax = amax_of_history(state.amax_history, self.config.fp8_amax_compute_algo)  # [layers, roles]
+        history, is_newest = state.amax_history, self.config.fp8_amax_compute_algo == "most_recent"
+        amax = history[..., 0] if is_newest else history.amax(dim=-1)  # [layers, roles]
         state.scale.copy_(scale_from_amax(amax, self._largest, state.scale, self.config.fp8_margin))
         self._update_has_scales()
 

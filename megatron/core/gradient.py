@@ -39,8 +39,10 @@ class MainGrad:
     (ZeRO-2 and 3)."""
 
     def __init__(self, buffer: Tensor | None = None) -> None:
-        self._buffer = buffer
-        self._provide: Callable[[], None] | None = None
+        self.storage = buffer
+        """The buffer, if it is allocated."""
+        self.allocate: Callable[[], None] | None = None
+        """Sets :attr:`storage` for the first gradient without a buffer."""
         self.is_filled = False
         """Whether the buffer holds a gradient of this step; if not, its values are stale."""
         self.on_accumulated: Callable[[], None] | None = None
@@ -48,22 +50,11 @@ class MainGrad:
 
     @property
     def buffer(self) -> Tensor:
-        if self._buffer is None:
-            assert self._provide is not None
-            self._provide()
-        assert self._buffer is not None
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Use ``buffer`` until :meth:`release_buffer`."""
-        self._buffer = buffer
-
-    def release_buffer(self) -> None:
-        self._buffer = None
-
-    def allocate_with(self, provide: Callable[[], None]) -> None:
-        """Call ``provide``, which must call :meth:`set_buffer`, for the first gradient without a buffer."""
-        self._provide = provide
+        if self.storage is None:
+            assert self.allocate is not None
+            self.allocate()
+        assert self.storage is not None
+        return self.storage
 
     def add(self, gradient: Gradient) -> None:
         if not isinstance(gradient, Tensor):

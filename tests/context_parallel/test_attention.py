@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.config.parallel import ContextParallelType, Exchange
 from megatron.core.communication import Communicator
-from megatron.core.context_parallel.attention import (
+from megatron.core.context_parallel import (
     AllGatherAttention,
     ContextParallel,
     ContextSplit,
@@ -434,7 +434,7 @@ def order_of_events() -> list[str]:
 
 
 def test_what_is_gathered_travels_behind_the_computation(four_ranks: RankPool) -> None:
-    """The ring's messages do so in ``core/test_launch_order.py``."""
+    """The ring's messages do so in ``pipeline/test_launch_order.py``."""
     for events in four_ranks.run(order_of_events):
         assert events[:3] == ["all_gather", "attend", "attend"]
 

@@ -258,13 +258,6 @@ def test_a_single_rank_communicates_nothing() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_rank_has_its_part_of_what_all_divide() -> None:
-    tensor = torch.arange(24).view(12, 2)
-    parts = [Communicator((4, 6, 8), rank).own_part(tensor) for rank in (4, 6, 8)]
-    assert torch.equal(torch.cat(parts), tensor)
-    assert parts[2].data_ptr() == tensor[8:].data_ptr() and len(parts[2]) == 4
-
-
 @pytest.mark.parametrize(("ranks", "stride"), [((5,), None), ((1, 3, 5), 2), ((0, 1, 4), None), ((2, 10), 8)])
 def test_neighbours_of_a_group_may_be_equally_far_apart(ranks: tuple[int, ...], stride: int | None) -> None:
     assert Communicator(ranks, ranks[-1]).stride == stride

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.core.activations import Recomputed
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
 from megatron.core.kernels.selection import LayerKernels
@@ -23,7 +24,6 @@ from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     LARGEST_SCALE,
-    AmaxAlgorithm,
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
@@ -41,7 +41,6 @@ from megatron.core.ops.fp8 import (
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.precision import Layout, QuantizedTensor
-from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 
@@ -162,7 +161,7 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
 
 
 def expected_scales(
-    amaxes: list[float], length: int, algorithm: AmaxAlgorithm, largest: float, margin: int
+    amaxes: list[float], length: int, algorithm: Literal["most_recent", "max"], largest: float, margin: int
 ) -> Iterator[float]:
     """The rule in words: the window's newest or largest magnitude is to become ``largest`` / 2^margin; what is zero or
     not finite tells nothing."""
@@ -178,7 +177,9 @@ def expected_scales(
 @pytest.mark.parametrize(
     ("length", "algorithm", "margin"), list(product((1, 2, 5, 16), ("most_recent", "max"), (0, 3)))
 )
-def test_scales_follow_the_magnitudes_of_the_steps_before(length: int, algorithm: AmaxAlgorithm, margin: int) -> None:
+def test_scales_follow_the_magnitudes_of_the_steps_before(
+    length: int, algorithm: Literal["most_recent", "max"], margin: int
+) -> None:
     config = replace(HYBRID, fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     scaling = Fp8Scaling(config, ALONE, CPU)
     scaling.gemm("layer", torch.bfloat16, ALONE, ())

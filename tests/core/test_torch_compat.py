@@ -98,9 +98,8 @@ def test_symmetric_memory_operators() -> None:
         ("fused_all_gather_matmul", ["A", "Bs", "gather_dim", "group_name"]),
         ("fused_matmul_reduce_scatter", ["A", "B", "reduce_op", "scatter_dim", "group_name"]),
     ):
-        assert [argument.name for argument in getattr(operators, name).default._schema.arguments][
-            : len(wanted)
-        ] == wanted
+        names = [argument.name for argument in getattr(operators, name).default._schema.arguments]
+        assert names[: len(wanted)] == wanted
 
 
 class Calls(torch_compat.TorchDispatchMode):
@@ -180,7 +179,7 @@ def test_the_death_of_a_forgotten_worker_is_not_reported() -> None:
 
 OPTIMIZERS_WITHOUT_COMPILER = """
 import sys, torch
-from megatron.core.optimizer.kernels import torch_adam
+from megatron.core.optimizer import torch_adam
 weight = torch.ones(2, requires_grad=True)
 optimizer = torch_adam([{"params": [weight]}], (0.9, 0.95), 1e-8)
 weight.grad = torch.ones(2)

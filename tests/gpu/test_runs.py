@@ -1,4 +1,5 @@
-"""Steps on the device equal those on a CPU in fp64: documents, recompute, offload, FP8; and NCCL's operations."""
+"""Steps on the device equal those on a CPU in fp64: documents, recompute, offload, FP8; NCCL's operations; and the
+history of GPU memory is one that torch's viewer reads."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.offload import OffloadedTensors
+from megatron import torch_compat
+from megatron.core.activations import OffloadedTensors
 from megatron.core.transport import Transport
 from tests.parallel.comparison import one_process
 from tests.parallel.layout_run import Layout, assemble, train
@@ -101,3 +103,15 @@ def test_a_rank_exchanges_with_itself(one_rank: Transport, device: torch.device)
     for work in one_rank.exchange([("send", sent, 0), ("receive", received, 0)]):
         work.wait()
     assert torch.equal(received, sent)
+
+
+def test_a_snapshot_has_the_allocations(tmp_path: Path) -> None:
+    torch_compat.record_memory_history(1000)
+    try:
+        kept = torch.empty(12_345_678, dtype=torch.uint8, device="cuda")
+        torch_compat.dump_memory_history(str(tmp_path / "snapshot.pickle"))
+    finally:
+        torch_compat.stop_memory_history()
+    assert kept.is_cuda
+    # Not unpickled: the size of the allocation is in the bytes of the file.
+    assert (12_345_856).to_bytes(4, "little") in (tmp_path / "snapshot.pickle").read_bytes()

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.inference import GenerationConfig
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.core.topology import single_process
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,
@@ -155,6 +156,40 @@ def test_completions_have_the_new_text_and_count_its_tokens() -> None:
 def test_values_out_of_range_are_refused(changes: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         replace(GREEDY, **changes).check()  # type: ignore[arg-type]
+
+
+# --- the model's flags ---------------------------------------------------------------------------------------
+
+
+HF: dict[str, Any] = {"load_hf": "model"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({}, "Exactly one of --load and --load-hf is needed, and none of them is given: correct it."),
+        (
+            {"load": "a", "load_hf": "b"},
+            "Exactly one of --load and --load-hf is needed, and both are given: correct it.",
+        ),
+        ({**HF, "ckpt_step": 3}, "--ckpt-step needs --load: add it, or remove --ckpt-step."),
+        (
+            {"load": "a", "load_hf_text_only": True},
+            "--load-hf-text-only needs --load-hf: add it, or remove --load-hf-text-only.",
+        ),
+        ({**HF, "pipeline_model_parallel_size": 0}, "--pipeline-model-parallel-size 0 must be at least 1."),
+        ({**HF, "expert_model_parallel_size": 0}, "--expert-model-parallel-size 0 must be at least 1."),
+    ],
+)
+def test_mistakes_in_the_flags_of_a_model_are_one_sentence(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        LoadedModelConfig(**flags).check()
+    assert str(found.value) == sentence
+
+
+def test_a_checkpoint_or_a_directory_is_accepted() -> None:
+    LoadedModelConfig(load="s3://bucket/run", ckpt_step=3).check()
+    LoadedModelConfig(**HF, load_hf_text_only=True).check()
 
 
 # --- sampling -----------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
+EXPERTS = ExpertSizes(4, 32, 48)
 HOPPER = Machine(GPU, capability=(9, 0))
 
 
@@ -82,7 +83,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> object:
         "fp8": {"TritonQuantization": lambda: made, "TritonFp8WeightGradient": lambda: made},
     }
     for module, kernels in modules.items():
-        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton.{module}", SimpleNamespace(**kernels))
+        monkeypatch.setitem(sys.modules, f"megatron.core.backends.triton_{module}", SimpleNamespace(**kernels))
     return made
 
 
@@ -369,6 +370,14 @@ def test_a_flag_forces_one_kernel_and_no_other(
         ("attention=te", request(GPU), "it needs --transformer-impl transformer_engine; available:"),
         ("attention=cudnn", request(), "it does not support bfloat16 on cpu; available:"),
         ("attention=sdpa", request(needs_log_sum_exp=True), "it does not return the log-sum-exp"),
+        ("grouped_gemm=grouped_mm", request(CPU, torch.float32, experts=EXPERTS), "multiplies bf16, not float32"),
+        (
+            "grouped_gemm=grouped_mm",
+            request(GPU, experts=replace(EXPERTS, width=44)),
+            "32 or 44, the width of an expert's",
+        ),
+        ("grouped_gemm=padded", request(GPU, experts=EXPERTS), "it is for CPUs with oneDNN; available: "),
+        ("grouped_gemm=padded", request(CPU, torch.float64, experts=EXPERTS), "oneDNN does not multiply fp64"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_what_is_there(
@@ -403,7 +412,8 @@ def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(module: str, package: str) -> Any:
         raise AssertionError(f"a simulation loads {module}")
 
-    monkeypatch.setattr("megatron.core.kernels.candidates.load", load)
+    for module in ("kernels.candidates", "ops.attention_kernels"):
+        monkeypatch.setattr(f"megatron.core.{module}.load", load)
 
 
 def test_the_simulation_chooses_as_a_gpu_does(no_packages: None) -> None:
@@ -420,7 +430,7 @@ FOR_CPUS = [("attention", "cpu"), ("grouped_gemm", "padded")]
 
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
 def test_every_implementation_is_simulated_without_its_package(operation: str, no_packages: None) -> None:
-    where = request(SIMULATED, fp8=True, has_delayed_scales=True, experts=ExpertSizes(4, 32, 48))
+    where = request(SIMULATED, fp8=True, has_delayed_scales=True, experts=EXPERTS)
     for implementation in IMPLEMENTATIONS[operation]:
         if (operation, implementation) not in FOR_CPUS:
             kernels = choose_kernels(KernelConfig(kernel=(f"{operation}={implementation}",)), where)
@@ -432,7 +442,7 @@ def test_every_implementation_is_simulated_without_its_package(operation: str, n
     [
         ("attention=cpu", {}, "it does not support bfloat16 on cuda; available: sdpa, flash"),
         ("attention=flash3", {"weight": torch.float32}, "it does not support float32 on cuda; available: sdpa, ref"),
-        ("grouped_gemm=padded", {"experts": ExpertSizes(4, 32, 48)}, "it is for CPUs with oneDNN"),
+        ("grouped_gemm=padded", {"experts": EXPERTS}, "it is for CPUs with oneDNN"),
         ("adam=apex", {"weight": torch.float64}, "it does not support fp64; available: torch"),
         ("weight_gradient=apex", {"gradient": torch.bfloat16}, "apex only accumulates half-precision products in fp32"),
         ("swiglu=triton", {}, "it quantises for FP8 with delayed scaling"),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.activations import ActivationConfig
-from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import (
     AttentionInputs,
@@ -22,7 +21,7 @@ from megatron.core.ops.attention import (
     LocalAttention,
     fused_attention,
 )
-from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, FlashAttention3, ReferenceAttention
 from megatron.core.ops.documents import AttentionSpans, Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode
@@ -129,11 +128,7 @@ def test_flash_attention_3_writes_gradients_into_the_fused_gradient(
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-RUNS = {
-    "8B": AttentionShape(32, 8, 128),
-    "70B TP4": AttentionShape(16, 2, 128),
-    "405B TP8": AttentionShape(16, 1, 128),
-}
+RUNS = {"8B": AttentionShape(32, 8, 128), "70B TP4": AttentionShape(16, 2, 128), "405B TP8": AttentionShape(16, 1, 128)}
 
 
 LENGTH = 8192

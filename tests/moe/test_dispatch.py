@@ -16,15 +16,7 @@ from torch.autograd import Function
 from megatron.config.model import TokenDispatcherType
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.moe import dispatch
-from megatron.core.moe.dispatch import (
-    AssumedCounts,
-    Dispatched,
-    RowOrder,
-    dispatcher_groups,
-    rows_of,
-    sum_of_choices,
-    token_dispatcher,
-)
+from megatron.core.moe.dispatch import AssumedCounts, Dispatched, RowOrder, rows_of, sum_of_choices, token_dispatcher
 from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, RoutingRule, balanced_routing
 from megatron.core.ops.grouped import RowCounts
@@ -201,7 +193,7 @@ def on_rank(case: Case) -> Results:
     """The results of this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     topology = case.topology(RankGrid(dp=size, ep=case.ep, etp=case.etp, order=case.order), rank, CPU)
-    topology.open(*dispatcher_groups(case.name))
+    topology.open(*dispatch.DISPATCHERS[case.name].groups)
     dispatcher = token_dispatcher(case.name, EXPERTS, topology, case.probs_on_input)
     tokens, weights, direction = inputs_of(case, rank)
     up, down = all_experts()
@@ -320,7 +312,7 @@ def events_of_a_layer(name: str) -> tuple[list[str], list[str]]:
         if record.num_bytes >= HIDDEN * 8 * TOKENS // 2:
             events.append("start")
 
-    for axes in dispatcher_groups(name):
+    for axes in dispatch.DISPATCHERS[name].groups:
         topology.communicator(*axes).observer = observe
     case = Case(name, 2, 1, "one expert for all", 1)
     tokens, weights, _ = inputs_of(case, rank)

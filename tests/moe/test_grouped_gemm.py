@@ -19,7 +19,6 @@ from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.topology import single_process
-from megatron.errors import ConfigError
 from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
 
@@ -140,10 +139,10 @@ EXPERTS = ExpertSizes(4, 32, 48)
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
-def choice(device: torch.device, dtype: torch.dtype, *flags: str, experts: ExpertSizes | None = EXPERTS) -> Choice:
+def choice(device: torch.device, dtype: torch.dtype, experts: ExpertSizes | None = EXPERTS) -> Choice:
     gradient = dtype if dtype == torch.float64 else torch.float32
     request = KernelRequest(Machine(device), dtype, gradient, SIZES, experts=experts)
-    return choice_of(choose_kernels(KernelConfig(kernel=flags), request))
+    return choice_of(choose_kernels(KernelConfig(), request))
 
 
 def choice_of(kernels: Kernels) -> Choice:
@@ -171,24 +170,6 @@ def test_the_fastest_that_multiplies_is_chosen(
 def test_a_dense_model_has_no_grouped_gemm() -> None:
     with pytest.raises(StopIteration):
         choice(CPU, torch.float32, experts=None)
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "name", "experts", "reason"),
-    [
-        (CPU, torch.float32, "grouped_mm", EXPERTS, "torch's grouped GEMM multiplies bf16, not float32"),
-        (GPU, torch.bfloat16, "grouped_mm", replace(EXPERTS, width=44), "32 or 44, the width of an expert's"),
-        (GPU, torch.bfloat16, "padded", EXPERTS, "it is for CPUs with oneDNN"),
-        (CPU, torch.float64, "padded", EXPERTS, "oneDNN does not multiply fp64"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_with_the_reason(
-    device: torch.device, dtype: torch.dtype, name: str, experts: ExpertSizes, reason: str
-) -> None:
-    with pytest.raises(ConfigError) as error:
-        choice(device, dtype, f"grouped_gemm={name}", experts=experts)
-    assert str(error.value).startswith(f"--kernel grouped_gemm={name} is not available: {reason}")
-    assert "loop" in str(error.value)
 
 
 def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails() -> None:

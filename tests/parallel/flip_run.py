@@ -14,19 +14,16 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.errors import SilentCorruptionError
 from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replicas.listener import StateCheck, training_state
 from megatron.features.replicas.state import GRADIENT, HeldTensor
-from megatron.metrics.timers import Timers
 from megatron.training.checkpoints.saved_run import Progress
-from megatron.training.loop.step import train_step
 from megatron.training.loop.trainer import IterationResult, Trainer
 from megatron.training.train_module import TrainModule
-from tests.parallel.layout_run import SEQUENCE, Layout, Task, Trace, build, microbatches, place_in
+from tests.parallel.layout_run import Layout, Task, Trace, build, make_step, place_in
 
 FP32 = Task(OptimizerConfig(weight_decay=0.1), precision=PrecisionConfig())
 BF16 = replace(FP32, precision=PrecisionConfig(bf16=True))
@@ -109,21 +106,8 @@ class Run:
                 self.differs = self.differs or replicas_differ(self.topology, self.tensors(with_gradients=True))
             self.check.before_update(self.trainer)
 
-        outcome = train_step(
-            self.module,
-            microbatches(
-                self.progress.iteration,
-                self.layout,
-                self.topology.data_parallel.rank,
-                self.topology.context_parallel.rank,
-                self.task.batch,
-            ),
-            Hyperparameters(self.task.learning_rate),
-            num_microbatches=self.layout.microbatches,
-            expected_tokens=self.task.batch * SEQUENCE,
-            timers=Timers(0),
-            before_update=before_update,
-        )
+        iteration = self.progress.iteration
+        outcome = make_step(self.module, self.task, self.layout, iteration, before_update=before_update)
         if outcome.is_fault_of_all:
             self.check.on_suspicion(self.trainer, "a fault")
         self.progress.iteration += 1

@@ -3,6 +3,7 @@ every layout equals one process, and one process equals autograd."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,11 +13,9 @@ from torch import Tensor, nn
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.initialization import constant, initialize_range, normal, parameter_key, random_bits
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.models.parallelize import build_model, freeze
-from megatron.core.parameter import info_of
+from megatron.core.parameter import constant, info_of, initialize_range, normal, parameter_key, random_bits
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
 from tests.parallel.comparison import compare_traces
@@ -31,6 +30,7 @@ from tests.parallel.layout_run import (
     build,
     context,
     make_steps,
+    microbatches,
     place_in,
 )
 from tests.parallel.tasks import full, selective
@@ -166,13 +166,9 @@ def train(task: Task, layout: Layout) -> Trace:
     return trace
 
 
-EXPECTED: dict[Task, Trace] = {}
-
-
+@cache
 def one_process(task: Task) -> Trace:
-    if task not in EXPECTED:
-        EXPECTED[task] = train(task, Layout())
-    return EXPECTED[task]
+    return train(task, Layout())
 
 
 @pytest.mark.parametrize(("task", "layout"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
@@ -215,8 +211,6 @@ def test_one_process_has_the_gradients_of_autograd(task: Task) -> None:
 
 
 def mean_loss(model: Any) -> Callable[[], Tensor]:
-    from tests.parallel.layout_run import microbatches
-
     (batch,) = microbatches(0, Layout(), 0)
 
     def loss() -> Tensor:
@@ -255,10 +249,6 @@ def frozen_too_late(layout: Layout) -> str:
     (chunk,) = (chunk for chunk in executor.chunks if isinstance(chunk, nn.Module))
     gate = next(one for name, one in chunk.named_parameters() if name.endswith("gate"))
     gate.requires_grad_(False)
-    return refusal(data_parallel)
-
-
-def refusal(data_parallel: DataParallel) -> str:
     with pytest.raises(ConfigError) as error:
         data_parallel.start_grad_accumulation(1)
     return str(error.value)

@@ -21,12 +21,12 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import ReplicaGroups
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk, TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import info_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel
@@ -49,14 +49,15 @@ FOUR_MILLION = TransformerConfig(
     max_position_embeddings=16,
 )
 WITH_EXPERTS = replace(FOUR_MILLION, num_experts=4, moe_ffn_hidden_size=512)
-STRATEGIES: dict[ShardingStrategy, float] = {
-    "no_shard": 18,
-    "optim": 6 + 12 / RANKS,
-    "optim_grads": 2 + 16 / RANKS,
-    # Two less than 18 / RANKS: the weights that are sharded are the master weights.
-    "optim_grads_params": 16 / RANKS,
-}
-"""Bytes per parameter in bf16 with fp32 gradients, master weights and moments (ZeRO, arXiv 1910.02054, section 3)."""
+
+
+def bytes_per_parameter(ranks: int) -> dict[ShardingStrategy, float]:
+    """In bf16 with fp32 gradients, master weights and moments (ZeRO, arXiv 1910.02054, section 3)."""
+    # Under FSDP two less than 18 / ranks: the weights that are sharded are the master weights.
+    return {"no_shard": 18, "optim": 6 + 12 / ranks, "optim_grads": 2 + 16 / ranks, "optim_grads_params": 16 / ranks}
+
+
+STRATEGIES = bytes_per_parameter(RANKS)
 BF16 = PrecisionConfig(bf16=True)
 
 
@@ -143,13 +144,7 @@ def test_experts_are_sharded_over_the_ranks_that_share_them(
     four_ranks: RankPool, strategy: ShardingStrategy, ep: int
 ) -> None:
     """Two ranks, or one."""
-    shards = RANKS // ep
-    of_experts = {
-        "no_shard": 18,
-        "optim": 6 + 12 / shards,
-        "optim_grads": 2 + 16 / shards,
-        "optim_grads_params": 16 / shards,
-    }
+    of_experts = bytes_per_parameter(RANKS // ep)
     for measured, dense, experts in four_ranks.run(bytes_kept, strategy, OptimizerConfig(), BF16, ep):
         assert experts == WITH_EXPERTS.num_layers * 4 * 3 * 256 * 512 // ep
         assert measured == pytest.approx(dense * STRATEGIES[strategy] + experts * of_experts[strategy], rel=0.01)

@@ -17,7 +17,7 @@ import pytest
 from megatron.commands import pipeline_schedule
 from megatron.commands.tool import write_file
 from megatron.errors import DataError
-from megatron.schedules.registry import ScheduleName, build_schedule
+from megatron.schedules.catalog import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, peak_live_activations, simulate
 from megatron.training.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace
@@ -428,11 +428,10 @@ def test_a_damaged_trace_is_refused_by_what_is_wrong(change: Callable[[dict[str,
         from_chrome_trace(data)
 
 
-def test_what_is_no_trace_at_all_is_refused() -> None:
-    nothing: list[object] = [None, [], 3, "trace", {}]
-    for data in nothing:
-        with pytest.raises(DataError, match="is not a JSON object"):
-            from_chrome_trace(data)
+@pytest.mark.parametrize("data", [None, [], 3, "trace", {}])
+def test_what_is_no_trace_at_all_is_refused(data: object) -> None:
+    with pytest.raises(DataError, match="is not a JSON object"):
+        from_chrome_trace(data)
 
 
 # The page
@@ -470,10 +469,3 @@ def test_the_pages_pictures_are_of_today(name: ScheduleName) -> None:
     assert f"images/{path.name})" in PAGE
     bubble = simulated(name, 4, 8).bubble_fraction
     assert any(text.endswith(f"bubble {100 * bubble:.1f} %") for text in texts(path.read_bytes()))
-
-
-def test_the_pages_commands_have_flags_of_the_tool() -> None:
-    flags = set(re.findall(r"(--[a-z][a-z-]*)", PAGE[PAGE.index("## The tool") : PAGE.index("## How to add")]))
-    assert len(flags) > 10
-    known = {"--" + name.replace("_", "-") for name in pipeline_schedule.PipelineScheduleConfig.__dataclass_fields__}
-    assert flags <= known

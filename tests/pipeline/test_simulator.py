@@ -7,12 +7,11 @@ from typing import get_args
 
 import pytest
 
-from megatron.schedules.catalog.interleaved import interleaved
-from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog import ScheduleName, build_schedule
+from megatron.schedules.catalog.one_f_one_b import interleaved
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import (
     Durations,
-    Span,
     Timeline,
     execution_order,
     makespan_on_cores,
@@ -253,20 +252,6 @@ def test_with_a_core_for_each_stage_sharing_changes_nothing_and_one_core_does_al
 # Figures of a timeline
 
 
-def test_a_stage_takes_its_time_whatever_the_number_of_chunks() -> None:
-    schedule = build_schedule("interleaved", 2, 2, 4)
-    durations = Durations.uniform(schedule.placement, 4.0, 8.0, 2.0, 1.0)
-    assert durations == Durations((1.0,) * 8, (2.0,) * 8, (0.5,) * 8, 1.0)
-
-
-def test_the_figures_of_a_timeline_do_not_depend_on_when_it_started() -> None:
-    timeline = run("1f1b", 3, 4)
-    late = Timeline(3, tuple(Span(one.stage, one.action, one.start + 1e3, one.end + 1e3) for one in timeline.spans))
-    assert late.makespan == pytest.approx(timeline.makespan)
-    assert late.bubble_fraction == pytest.approx(timeline.bubble_fraction)
-    assert late.stage_idle_fractions == pytest.approx(timeline.stage_idle_fractions)
-
-
 def test_the_bubble_is_the_idle_share_of_all_stages_and_not_of_their_spans() -> None:
     """1F1B on 2 stages with 1 microbatch: the last stage starts late, stage 0 waits; neither was slow."""
     timeline = run("1f1b", 2, 1)
@@ -287,9 +272,6 @@ def test_a_schedule_that_locks_up_has_no_timeline() -> None:
         list(execution_order(stuck))
     with pytest.raises(ScheduleError, match="stuck deadlocks: stage 0"):
         simulate(stuck, Durations.uniform(schedule.placement, 1, 1, 1))
-
-
-every_schedule = pytest.mark.parametrize("name", list(SCHEDULES))
 
 
 def action(words: str) -> Action:

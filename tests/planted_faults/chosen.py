@@ -84,7 +84,7 @@ SCALES = (
         "Llama 3.1's scaling keeps frequencies that it should divide",
         "return frequencies * (keep + (1 - keep) / scaling_factor)",
         "return frequencies * (keep + (1 - keep) * scaling_factor)",
-        ("core/test_rope_scaling.py", "model/test_transformers_parity.py"),
+        ("model/test_rope_scaling.py", "model/test_transformers_parity.py"),
     ),
     Fault(
         "the gradient of a rotation is rotated forward",
@@ -129,7 +129,7 @@ BORDERS = (
         "the loss scale doubles a step late",
         "if self._good_steps >= self.window:",
         "if self._good_steps > self.window:",
-        ("core/test_loss_scaler.py",),
+        ("core/test_loss_scale.py",),
     ),
     Fault(
         "a sample ends a token early",
@@ -312,7 +312,7 @@ LOST_ERRORS = (
         "a norm that is not finite is applied",
         "if not math.isfinite(grad_norm) or not accepts(grad_norm):",
         "if math.isnan(grad_norm) or not accepts(grad_norm):",
-        ("core/test_optimizer.py", "parallel/test_loss_scale.py"),
+        ("core/test_optimizer.py", "core/test_loss_scale.py"),
     ),
     Fault(
         "heads that tensor parallelism does not divide",
@@ -372,7 +372,7 @@ ORDER = (
         "weight gradients are computed in the reverse order",
         "    deferred.reverse()\n    gathering",
         "    gathering",
-        ("kernels/test_weight_gradient.py",),
+        ("core/test_main_grad.py",),
     ),
     Fault(
         "the second evaluation split is consumed by a resumed run",
@@ -604,7 +604,7 @@ EXPERTS = (
         "weights on the output instead of the input of experts",
         "        if not self.probs_on_input:\n",
         "        if self.probs_on_input is not None:\n",
-        ("moe/test_experts.py", "parallel/test_llama4_layouts.py", EXPERTS_AND_LAYOUTS),
+        ("moe/test_experts.py", EXPERTS_AND_LAYOUTS),
     ),
     Fault(
         "the expert bias is part of the weights",
@@ -628,73 +628,72 @@ EXPERTS = (
     ),
 )
 
-LLAMA4_LAYOUTS = "parallel/test_llama4_layouts.py"
 LLAMA4 = (
     Fault(
         "chunks of attention begin a position late",
         "origin = span.start if restarts else span.start - span.start % size",
         "origin = span.start if restarts else span.start - (span.start - 1) % size",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "chunks do not restart with documents",
         "spans, restarts = documents.spans, documents.resets_positions",
         "spans, restarts = documents.spans, False",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "layers without a rotation attend inside chunks",
         "        return positions.spans\n\n\nclass SelfAttention",
         "        return positions.chunks\n\n\nclass SelfAttention",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "every layer has a rotation",
         "has_rope = config.rope_layers()[layer]",
         "has_rope = True",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "layers without a rotation are counted from 1",
         "has_rope = config.rope_layers()[layer]",
         "has_rope = config.rope_layers()[layer - 1]",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "Llama 4 without its norm of queries and keys",
         "HeadL2Norm(shape, config, context) if config.qk_l2_norm else nn.Identity()",
         "nn.Identity()",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "the temperature of attention counts positions from 0",
         "torch.div(by_row + 1, floor",
         "torch.div(by_row, floor",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "the temperature of attention counts a rank's own positions",
         "                positions, config.attention_temperature_floor,",
         "                torch.arange(len(positions)), config.attention_temperature_floor,",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "chunks are those of a context-parallel rank's own part",
         "length = tables.rotary.shape[0] * self._context.context_parallel.split.size",
         "length = tables.rotary.shape[0]",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "keys are scaled by the temperature, too",
         "self.query_size = shape.query_heads * shape.head_size",
         "self.query_size = (shape.query_heads + shape.key_value_heads) * shape.head_size",
-        (LLAMA4_LAYOUTS,),
+        (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
         "heads that are exchanged lose their chunks in the backward pass",
         "inner_inputs = AttentionInputs(query, key, value, inputs.spans)",
         "inner_inputs = AttentionInputs(query, key, value, None)",
-        ("context_parallel", LLAMA4_LAYOUTS),
+        ("context_parallel", EXPERTS_AND_LAYOUTS),
     ),
 )
 
@@ -771,7 +770,7 @@ FEATURES = (
         "a replay suspects the neighbours of the wrong rank",
         'return Verdict("persistent", tuple(sorted(both or sources | targets)), is_finite)',
         'return Verdict("persistent", tuple(sorted(sources | targets)), is_finite)',
-        ("features/test_replays.py",),
+        ("features/test_replay.py",),
     ),
     Fault(
         "clocks are compared with that of rank 0",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.core.activations import Recomputed
 from megatron.core.backends.transformer_engine import (
     TransformerEngine,
     TransformerEngineAttention,
@@ -31,7 +32,6 @@ from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table
 from megatron.core.parameter import info_of
-from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.stand_ins import transformer_engine
@@ -170,12 +170,14 @@ def test_a_buffer_is_lent_for_the_backward_pass_alone(bench: Bench, is_fused: bo
     main_grad = MainGrad()
     allocated: list[Tensor] = []
 
-    def set_buffer() -> None:
-        allocated.append(torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32)))
-        main_grad.set_buffer(allocated[-1])
+    def allocate() -> None:
+        main_grad.storage = torch.full_like(weight, STALE, dtype=torch.promote_types(bench.dtype, torch.float32))
+        allocated.append(main_grad.storage)
 
-    main_grad.allocate_with(set_buffer)
-    main_grad.on_accumulated = main_grad.release_buffer
+    def release() -> None:
+        main_grad.storage = None
+
+    main_grad.allocate, main_grad.on_accumulated = allocate, release
     attach_main_grad(weight, main_grad)
     output = layer(bench.inputs())
     assert not allocated

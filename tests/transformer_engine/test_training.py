@@ -33,16 +33,7 @@ from tests.end_to_end.run_process import (
     tiny_corpus,
 )
 from tests.parallel.comparison import TOLERANCE
-from tests.parallel.layout_run import (
-    Layout,
-    RecordingOptimizer,
-    Task,
-    assemble,
-    build,
-    make_steps,
-    place_in,
-    train,
-)
+from tests.parallel.layout_run import Layout, RecordingOptimizer, Task, assemble, build, make_steps, place_in, train
 from tests.parallel.tasks import ADAM, DELAYED
 from tests.stand_ins import transformer_engine
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.data_parallel.buffer import ParameterSplit
-from megatron.core.optimizer.kernels import AdamBuilder, torch_adam
-from megatron.core.optimizer.optimizer import WholeMatrices
+from megatron.core.optimizer import AdamBuilder, WholeMatrices, torch_adam
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, build_rule
@@ -49,6 +48,26 @@ def bind(
 def states(groups: Sequence[Group]) -> list[dict[str, Tensor]]:
     """The state tensors of every weight."""
     return [shard.state for group in groups for shard in group.shards]
+
+
+def trained(
+    config: OptimizerConfig,
+    weights: list[Tensor],
+    draw: Callable[[], Sequence[Tensor]],
+    steps: int,
+    gradient_dtype: torch.dtype = torch.float32,
+    decays: Sequence[float] | None = None,
+) -> list[Group]:
+    """Train ``weights`` in place; ``draw`` returns their gradients in a step."""
+    gradients = [torch.zeros_like(weight, dtype=gradient_dtype) for weight in weights]
+    groups, update = bind(config, weights, gradients, decays or [0.1] * len(weights))
+
+    def next_gradient() -> None:
+        for gradient, drawn in zip(gradients, draw(), strict=True):
+            gradient.copy_(drawn)
+
+    run(groups, update, range(steps), next_gradient)
+    return groups
 
 
 def run(

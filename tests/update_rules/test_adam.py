@@ -8,7 +8,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.update_rules import rule
 from megatron.update_rules.adam import BF16_SPACING
 from megatron.update_rules.rule import Group
-from tests.update_rules.bound import bind, run, states
+from tests.update_rules.bound import bind, run, states, trained
 
 BETAS = (0.9, 0.95)
 
@@ -29,14 +29,11 @@ def train(config: OptimizerConfig, gradient_dtype: torch.dtype, steps: int = 30)
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(size, generator=generator) for size in (1000, 37)]
     scales = [10.0 ** torch.randint(-6, 2, weight.shape, generator=generator) for weight in weights]
-    gradients = [torch.zeros_like(weight, dtype=gradient_dtype) for weight in weights]
-    groups, update = bind(config, weights, gradients, (0.1, 0.0))
 
-    def next_gradient() -> None:
-        for gradient, scale in zip(gradients, scales):
-            gradient.copy_(scale * (1 + torch.randn(scale.shape, generator=generator)))
+    def draw() -> list[Tensor]:
+        return [scale * (1 + torch.randn(scale.shape, generator=generator)) for scale in scales]
 
-    run(groups, update, range(steps), next_gradient)
+    groups = trained(config, weights, draw, steps, gradient_dtype, (0.1, 0.0))
     return torch.cat(weights), groups
 
 
@@ -94,23 +91,20 @@ RULES = {
 }
 
 
-def trained(config: OptimizerConfig, gradient_dtype: torch.dtype) -> list[Tensor]:
+def weights_after(config: OptimizerConfig, gradient_dtype: torch.dtype) -> list[Tensor]:
     """Weights after three updates with gradients that bf16 represents."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(*shape, generator=generator) for shape in ((24, 16), (37,))]
-    gradients = [torch.empty_like(weight, dtype=gradient_dtype) for weight in weights]
-    groups, update = bind(config, weights, gradients, (0.1, 0.0))
 
-    def next_gradient() -> None:
-        for gradient in gradients:
-            gradient.copy_(torch.randn(gradient.shape, generator=generator).bfloat16())
+    def draw() -> list[Tensor]:
+        return [torch.randn(weight.shape, generator=generator).bfloat16() for weight in weights]
 
-    run(groups, update, range(3), next_gradient)
+    trained(config, weights, draw, 3, gradient_dtype, (0.1, 0.0))
     return weights
 
 
 @pytest.mark.parametrize("config", RULES.values(), ids=RULES)
 def test_bf16_gradients_are_updates_in_fp32(config: OptimizerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "SLICE", 128)
-    for found, wanted in zip(trained(config, torch.bfloat16), trained(config, torch.float32)):
+    for found, wanted in zip(weights_after(config, torch.bfloat16), weights_after(config, torch.float32)):
         assert torch.equal(found, wanted)

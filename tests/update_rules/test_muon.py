@@ -11,7 +11,7 @@ from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
 from megatron.update_rules.muon import COEFFICIENTS, Muon, newton_schulz, newton_schulz_coefficients, scale_factor
-from tests.update_rules.bound import bind, run
+from tests.update_rules.bound import trained
 
 SHAPES = [(48, 32), (32, 48), (40, 40)]
 AS_TORCH = OptimizerConfig(optimizer="muon", muon_momentum=0.95, muon_coefficient_type="simple")
@@ -23,17 +23,10 @@ def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def trained(config: OptimizerConfig, steps: int) -> list[Tensor]:
+def trained_by_us(config: OptimizerConfig, steps: int) -> list[Tensor]:
     weights = [random(*shape, seed=number) for number, shape in enumerate(SHAPES)]
-    gradients = [torch.zeros_like(weight) for weight in weights]
-    groups, update = bind(config, weights, gradients, [0.1] * len(weights))
     seeds = iter(range(100, 1000))
-
-    def next_gradient() -> None:
-        for gradient in gradients:
-            gradient.copy_(random(*gradient.shape, seed=next(seeds)))
-
-    run(groups, update, range(steps), next_gradient)
+    trained(config, weights, lambda: [random(*shape, seed=next(seeds)) for shape in SHAPES], steps)
     return weights
 
 
@@ -63,9 +56,9 @@ def test_steps_are_torchs(nesterov: bool, adjust: str, scale: OptimizerConfig) -
     """Both iterate in bf16, of a matrix that torch rounds before it divides it by its norm, and we afterwards; three
     updates differ by that rounding alone. With the iteration in fp32 they differ from torch's in the same way."""
     config = replace(scale, muon_nesterov=nesterov)
-    start, steps = trained(config, 0), 3
+    start, steps = trained_by_us(config, 0), 3
     for ours in (config, replace(config, muon_fp32_matmul_prec="high")):
-        found = trained(ours, steps)
+        found = trained_by_us(ours, steps)
         for one, other, before in zip(found, trained_by_torch(nesterov, adjust, steps), start):
             moved = (other - before).norm()
             assert 0 < (one - other).norm() < 0.02 * moved

@@ -26,7 +26,7 @@ from megatron.reports import page as html
 from megatron.reports import svg
 from megatron.reports.charts import Axis, plane
 from megatron.reports.svg import Point, Scale, duration, gib, percentage
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
 

@@ -4,7 +4,7 @@ from megatron.config.precision import FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import require_flag
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 
 
 def check_formats(run: RunConfig, world_size: int) -> None:

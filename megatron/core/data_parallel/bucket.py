@@ -44,7 +44,7 @@ class ParamGathers:
 
     With ``overlap`` the all-gather of the next bucket starts when one is waited for, so that at most two are under way:
     with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an all-gather that waits for another one blocks the
-    computation that is launched after it (:mod:`megatron.schedules.launch_queue`).
+    computation that is launched after it (:func:`megatron.schedules.simulator.run_launches`).
     """
 
     def __init__(self, buckets: Sequence[WeightBucket], overlap: bool) -> None:
@@ -209,7 +209,7 @@ class ShardedGradientBucket(GradientBucket):
         self._whole: Tensor | None = None
         self._pending: Work[Tensor] | None = None
         for _, main_grad, _ in view.main_grads:
-            main_grad.allocate_with(self._allocate)
+            main_grad.allocate = self._allocate
             main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
@@ -223,7 +223,7 @@ class ShardedGradientBucket(GradientBucket):
         shard = self.view.shard
         self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
         for info, main_grad, start in self.view.main_grads:
-            main_grad.set_buffer(whole[start : start + prod(info.local_shape)].view(info.local_shape))
+            main_grad.storage = whole[start : start + prod(info.local_shape)].view(info.local_shape)
 
     def _count(self) -> None:
         self._missing -= 1
@@ -237,7 +237,7 @@ class ShardedGradientBucket(GradientBucket):
         self._complete_main_grads()
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
-            main_grad.release_buffer()
+            main_grad.storage = None
         whole, self._whole = self._whole, None
         if self._consume is not None:
             self._consume(self.view, whole)

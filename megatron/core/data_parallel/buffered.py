@@ -1,6 +1,6 @@
 """The strategies with contiguous buffers, and the one place that decides which strategy a model gets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -96,17 +96,13 @@ class BufferedDataParallel(DataParallel):
             if shard.info.name.removesuffix(".weight") in self._fp8_shards
         ]
         self._gathers = ParamGathers([gathered[place] for place in sorted(gathered)], config.overlap_param_gather)
-        if config.overlap_param_gather:
-            self._wait_before_use(units, holders)
-
-    def _wait_before_use(self, units: Sequence[nn.Module], holders: Mapping[str, WeightBucket]) -> None:
-        """Let each module wait, before its forward pass, for the buckets with its weights."""
-        for unit in units:
+        # Each module waits, before its forward pass, for the buckets with its weights.
+        for unit in units if config.overlap_param_gather else ():
             # The weights of experts are gathered apart: the dense part of a layer runs before them.
             experts = list(expert_modules(unit))
             dense = [parameter for parameter in unit.parameters() if not info_of(parameter).is_expert]
-            for module, parameters in ((unit, dense), *((one, list(one.parameters())) for one in experts)):
-                names = [info_of(parameter).name for parameter in parameters]
+            for module, waiting in ((unit, dense), *((one, list(one.parameters())) for one in experts)):
+                names = [info_of(parameter).name for parameter in waiting]
                 mine = tuple({holders[name]: None for name in names if name in holders})
                 if mine:
                     module.register_forward_pre_hook(lambda *_, mine=mine: self._gathers.finish(mine))

@@ -11,31 +11,27 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.activations import HostCopies, LayerGroup, Recomputed, offload, recompute_modules
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.moe.balance import BalanceRule, ExpertBalance
-from megatron.core.moe.dispatch import dispatcher_groups, token_dispatcher
-from megatron.core.moe.experts import ExpertShard
-from megatron.core.moe.layer import ExpertParallel
-from megatron.core.moe.routing import RoutingRule
-from megatron.core.offload import HostCopies, offload
+from megatron.core.moe.dispatch import DISPATCHERS, token_dispatcher
+from megatron.core.moe.layer import ExpertParallel, ExpertShard
+from megatron.core.moe.routing import BalanceRule, ExpertBalance, RoutingRule
 from megatron.core.ops.documents import Documents
-from megatron.core.ops.fp8 import supports_fp8
-from megatron.core.parameter import info_of
-from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
+from megatron.core.ops.fp8 import FP8_CAPABILITY
+from megatron.core.parameter import info_of, initialize_parameters
+from megatron.core.pipeline_parallel import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
-from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.schedule import Placement, Schedule
 from megatron.schedules.stages import VirtualStage
 
@@ -169,7 +165,7 @@ def build_experts(
         return None
     # Stages without experts create the groups, too.
     dispatcher_type, sequence_ranks = moe.moe_token_dispatcher_type, ("tp", "cp")
-    topology.open(*dispatcher_groups(dispatcher_type), sequence_ranks)
+    topology.open(*DISPATCHERS[dispatcher_type].groups, sequence_ranks)
     place, grid = topology.coordinates, topology.grid
     shard = ExpertShard(place["ep"], grid.ep, place["etp"], grid.etp)
     routing = RoutingRule.of(architecture)
@@ -203,7 +199,8 @@ def build_fp8(config: RunConfig, topology: Topology, kernels: Kernels, keeps_wei
                 f"({reason}): use another recipe, or remove --fp8-format."
             )
         return TransformerEngineFp8(kernels.engine, config.precision, topology.stage_ranks)
-    if topology.has_memory and not supports_fp8(topology.device):
+    on_gpu = topology.has_memory and topology.device.type != "cpu"
+    if on_gpu and torch.cuda.get_device_capability(topology.device) < FP8_CAPABILITY:
         raise ConfigError(
             f"--fp8-format {config.precision.fp8_format} needs a GPU with FP8 units (Ada, Hopper or newer), which "
             f"{device_name(topology.device)} does not have: remove it."

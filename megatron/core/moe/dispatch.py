@@ -361,8 +361,3 @@ def token_dispatcher(
     if topology.grid.ep * topology.grid.etp == 1:
         return LocalDispatcher(ranks)
     return DISPATCHERS[name](ranks)
-
-
-def dispatcher_groups(name: str) -> tuple[tuple[str, ...], ...]:
-    """The axes of the communicators that the dispatcher uses, for :meth:`~megatron.core.topology.Topology.open`."""
-    return DISPATCHERS[name].groups

@@ -1,13 +1,16 @@
-"""torch's attention kernels and the reference, and the order in which ``--attention-backend`` prefers them."""
+"""The reference and the kernels of torch and FlashAttention 3, and the order in which ``--attention-backend`` prefers
+torch's."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import torch_compat
+from megatron.core.device import load
 from megatron.core.ops.attention import (
     AttentionInputs,
     AttentionKernel,
@@ -266,6 +269,82 @@ class TorchAttention(AutogradAttention):
                 q, keys, values, is_causal=inputs.is_causal, enable_gqa=repeats == 1
             )
         return AttentionOutput(output.detach(), None, (output, q, k, v))
+
+
+class FlashAttention3(HalfPrecisionGpuKernel):
+    """FlashAttention 3 (arXiv 2407.08608), for Hopper; keys and values are not repeated for the heads of a group.
+
+    Read against the ``hopper`` directory of flash-attention (August 2026). Not run on a GPU so far.
+    """
+
+    name = "FlashAttention 3"
+
+    def __init__(self) -> None:
+        self._interface = load("flash_attn_interface", "FlashAttention 3")
+
+    def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        by_position = [one.transpose(1, 2) for one in (inputs.query, inputs.key, inputs.value)]  # [b, s, heads, d]
+        attended = self._forward(by_position, inputs.is_causal)
+        return AttentionOutput(attended.output.transpose(1, 2), attended.log_sum_exp)
+
+    def backward(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        assert attended.log_sum_exp is not None
+        query, key, value = inputs.query, inputs.key, inputs.value
+        by_position = [one.transpose(1, 2) for one in (grad, query, key, value, attended.output)]  # [b, s, heads, d]
+        grads = (_empty_like(query), _empty_like(key), _empty_like(value)) if out is None else out
+        written = [one.transpose(1, 2) for one in grads]
+        self._backward(by_position, attended.log_sum_exp.contiguous(), written, inputs.is_causal)
+        return grads
+
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        return self._forward([inputs.query, inputs.key, inputs.value], True, **_named_lengths(inputs.packed_spans))
+
+    def backward_varlen(
+        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
+    ) -> Gradients:
+        assert attended.log_sum_exp is not None
+        query, key, value = inputs.query, inputs.key, inputs.value
+        grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)) if out is None else out
+        tensors = [grad, query, key, value, attended.output]
+        self._backward(tensors, attended.log_sum_exp, grads, True, **_named_lengths(inputs.packed_spans))
+        return grads
+
+    def _forward(self, inputs: Sequence[Tensor], is_causal: bool, **lengths: Any) -> AttentionOutput:
+        """Query, key and value ``[b, s, heads, d]``, or packed with ``lengths`` ``[total, heads, d]``."""
+        output, log_sum_exp, *_ = self._interface._flash_attn_forward(
+            *inputs, softmax_scale=1 / math.sqrt(inputs[0].shape[-1]), causal=is_causal, **lengths
+        )
+        return AttentionOutput(output, log_sum_exp)
+
+    def _backward(
+        self, inputs: Sequence[Tensor], log_sum_exp: Tensor, grads: Sequence[Tensor], is_causal: bool, **lengths: Any
+    ) -> None:
+        """Write the gradients of query, key and value into ``grads``, whose last dim is contiguous. ``inputs``: the
+        gradient of the output, query, key, value, output."""
+        self._interface._flash_attn_backward(
+            *inputs,
+            log_sum_exp,
+            dq=grads[0],
+            dk=grads[1],
+            dv=grads[2],
+            softmax_scale=1 / math.sqrt(inputs[1].shape[-1]),
+            is_causal=is_causal,
+            # Otherwise blocks add to the query gradient in any order (--deterministic-mode).
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **lengths,
+        )
+
+
+def _empty_like(heads: Tensor) -> Tensor:
+    """An empty tensor ``[b, heads, s, d]`` in the memory layout ``[b, s, heads, d]``."""
+    return torch.empty_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _named_lengths(spans: PackedSpans) -> dict[str, Any]:
+    starts, longest = spans.cu_seqlens, spans.max_seqlen
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
 def attention_kernels(backend: str, masks_attention: bool = False) -> list[AttentionKernel]:

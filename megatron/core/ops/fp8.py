@@ -6,15 +6,13 @@ together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Source
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import scaled_mm
-
-AmaxAlgorithm = Literal["most_recent", "max"]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -44,11 +42,6 @@ def push_amax(history: Tensor, amax: Tensor) -> None:
     # roll() copies, so the source is not overwritten while it is read.
     history.copy_(history.roll(1, dims=-1))
     history[..., 0] = torch.where(torch.isfinite(amax), amax, 0.0)
-
-
-def amax_of_history(history: Tensor, algorithm: AmaxAlgorithm) -> Tensor:
-    """The newest or the largest amax ``[...]`` of ``history`` ``[..., length]``."""
-    return history[..., 0] if algorithm == "most_recent" else history.amax(dim=-1)
 
 
 def quantize(
@@ -227,8 +220,3 @@ def dequantize(operand: QuantizedTensor) -> Tensor:
 
 FP8_CAPABILITY = (8, 9)
 """The lowest CUDA capability of GPUs that multiply in FP8 (Ada)."""
-
-
-def supports_fp8(device: torch.device) -> bool:
-    """Whether :func:`gemm_for` supports ``device``."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

@@ -69,10 +69,11 @@ class P2POverlap:
     ) -> tuple[Tensor, QuantizedTensor]:
         # This rank's rows are multiplied first, the others as they arrive. One exchange is under way at a time: with
         # one hardware queue a second one would wait for the first and block the GEMM that is launched after it.
-        ranks = self._ranks
+        ranks, size = self._ranks, self._ranks.size
         own = rows.with_rows([tensor.contiguous() for tensor in rows.row_tensors])
-        whole = rows.with_rows([_all_rows(tensor, ranks.size) for tensor in rows.row_tensors])
-        parts = whole.chunk(ranks.size)
+        # Empty tensors for the rows of all ranks.
+        whole = rows.with_rows([one.new_empty((size * one.shape[0], *one.shape[1:])) for one in rows.row_tensors])
+        parts = whole.chunk(size)
 
         def start_exchange(source: int, target: int) -> Work[QuantizedTensor]:
             sent_and_received = zip(own.row_tensors, parts[source].row_tensors)
@@ -84,8 +85,8 @@ class P2POverlap:
         for tensor, target_rows in zip(own.row_tensors, parts[ranks.rank].row_tensors):
             target_rows.copy_(tensor)
         first = gemm(own)  # [s/tp, b, n]
-        output = _all_rows(first, ranks.size)  # [s, b, n]
-        outputs = output.chunk(ranks.size)
+        output = first.new_empty((size * first.shape[0], *first.shape[1:]))  # [s, b, n]
+        outputs = output.chunk(size)
         outputs[ranks.rank].copy_(first)
         for (source, _), following in zip(partners, (*partners[1:], None)):
             current = arriving
@@ -105,11 +106,6 @@ class P2POverlap:
         own = gemm(parts[ranks.rank])
         summands[ranks.rank] = Work((), lambda: own)
         return Work.all_of([summands[rank] for rank in range(ranks.size)], add_in_order)
-
-
-def _all_rows(part: Tensor, size: int) -> Tensor:
-    """An empty tensor for the rows of ``size`` ranks, each with as many rows as ``part``."""
-    return part.new_empty((size * part.shape[0], *part.shape[1:]))
 
 
 class SymmetricMemoryOverlap:

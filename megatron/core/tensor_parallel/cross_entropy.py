@@ -1,22 +1,109 @@
 """Vocabulary-parallel cross entropy, without gathering the logits, and if wanted for some tokens at a time.
 
-Source: Megatron-LM (arXiv 1909.08053, section 3): ranks reduce one maximum and two sums per token.
+Source: Megatron-LM (arXiv 1909.08053, section 3): ranks reduce one maximum and two sums per token. The kernels pass
+over a rank's logits ``[n, v]``: ``n`` tokens, ``v`` ids of the rank's vocabulary shard.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
 from megatron.core.communication import Communicator
+from megatron.core.device import Compiler, inductor
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.matmul import WeightGradientKernel, linear
 from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
+
+_CPU_CHUNK_BYTES = 2 << 20  # fits in a CPU's cache
+GPU_CHUNK_BYTES = 128 << 20  # enough to keep a GPU busy
+
+
+# The loss of a token with label y is log-sum-exp(z) - z_y. Its derivative by z is softmax(z), minus 1 at y; the z-loss
+# (the squared log-sum-exp) adds a multiple of softmax(z). Both are one pass over the logits.
+
+
+class CrossEntropyKernel(Protocol):
+    """The passes over all logits; ``v`` is 0 on a rank whose ids are all padding."""
+
+    def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        """Log-sum-exp of each row, ``[n]`` in ``dtype``."""
+
+    def write_gradient(
+        self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+    ) -> None:
+        """Overwrite ``logits`` with their gradient: ``gradient [n]`` times the probabilities
+        ``exp(logits - log_sum_exp)``, plus ``at_label [n]`` at ``columns [n]``."""
+
+
+class EagerCrossEntropy:
+    """Converts ``chunk_bytes`` of rows to fp32 at a time, so that fp32 logits of a whole microbatch are never allocated
+    and a CPU finds each chunk in its cache. The default depends on the device."""
+
+    def __init__(self, chunk_bytes: int | None = None) -> None:
+        self._chunk_bytes = chunk_bytes
+
+    def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        log_sum_exp = torch.full((logits.shape[0],), -math.inf, dtype=dtype, device=logits.device)
+        for part in self._chunks(logits, dtype):
+            torch.logsumexp(logits[part].to(dtype), dim=-1, out=log_sum_exp[part])
+        return log_sum_exp
+
+    def write_gradient(
+        self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+    ) -> None:
+        for part in self._chunks(logits, log_sum_exp.dtype):
+            chunk = logits[part]  # [rows of a chunk, v]
+            # In place if the logits have this dtype, else a copy.
+            probabilities = chunk.to(log_sum_exp.dtype).sub_(log_sum_exp[part, None]).exp_()
+            probabilities.mul_(gradient[part, None]).scatter_add_(-1, columns[part, None], at_label[part, None])
+            chunk.copy_(probabilities)
+
+    def _chunks(self, logits: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+        """Slices of the rows of ``[n, v]``, each of at most ``chunk_bytes`` in ``dtype``; none if ``v`` is 0."""
+        tokens, width = logits.shape
+        if width == 0:
+            return
+        size = self._chunk_bytes or (_CPU_CHUNK_BYTES if logits.device.type == "cpu" else GPU_CHUNK_BYTES)
+        step = max(1, size // (width * dtype.itemsize))
+        for start in range(0, tokens, step):
+            yield slice(start, start + step)
+
+
+class CompiledCrossEntropy:
+    """All rows at once through a compiler, which fuses the conversion to fp32."""
+
+    def __init__(self, compiler: Compiler = inductor) -> None:
+        self._log_sum_exp = compiler(_log_sum_exp)
+        self._write_gradient = compiler(_write_gradient)
+
+    def log_sum_exp(self, logits: Tensor, dtype: torch.dtype) -> Tensor:
+        if logits.shape[1] == 0:
+            return torch.full((logits.shape[0],), -math.inf, dtype=dtype, device=logits.device)
+        log_sum_exp: Tensor = self._log_sum_exp(logits, dtype)
+        return log_sum_exp
+
+    def write_gradient(
+        self, logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor
+    ) -> None:
+        if logits.shape[1] > 0:
+            self._write_gradient(logits, log_sum_exp, columns, gradient, at_label)
+
+
+def _log_sum_exp(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.logsumexp(logits.to(dtype), dim=-1)
+
+
+def _write_gradient(logits: Tensor, log_sum_exp: Tensor, columns: Tensor, gradient: Tensor, at_label: Tensor) -> None:
+    probabilities = (logits.to(log_sum_exp.dtype) - log_sum_exp[:, None]).exp()
+    # Compares every column with the label's: a scatter would be a separate kernel.
+    is_label = torch.arange(logits.shape[1], device=logits.device) == columns[:, None]
+    logits.copy_(probabilities * gradient[:, None] + torch.where(is_label, at_label[:, None], 0.0))
 
 
 @dataclass(frozen=True)
@@ -255,7 +342,7 @@ def chunked_cross_entropy(
     """Negative log likelihood of ``labels`` ``[s/cp, b]`` and log-sum-exp of the logits per token, in fp32 or wider, on
     every rank, from ``hidden`` ``[s/(cp tp), b, h]`` and the output layer's ``weight`` ``[v/tp, h]``.
 
-    Equal to :func:`~megatron.core.tensor_parallel.cross_entropy.vocab_parallel_cross_entropy` of the logits.
+    Equal to :func:`vocab_parallel_cross_entropy` of the logits.
     """
     results: tuple[Tensor, Tensor] = _ChunkedLoss.apply(hidden, weight, labels, output_layer)
     return results

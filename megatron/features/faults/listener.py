@@ -24,7 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.features.faults.flags import ITERATION, SAVE, Fault, FaultInjector, parse_faults
 from megatron.operation.heartbeat import Section
@@ -247,15 +247,12 @@ class SaveFaults:
         self._armed = []
 
     def _synced(self, descriptor: int) -> None:
-        if self._armed and self._is_in_checkpoint(descriptor):
+        # A checkpoint is a directory below the root; a file in the root, such as the tracker, is none of its files.
+        if self._armed and self._root in Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent.parents:
             armed, self._armed = self._armed, []
             for fault in armed:
                 SAVE_FAULTS[fault.kind](fault)
         self._sync(descriptor)
-
-    def _is_in_checkpoint(self, descriptor: int) -> bool:
-        """Whether the file lies in a directory below the root: not a file of the run, such as the tracker."""
-        return self._root in Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent.parents
 
 
 # --- the listener --------------------------------------------------------------------------------------------

@@ -251,7 +251,13 @@ class Product(Check):
     def measure(self, site: Site) -> Any:
         measured = self._repeat(site)
         for attempt in range(_AGAIN):
-            if not site.board.agree(f"slow products {attempt}", measured, _has_slow, self.seconds):
+            has_slow = site.board.agree(
+                f"slow products {attempt}",
+                measured,
+                lambda ranks: max(ratios_of(ranks)) > WARNING_RATIO,
+                self.seconds,
+            )
+            if not has_slow:
                 break
             # All ranks again: a moment's load is no slow rank.
             again = self._repeat(site)
@@ -306,10 +312,6 @@ def ratios_of(measured: Sequence[dict[str, Any]]) -> list[float]:
     # The lower median: of two ranks the slower one is slow.
     medians = {device: statistics.median_low(seconds) for device, seconds in times.items()}
     return [one["seconds"] / medians[one["device"]] for one in measured]
-
-
-def _has_slow(measured: Sequence[dict[str, Any]]) -> bool:
-    return max(ratios_of(measured)) > WARNING_RATIO
 
 
 CHECKPOINTS = 2

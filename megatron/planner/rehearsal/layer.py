@@ -126,8 +126,8 @@ class _LoggedMainGrad(MainGrad):
     @property
     def buffer(self) -> Tensor:
         self._log.event("gradient buffer", self.number)
-        assert self._buffer is not None
-        return self._buffer
+        assert self.storage is not None
+        return self.storage
 
 
 class _Input(Function):

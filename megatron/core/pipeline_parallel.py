@@ -28,9 +28,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.communication import Communicator, Work
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, Step
-from megatron.schedules.simulator import Span, verify
+from megatron.schedules.simulator import Span, needs_receives_ahead, verify
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
@@ -105,15 +104,14 @@ class ActionRecorder:
 
     def spans(self) -> tuple[Span, ...]:
         """Everything recorded; waits for the device."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
+        origin, marks = self._origin, self._marks
+        if not self._on_gpu:
+            return tuple(Span(stage, action, start - origin, end - origin) for stage, action, start, end in marks)
+        torch.cuda.synchronize()
         return tuple(
-            Span(stage, action, self._since_origin(start), self._since_origin(end))
-            for stage, action, start, end in self._marks
+            Span(stage, action, origin.elapsed_time(start) / 1e3, origin.elapsed_time(end) / 1e3)
+            for stage, action, start, end in marks
         )
-
-    def _since_origin(self, mark: Any) -> float:
-        return float(self._origin.elapsed_time(mark)) / 1e3 if self._on_gpu else float(mark - self._origin)
 
 
 @dataclass(eq=False)

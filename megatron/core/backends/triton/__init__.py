@@ -1,1 +1,0 @@
-"""Triton kernels (``tests/triton_kernels`` tests them without a GPU)."""

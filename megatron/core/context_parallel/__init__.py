@@ -1,1 +1,0 @@
-"""Context parallelism: the ranks that share a sequence, and attention over all of it."""
