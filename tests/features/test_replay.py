@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import OptimizerConfig, TrainingConfig
 from megatron.core.topology import RankGrid
 from megatron.features.replay.listener import (
     RankReplay,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.models.parallelize import build_model, freeze
 from megatron.core.parameter import constant, info_of, initialize_range, normal, parameter_key, random_bits

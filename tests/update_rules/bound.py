@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.optimizer import AdamBuilder, WholeMatrices, torch_adam
 from megatron.core.parameter import ParameterInfo, sharded_boxes

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
 from megatron.config.model import MoEConfig
 from megatron.core.communication import Communicator, Work
-from megatron.metrics.record import LAYER_METRICS
+from megatron.metrics.writer import LAYER_METRICS
 
 SCORES: Mapping[RouterScoreFunction, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid}
 """Score functions of single logits. Softmax, the other one, is a function of all logits of a token."""
