@@ -38,8 +38,8 @@ from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, line
 from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig, TokenDispatcherType
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import Exchange, ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.kernels.selection import LayerKernels

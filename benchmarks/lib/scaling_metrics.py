@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory, reset_peak
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.metrics.jsonl import JsonlWriter, ValidationHistory, read_history
 from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter

@@ -58,7 +58,7 @@ def print_above_bar(stream: TextIO, text: str) -> None:
 
 @dataclass(frozen=True)
 class WriterFlags:
-    """The flags of one writer; a base class of ``LoggingConfig`` (megatron/config/logging.py)."""
+    """The flags of one writer; a base class of ``LoggingConfig`` (megatron/config/operation.py)."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for an invalid value."""

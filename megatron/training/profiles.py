@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron import torch_compat
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel.executor import ActionRecorder, NamedActions
 from megatron.core.topology import Topology

@@ -107,6 +107,48 @@ BOUNDS = {
 }
 """Values outside of a bound, and a value inside; all of them exclude -1."""
 
+BOUND_OF_FLAGS = {
+    "be at least 1": """
+        num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
+        max-position-embeddings rope-scaling-original-length yarn-rotary-scaling-factor
+        yarn-original-max-position-embeddings attention-chunk-size attention-temperature-floor
+        moe-ffn-hidden-size moe-router-topk moe-router-num-groups moe-router-group-topk
+        moe-shared-expert-intermediate-size make-vocab-size-divisible-by mup-base-hidden-size
+        tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
+        expert-model-parallel-size expert-tensor-parallel-size num-distributed-optimizer-instances
+        ddp-bucket-size ddp-num-buckets num-layers-per-virtual-pipeline-stage
+        num-virtual-stages-per-pipeline-rank microbatch-group-size-per-virtual-pipeline-stage
+        decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers recompute-num-layers
+        loss-chunk-size micro-batch-size global-batch-size train-iters train-samples exit-interval
+        muon-num-ns-steps lr-decay-iters lr-decay-samples lr-wsd-decay-iters lr-wsd-decay-samples
+        fp8-amax-history-len loss-scale-window hysteresis num-dataset-builder-threads seq-length vocab-size
+        eval-interval eval-global-batch-size async-save-timeout save-retain-last save-retain-interval
+        max-rollbacks log-interval tensorboard-log-interval profile-pipeline-iteration num-gpus gpus-per-node
+    """,
+    "be finite and not negative": """
+        norm-epsilon num-experts init-method-std mup-attn-scale-power moe-z-loss-coeff
+        cpu-offloading-num-layers seed manual-gc-interval weight-decay start-weight-decay end-weight-decay
+        clip-grad adam-eps lr decoupled-lr decoupled-min-lr lr-warmup-iters lr-warmup-samples lr-warmup-init
+        fp8-margin num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 mid-level-dataset-surplus num-workers
+        dataloader-timeout data-verification-rate tiktoken-num-special-tokens eval-iters max-failed-saves
+        check-replicas-interval replay-interval known-answer-interval-s max-failed-attempts rollback-margin
+        hang-limit-s profile-step-start dry-run-rank plan-price-per-gpu-hour
+    """,
+    "be positive and finite": """
+        rotary-base rope-scaling-factor rope-scaling-low-freq-factor rope-scaling-high-freq-factor
+        yarn-beta-fast yarn-beta-slow yarn-mscale yarn-mscale-all-dim yarn-attention-factor
+        attention-temperature-scale moe-router-topk-scaling-factor mup-embedding-mult mup-output-mult
+        mup-base-head-dim moe-router-bias-update-rate distributed-timeout-minutes exit-duration-in-mins
+        z-loss-multiplier muon-extra-scale-factor loss-scale initial-loss-scale min-loss-scale
+        hang-limit-data-s hang-limit-start-s hang-limit-load-s hang-limit-save-s hang-limit-evaluation-s
+        peak-tflops gpu-memory-gb dry-run-expert-load plan-tokens
+    """,
+    "be at least 0 and below 1": """
+        ema-decay adam-beta1 adam-beta2 muon-momentum sgd-momentum lr-warmup-fraction
+    """,
+}
+"""The flags of each bound: a bound that changes in the code must be changed here, too."""
+
 OTHER_NUMBERS = """
     spike-window min-lr ckpt-step straggler-threshold profile-step-end rotary-percent hidden-dropout
     attention-dropout
@@ -128,14 +170,16 @@ def is_other(flag: str) -> bool:
     return flag.removeprefix("--") in OTHER_NUMBERS.split()
 
 
-def test_the_numbers_without_a_bound_of_their_own_exist() -> None:
-    assert sum(is_other(flag) for flag, _ in flags_with_numbers()) == len(OTHER_NUMBERS.split())
+def test_every_number_stands_once_in_a_table() -> None:
+    listed = [f"--{name}" for names in (*BOUND_OF_FLAGS.values(), OTHER_NUMBERS) for name in names.split()]
+    assert sorted(listed) == sorted(flag for flag, _ in flags_with_numbers())
 
 
 @pytest.mark.parametrize(("flag", "is_integer"), [one for one in flags_with_numbers() if not is_other(one[0])])
 def test_a_number_outside_of_its_bound_is_refused_by_name_and_one_inside_is_not(flag: str, is_integer: bool) -> None:
     bound = re.search(rf"{flag} -1(\.0)? must ([^.]*)\.", str(refuse(f"{GOOD} {flag} -1", 1)))
     assert bound is not None, "the number has no bound"
+    assert flag.removeprefix("--") in BOUND_OF_FLAGS[bound[2]].split(), f"{flag} has another bound: {bound[2]}"
     outside, inside = BOUNDS[bound[2]]
     for value in outside:
         if not (is_integer and value == "nan"):
@@ -209,12 +253,14 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py")]
     modules += Path(package, "update_rules").glob("[!r]*.py")
     # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
-    # test_bash_scripts.py of files;
-    # tests/inference of the flags of tools that use a model.
-    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "inference.py")
+    # test_bash_scripts.py of files; tests/inference of the flags of tools that use a model.
+    others: tuple[str, ...] = ("faults.py", "recipes.py", "inference.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}
+    yaml = ("read_run_yaml", "_yaml_words", "_yaml_texts")
+    words = trees[Path(package, "config/words.py")]
+    words.body = [node for node in words.body if getattr(node, "name", "") not in yaml]
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.
     trees |= {
         file: ast.Module([node for node in ast.walk(tree) if getattr(node, "name", "") == "check"], [])  # type: ignore[misc]

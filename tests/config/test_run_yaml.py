@@ -15,7 +15,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml
+from megatron.config.words import changed_values, read_run_yaml, run_yaml
 from megatron.errors import ConfigError
 
 TEXTS = st.one_of(

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.models.parallelize import build_executor, build_model

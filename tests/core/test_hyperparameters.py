@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
+from megatron.config.training import LearningRateConfig, OptimizerConfig
 from megatron.core.optimizer.hyperparameters import (
     LearningRateSchedule,
     build_learning_rate_schedule,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.core.optimizer.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import main_grad_of
 from megatron.core.optimizer.hyperparameters import Hyperparameters

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.backends import apex, transformer_engine
 from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.device import Unavailable, load

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import command_line
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.optimizer import Optimizer, StepResult

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.compute import PrecisionConfig
 from megatron.config.model import MoEConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.core.moe.balance import BalanceRule, ExpertBalance, RouterBalance
 from megatron.core.moe.routing import RoutingRule, count_choices, route
 from megatron.core.optimizer.loss_scaler import build_loss_scaler

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.initialization import constant, initialize_range, normal, parameter_key, random_bits
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron.config.activations import ActivationConfig
+from megatron.config.compute import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
 from megatron.schedules.registry import SCHEDULES

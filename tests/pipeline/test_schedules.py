@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.pipeline import PipelineConfig
+from megatron.config.parallel import PipelineConfig
 from megatron.schedules.catalog.interleaved import microbatch_groups
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Action, Placement, Schedule, ScheduleError, Shape

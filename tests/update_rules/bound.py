@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.optimizer.kernels import AdamBuilder, torch_adam
 from megatron.core.optimizer.optimizer import WholeMatrices

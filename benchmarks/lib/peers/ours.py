@@ -10,8 +10,8 @@ from torch import Tensor
 from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
 from megatron.checkpoint.hugging_face.config import transformer_config_of
 from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.training import OptimizerConfig
 from megatron.core.context_parallel.attention import ContextParallel
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import whole_params

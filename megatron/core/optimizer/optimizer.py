@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.data_parallel.strategy import DataParallel

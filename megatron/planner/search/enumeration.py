@@ -8,7 +8,7 @@ from math import gcd, isqrt
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_run
-from megatron.config.checks.precision import (
+from megatron.config.checks.model import (
     check_transformer_engine,
     check_transformer_engine_buffers,
     check_transformer_engine_overlap,

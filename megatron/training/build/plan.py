@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.optimizer import LearningRateConfig
 from megatron.config.run import RunConfig
+from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.optimizer.hyperparameters import (
     LearningRateSchedule,

@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.schema import DataStage
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
 from megatron.data.evaluation_data import TokenBytes
