@@ -71,17 +71,19 @@ class OperationConfig(
     iteration for longer than this many seconds and than 5 times the longest of its last 20 stays; 0 disables the
     watchdog. Time in which a rank waits for storage does not count, up to --hang-limit-data-s."""
     hang_limit_data_s: float = 600.0
-    """The same for waiting for data. With --dataloader-timeout, the limit is at least that."""
+    """Restart all ranks when one has waited for data for longer than this many seconds, and than 5 times the longest of
+    its last 20 waits. With --dataloader-timeout, the limit is at least that."""
     hang_limit_start_s: float | None = None
-    """The same for the start of a rank and for its first six iterations, which may compile kernels (default: 1800, and
-    after an attempt of the same command 10 times the longest stay, at least 60)."""
-    hang_limit_load_s: float | None = None
-    """The same for loading a checkpoint (default: as for the start)."""
-    hang_limit_save_s: float | None = None
-    """The same for a save, while it blocks training (default: 1800, and after three saves 10 times the longest, at
+    """Restart all ranks when the start of one, or one of its first six iterations, which may compile kernels, takes
+    longer than this many seconds (default: 1800, and after an attempt of the same command 10 times the longest stay, at
     least 60)."""
+    hang_limit_load_s: float | None = None
+    """Restart all ranks when one loads a checkpoint for longer than this many seconds (default: as for the start)."""
+    hang_limit_save_s: float | None = None
+    """Restart all ranks when a save blocks the training of one for longer than this many seconds (default: 1800, and
+    after three saves 10 times the longest, at least 60)."""
     hang_limit_evaluation_s: float | None = None
-    """The same for an evaluation (default: as for a save)."""
+    """Restart all ranks when one evaluates for longer than this many seconds (default: as for a save)."""
 
     def check(self) -> None:
         SpikeFlags.check(self)
