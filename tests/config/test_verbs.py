@@ -9,12 +9,13 @@ from types import ModuleType
 
 import pytest
 
-from megatron.commands.verbs import VERBS, Verb, help_text, run, start, unknown
 from megatron_llama.__main__ import main
+from megatron_llama.commands import VERBS, Verb, help_text, run, start, unknown
+from tests.tool_entries import ENTRIES
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VERB = {"flag_reference"}
-"""Commands that write into a clone."""
+"""Tools that write into a clone."""
 
 
 def functions(source: Path) -> set[str]:
@@ -30,12 +31,11 @@ def functions(source: Path) -> set[str]:
     return assigned | {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
-def test_every_command_has_a_verb() -> None:
-    """A new command needs a line in VERBS of megatron/commands/verbs.py."""
-    commands = {path.stem for path in (REPOSITORY / "megatron/commands").glob("*.py") if "main" in functions(path)}
-    assert {f"megatron.commands.{name}" for name in commands - WITHOUT_VERB} == {
-        verb.module for verb in VERBS if verb.module.startswith("megatron.commands.")
-    }
+def test_every_tool_has_a_verb() -> None:
+    """A new tool needs a line in VERBS of megatron_llama/commands.py."""
+    started = {entry for tool, entry in ENTRIES.items() if tool not in WITHOUT_VERB}
+    started |= {("megatron.commands.pretrain_llama", "run"), ("megatron.operation.launch", "run")}
+    assert started == {(verb.module, verb.function) for verb in VERBS}
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)

@@ -9,18 +9,17 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron.commands.flag_reference import accepted_flags, megatron_flags
+from megatron.commands.explain_flags import accepted_flags, megatron_flags
 from megatron.config.help import Flag, flags_of
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.run import RunConfig
+from tests.tool_entries import ENTRIES
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
 SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
-PROGRAMS = {
-    path.stem: path for place in ("megatron/commands", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")
-}
+PROGRAMS = {path.stem: path for place in ("tools", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
@@ -78,15 +77,18 @@ TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelC
 @cache
 def flags_of_script(path: Path) -> frozenset[str]:
     """The flags of a tool or benchmark: the fields of its dataclasses, and of the groups that these take over."""
-    source = path.read_text(encoding="utf-8")
+    entry = ENTRIES[path.stem] if path.parent.name == "tools" else None
+    source = (entry.source if entry else path).read_text(encoding="utf-8")
     found = set(re.findall(r'aliases=\["(--[\w-]+)"\]', source))
-    for definition in ast.walk(ast.parse(source)):
-        if isinstance(definition, ast.ClassDef) and definition.decorator_list:
-            fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
-            found |= {flag for one in fields for flag in flags_of_field(one)}
-            for base in map(ast.unparse, definition.bases):
-                found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
-                found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
+    definitions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.decorator_list
+    ]
+    for definition in entry.classes() if entry else definitions:
+        fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
+        found |= {flag for one in fields for flag in flags_of_field(one)}
+        for base in map(ast.unparse, definition.bases):
+            found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
+            found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
     if path == PROGRAMS["overfit_check"]:
         found |= pretrain_flags()
     if path == PROGRAMS["evaluate"]:

@@ -13,8 +13,7 @@ from megatron.config.run import RunConfig
 from megatron.core.optimizer.hyperparameters import Hyperparameters
 from megatron.core.optimizer.optimizer import Optimizer, StepResult
 from megatron.errors import ConfigError
-from megatron.metrics.record import EvaluationRecord, IterationRecord
-from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, MetricsWriter, ReportedRun, WriterFlags
 from megatron.training.build import run
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import evaluate_tasks, generate_text
+from megatron.commands import evaluate, generate_text
 from megatron.commands.generate_text import GenerateConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.run_process import fork_training
@@ -114,7 +114,7 @@ def words_of(model: Path, tasks: Path, out: Path) -> list[str]:
 
 def ours(model: Path, tasks: Path, out: Path, *words: str) -> dict[str, dict[str, Any]]:
     """The results of the command in this process."""
-    assert evaluate_tasks.main([*words_of(model, tasks, out), *words]) == 0
+    assert evaluate.main_tasks([*words_of(model, tasks, out), *words]) == 0
     results: dict[str, dict[str, Any]] = json.loads(out.read_text())["results"]
     return results
 
@@ -160,7 +160,7 @@ def test_two_ranks_have_the_results_of_one(model: Path, tasks: Path, tmp_path: P
     alone = ours(model, tasks, tmp_path / "one.json", "--limit", "3")
     out = tmp_path / "two.json"
     words = [*words_of(model, tasks, out), "--limit", "3"]
-    outcome = fork_training(words, 2, evaluate_tasks.main).succeeded()
+    outcome = fork_training(words, 2, evaluate.main_tasks).succeeded()
     assert outcome.stdout.count("|local_choice") == 1
     assert numbers(json.loads(out.read_text())["results"]) == pytest.approx(numbers(alone), rel=1e-5)
 
@@ -185,7 +185,7 @@ def test_mistakes_are_one_sentence(
     words: list[str], sentence: str, model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     include = [] if "--include-path" in words else ["--include-path", str(tasks)]
-    assert evaluate_tasks.main(["--load-hf", str(model), *include, *words]) == 2
+    assert evaluate.main_tasks(["--load-hf", str(model), *include, *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ERROR:")]
     assert sentence in line
 

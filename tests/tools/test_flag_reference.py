@@ -6,14 +6,14 @@ from typing import Literal
 
 import pytest
 
-from megatron.commands import flag_reference
-from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
+from megatron.commands import explain_flags
+from megatron.commands.explain_flags import MegatronFlag, ReferenceConfig
 from megatron.config.help import describe_values
 from megatron.config.megatron_lm import NOT_SUPPORTED
 from megatron.config.words import fields_by_flag
 from megatron.errors import ConfigError
 
-DOCS = flag_reference.REPOSITORY / "docs"
+DOCS = explain_flags.REPOSITORY / "docs"
 
 
 def copied_pages(directory: Path) -> Path:
@@ -23,7 +23,7 @@ def copied_pages(directory: Path) -> Path:
 
 
 def test_the_pages_are_what_the_code_says() -> None:
-    flag_reference.write(ReferenceConfig(check=True))
+    explain_flags.write(ReferenceConfig(check=True))
 
 
 @pytest.mark.parametrize("name", ["flags.md", "coming_from_megatron.md"])
@@ -32,44 +32,44 @@ def test_a_page_that_says_something_else_is_refused_and_mended(tmp_path: Path, n
     page.write_text(page.read_text().replace("; no effect", "; some effect").replace("| supported |", "| ignored |"))
     changed = page.read_text()
     with pytest.raises(ConfigError, match=f"{name} differs from the code: run python tools/flag_reference.py"):
-        flag_reference.write(ReferenceConfig(check=True, docs=tmp_path))
+        explain_flags.write(ReferenceConfig(check=True, docs=tmp_path))
     assert page.read_text() == changed, "--check writes nothing"
-    flag_reference.write(ReferenceConfig(docs=tmp_path))
+    explain_flags.write(ReferenceConfig(docs=tmp_path))
     assert page.read_text() == (DOCS / name).read_text()
 
 
 def test_what_people_wrote_around_the_table_stays(tmp_path: Path) -> None:
     page = copied_pages(tmp_path) / "coming_from_megatron.md"
     page.write_text(page.read_text().replace("refused:", "ignored:") + "The last word.\n")
-    flag_reference.write(ReferenceConfig(docs=tmp_path))
+    explain_flags.write(ReferenceConfig(docs=tmp_path))
     assert page.read_text() == (DOCS / "coming_from_megatron.md").read_text() + "The last word.\n"
 
 
 def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
     page = copied_pages(tmp_path) / "coming_from_megatron.md"
-    page.write_text(page.read_text().replace(flag_reference.END, ""))
+    page.write_text(page.read_text().replace(explain_flags.END, ""))
     with pytest.raises(ConfigError, match="lacks the marks"):
-        flag_reference.write(ReferenceConfig(docs=tmp_path))
+        explain_flags.write(ReferenceConfig(docs=tmp_path))
 
 
 def test_every_flag_has_its_row() -> None:
-    page = flag_reference.flag_page()
+    page = explain_flags.flag_page()
     for flag in fields_by_flag():
         assert page.count(f"\n| `{flag}` |") == 1, flag
 
 
 def test_every_flag_of_megatron_is_answered_once_and_none_is_refused_that_it_does_not_have() -> None:
-    """Every answer: :func:`flag_reference.answer` fails for a flag that has none."""
-    listed = [flag.flag for flag in flag_reference.megatron_flags()]
+    """Every answer: :func:`explain_flags.answer` fails for a flag that has none."""
+    listed = [flag.flag for flag in explain_flags.megatron_flags()]
     assert len(set(listed)) == len(listed) > 250
     assert set(listed) >= NOT_SUPPORTED.keys()
-    table = flag_reference.megatron_table()
+    table = explain_flags.megatron_table()
     for flag in listed:
         assert table.count(f"\n| `{flag}` |") == 1, flag
 
 
 def answer_to(flag: str, default: str, choices: str = "") -> str:
-    return flag_reference.answer(MegatronFlag("", flag, default, choices), flag_reference.accepted_flags())
+    return explain_flags.answer(MegatronFlag("", flag, default, choices), explain_flags.accepted_flags())
 
 
 @pytest.mark.parametrize(
@@ -113,4 +113,4 @@ def test_values_are_described(kind: object, expected: str) -> None:
 
 
 def test_help_cannot_break_a_table() -> None:
-    assert flag_reference.in_cell("t*3|(--tt|) <a> --no-x.") == "t\\*3\\|(`--tt`\\|) \\<a> `--no-x`."
+    assert explain_flags.in_cell("t*3|(--tt|) <a> --no-x.") == "t\\*3\\|(`--tt`\\|) \\<a> `--no-x`."

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import plan_layout, pretrain_llama
+from megatron.commands import planning, pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.words import without_flags
 from megatron.errors import ConfigError, ExitCode
@@ -21,7 +21,7 @@ FEW += ["--pipeline-model-parallel-size", "1"]
 
 
 def call(*words: str | Path) -> int:
-    return plan_layout.main([str(word) for word in words])
+    return planning.main([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +134,15 @@ def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_flag_of_the_job_is_not_repeated() -> None:
     words = ["--num-gpus", "4", *TINY, "--bf16", "--tensor-model-parallel-size", "2"]
-    _, found = plan_layout.parse(words)
+    _, found = planning.parse(words)
     assert found.count("--bf16") == 1 and "--tensor-model-parallel-size" in found
     assert found.count("--fp8-format") == 0
-    _, found = plan_layout.parse([*words, "--precision", "fp8", "--fp8-format", "hybrid"])
+    _, found = planning.parse([*words, "--precision", "fp8", "--fp8-format", "hybrid"])
     assert (found.count("--bf16"), found.count("--fp8-format")) == (1, 1)
 
 
 def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with plan_layout.progress_bar() as report:
+    with planning.progress_bar() as report:
         for what, done, total in (("enumerate layouts", 0, 1), ("price layouts", 0, 1), ("dry run", 1, 5)):
             report(what, done, total)
             report(what, done, total)

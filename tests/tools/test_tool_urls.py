@@ -15,13 +15,12 @@ import pytest
 import tyro
 
 from tests.end_to_end.run_process import REPOSITORY
+from tests.tool_entries import ENTRIES
 
 URL = "s3://bucket/place"
 
-COMMANDS = {path.stem: REPOSITORY / "megatron" / "commands" / path.name for path in (REPOSITORY / "tools").glob("*.py")}
-SCRIPTS = dict(sorted(COMMANDS.items())) | {
-    path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))
-}
+SCRIPTS = {name: REPOSITORY / f"tools/{name}.py" for name in ENTRIES}
+SCRIPTS |= {path.stem: path for path in sorted((REPOSITORY / "benchmarks").glob("*.py"))}
 del SCRIPTS["evaluate"]  # runs as a rank: end_to_end/test_evaluate.py
 
 SUBCOMMANDS = {
@@ -100,11 +99,11 @@ def command_lines(script: str) -> list[Any]:
         seen.extend(dataclasses_of(kind))
         sys.exit()
 
-    entry = REPOSITORY / "tools" / f"{script}.py" if script in COMMANDS else SCRIPTS[script]
-    parses = any(word in SCRIPTS[script].read_text() for word in ("tyro.cli", "run_tool(", "local_ranks"))
-    if parses and "__main__" in entry.read_text():
+    path = SCRIPTS[script]
+    parses = script in ENTRIES or any(word in path.read_text() for word in ("tyro.cli", "run_tool(", "local_ranks"))
+    if parses and "__main__" in path.read_text():
         with mock.patch.object(tyro, "cli", note), pytest.raises(SystemExit):
-            runpy.run_path(str(entry), run_name="__main__")
+            runpy.run_path(str(path), run_name="__main__")
         assert seen, script
     return seen
 
@@ -129,9 +128,9 @@ def test_a_flag_that_does_not_take_a_url_says_so(
             suffix = f".{name}" if name in ("svg", "png") else ""
             named = [flag] if flag.startswith("--") else []  # a word without a flag
             monkeypatch.setattr(sys, "argv", [script, *subcommand, *needed, *named, URL + suffix])
+            module, function = ENTRIES.get(script, (f"benchmarks.{script}", "main"))
             try:
-                module = ".".join((*SCRIPTS[script].parent.relative_to(REPOSITORY).parts, script))
-                status = importlib.import_module(module).main()
+                status = getattr(importlib.import_module(module), function.replace("run", "main"))()
             except SystemExit as end:
                 status = end.code
             # What sys.exit() is given is printed by the interpreter.

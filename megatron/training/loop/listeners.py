@@ -23,8 +23,8 @@ from megatron.core.device import device_memory, memory_outside_allocator, peak_m
 from megatron.data.evaluation_data import TokenBytes
 from megatron.flags import IntervalSchedule
 from megatron.metrics.jsonl import ValidationHistory
-from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.operation.heartbeat import run_directory
 from megatron.reports.svg import duration, percentage

@@ -1,4 +1,4 @@
-"""Inspect a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and damage."""
+"""Tokenized datasets (.bin/.idx): inspect one, merge several."""
 
 import tempfile
 from collections.abc import Iterator
@@ -21,10 +21,13 @@ from megatron.data.corpus_digests import (
     read_digests,
     write_digests,
 )
+from megatron.data.corpus_writer import merge_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url, refuse_urls
+
+# --- inspect -------------------------------------------------------------------------------------------------
 
 _CHUNK = 1 << 22  # tokens checked at a time
 _BAR = 40
@@ -187,4 +190,53 @@ def print_lines(config: InspectConfig) -> None:
         print(line, flush=True)
 
 
-main = partial(run_tool, InspectConfig, print_lines, __doc__)
+main_inspect = partial(
+    run_tool,
+    InspectConfig,
+    print_lines,
+    "Inspect a .bin/.idx dataset: counts, a histogram of lengths, documents as text, and damage.",
+)
+
+
+# --- merge ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Datasets to merge, and the result."""
+
+    input: tuple[str, ...]
+    """Prefixes (P for P.bin and P.idx; also URLs), or directories for all datasets in them."""
+    output_prefix: str
+    """The result is PREFIX.bin and PREFIX.idx."""
+
+
+def find_prefixes(inputs: tuple[str, ...]) -> list[str]:
+    """The datasets that --input means; :class:`DataError` where there is none."""
+    prefixes: list[str] = []
+    for name in inputs:
+        if not Path(name).is_dir():
+            prefixes.append(name)
+            continue
+        found = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx"))
+        if not found:
+            raise DataError(f"{name} has no .idx file: check --input.")
+        prefixes += found
+    if not prefixes:
+        raise DataError("--input needs at least one prefix or folder.")
+    return prefixes
+
+
+def merge(config: MergeConfig) -> None:
+    refuse_urls({"--output-prefix": config.output_prefix}, "name a local prefix, and copy the result")
+    prefixes = find_prefixes(config.input)
+    sequences, tokens = merge_datasets(prefixes, config.output_prefix)
+    print(f"{config.output_prefix}: {len(prefixes)} datasets, {sequences:,} sequences, {tokens:,} tokens")
+
+
+main_merge = partial(
+    run_tool,
+    MergeConfig,
+    merge,
+    "Merge .bin/.idx datasets of one tokenizer, in the given order; datasets of a directory are sorted by name.",
+)

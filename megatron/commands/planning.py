@@ -1,4 +1,42 @@
-"""Search the layout of a training run: which sizes, schedule, sharding and recompute are fastest and fit.
+"""What a run will need: the search of its layout (``tools/plan_layout.py``, ``--plan``), and the dry run of one
+(``--dry-run``)."""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import tyro
+
+from megatron.commands.tool import write_file
+from megatron.config.command_line import parse_command_line
+from megatron.config.compute import ActivationConfig
+from megatron.config.dry_run import DryRunConfig, PlanConfig
+from megatron.config.parallel import ParallelConfig, PipelineConfig
+from megatron.config.run import RunConfig
+from megatron.config.words import without_flags
+from megatron.errors import ConfigError, UserError
+from megatron.flags import require_at_least, require_positive, values_of
+from megatron.planner.search.accuracy import measured_level
+from megatron.planner.search.enumeration import require_layout
+from megatron.planner.search.layout import Job, Operation
+from megatron.planner.step_time.cluster import read_cluster
+from megatron.urls import refuse_urls
+
+# What needs torch is imported once the job is known to have layouts, or the run to be sound.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megatron.planner.plan import Plan, Run
+    from megatron.planner.search.result import SearchResult
+
+DESCRIPTION = """\
+Search the layout of a training run: which sizes, schedule, sharding and recompute are fastest and fit.
 
 python tools/plan_layout.py --model llama3.1-70b --cluster h100 --num-gpus 64 --seq-length 8192 \\
 --global-batch-size 128 --precision bf16 --html plan.html
@@ -10,35 +48,8 @@ Every further flag of pretrain_llama.py is a constraint: --tensor-model-parallel
 size. A model without a preset is described by its flags (--num-layers, --hidden-size, ..., --vocab-size).
 docs/planner.md describes the model of the step time and its errors.
 """
-
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
-
-import tyro
-
-from megatron.commands.tool import write_file
-from megatron.config.command_line import parse_command_line
-from megatron.config.dry_run import PlanConfig
-from megatron.config.run import RunConfig
-from megatron.config.words import without_flags
-from megatron.errors import UserError
-from megatron.flags import require_at_least, require_positive, values_of
-from megatron.planner.search.accuracy import measured_level
-from megatron.planner.search.enumeration import require_layout
-from megatron.planner.search.layout import Job, Operation
-from megatron.planner.step_time.cluster import read_cluster
-from megatron.urls import refuse_urls
-
-# What needs torch is imported once the job is known to have layouts.
-if TYPE_CHECKING:
-    from megatron.planner.search.result import SearchResult
-
-WIDTH = 170
+"""Text of ``tools/plan_layout.py --help``."""
+_WIDTH_OF_SEARCH, _WIDTH_OF_DRY_RUN = 170, 150
 """Columns of the tables in a narrow terminal or a file."""
 _TOP, _SIMULATED = 10, 5
 
@@ -97,7 +108,7 @@ class PlanLayoutConfig:
 
 def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, list[str]]:
     """The flags of this tool, and the words of the job for pretrain_llama.py. Raises :class:`UserError`."""
-    config, constraints = tyro.cli(PlanLayoutConfig, args=arguments, description=__doc__, return_unknown_args=True)
+    config, constraints = tyro.cli(PlanLayoutConfig, args=arguments, description=DESCRIPTION, return_unknown_args=True)
     config.check()
     read_cluster(config.cluster)
     # The precision is a flag of this tool, so a flag of the same meaning is not repeated.
@@ -138,12 +149,6 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
-def plan(config: PlanLayoutConfig, job: Job) -> None:
-    """Search, print, and write the files. Raises :class:`UserError`."""
-    result = _search(job, config.measured, "--measured", config.rehearse)
-    show(result, config.top, {"--json": config.json, "--html": config.html})
-
-
 def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
     """Do what ``pretrain_llama.py --plan`` does with these words."""
     assert config.dry_run.num_gpus is not None
@@ -171,7 +176,7 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     from megatron.commands.pages.plan_report import plan_page
     from megatron.planner.search.result import as_json, print_result
 
-    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, WIDTH))
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_SEARCH))
     print_result(result, console, top)
     (json_flag, json_file), (html_flag, html_file) = files.items()
     if json_file is not None:
@@ -184,8 +189,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; the exit code."""
     try:
         config, words = parse(sys.argv[1:] if arguments is None else arguments)
-        plan(config, job_of(config, words))
+        result = _search(job_of(config, words), config.measured, "--measured", config.rehearse)
+        show(result, config.top, {"--json": config.json, "--html": config.html})
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+# --- the dry run ---------------------------------------------------------------------------------------------
+
+_GROUPS = (ParallelConfig, PipelineConfig, ActivationConfig, DryRunConfig)
+"""Groups of flags of which a search takes few: the others fix a part of the layout, or have a meaning in some alone."""
+_KEPT = (
+    *("cp_comm_type", "distributed_backend", "distributed_timeout_minutes", "overlap_p2p_communication"),
+    *("loss_chunk_size", "gpu_memory_gb", "gpus_per_node"),
+)
+"""Their flags that a search takes as they are."""
+
+
+def plan_and_report(config: RunConfig, arguments: Sequence[str], console: "Console | None" = None) -> "Plan":
+    """Simulate the run of checked flags, write ``--dry-run-json`` and ``--dry-run-html``, and print the report.
+
+    ``arguments`` are the words that ``config`` was parsed from. Raises :class:`~megatron.errors.UserError` as the run
+    itself would.
+    """
+    from rich.console import Console
+
+    from megatron.commands.pages.dry_run_report import as_json, dry_run_page, print_report
+    from megatron.planner.plan import Run, largest_fitting_load, make_plan
+    from megatron.training.build.vocabulary import planned_vocabulary
+
+    started = time.monotonic()
+    assert config.dry_run.num_gpus is not None
+    run = Run.of(config, config.dry_run.num_gpus, planned_vocabulary(config))
+    rank = config.dry_run.dry_run_rank
+    if run.config is not config:
+        print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
+    plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
+    # What does not fit is answered with the search of what does.
+    command = None if plan.fits else plan_command(run, arguments)
+    fitting_load = largest_fitting_load(plan)
+    if (path := config.dry_run.dry_run_json) is not None:
+        text = json.dumps(as_json(plan, command, fitting_load, time.monotonic() - started))
+        _write("--dry-run-json", path, text + "\n")
+    if (path := config.dry_run.dry_run_html) is not None:
+        _write("--dry-run-html", path, dry_run_page(plan, command, fitting_load, time.monotonic() - started))
+    if console is None:
+        # Lines are at least as wide as the tables, also in a narrow terminal or a file.
+        console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_DRY_RUN))
+    print_report(plan, command, fitting_load, console)
+    return plan
+
+
+def plan_command(run: "Run", arguments: Sequence[str]) -> str:
+    """The command that searches the layouts of ``run``: the words of its command line without those of the layout."""
+    parallel, training = run.config.parallel, run.config.training
+    dropped = {field.name for group in _GROUPS for field in fields(group)} - {*_KEPT} | {"micro_batch_size"}
+    if parallel.hierarchical_context_parallel_sizes:
+        dropped |= {"cp_comm_type"}  # needs the sizes
+    batch = []
+    if training.global_batch_size is None:
+        # A search is for one batch size: that of the end of a schedule.
+        dropped |= {"step_batch_size_schedule"}
+        batch = ["--global-batch-size", str(run.global_batch_size)]
+    dropped |= {f"no_{name}" for name in dropped}
+    words = [*without_flags(arguments, dropped), *batch, "--plan", "--num-gpus", str(run.grid.world_size)]
+    return shlex.join(["python", "pretrain_llama.py", *words])
+
+
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {path} cannot be written ({error.strerror}): use another file, or make it writable."
+        ) from error
