@@ -51,18 +51,6 @@ _LONGEST_WINDOW = 4096
 _LARGEST_EXPONENT = 700.0  # of a double
 
 
-def parse_arguments(arguments: Sequence[str], print_messages: bool) -> tuple[EvaluateConfig, list[str]]:
-    """The flags of this tool, and the words for ``pretrain_llama.py``."""
-    return tyro.cli(
-        EvaluateConfig,
-        args=list(arguments),
-        prog="evaluate.py",
-        description=TEXTS,
-        return_unknown_args=True,
-        console_outputs=print_messages,
-    )
-
-
 def run_config(
     evaluate: EvaluateConfig,
     words: Sequence[str],
@@ -149,7 +137,14 @@ def check_flags(config: RunConfig) -> None:
 
 def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Evaluate as ``arguments`` say."""
-    evaluate, words = parse_arguments(arguments, rank == 0)
+    evaluate, words = tyro.cli(
+        EvaluateConfig,
+        args=list(arguments),
+        prog="evaluate.py",
+        description=TEXTS,
+        return_unknown_args=True,
+        console_outputs=rank == 0,
+    )
     given = parse_command_line(words, print_messages=rank == 0)
     if not evaluate.input:
         raise ConfigError("--input is missing: set it to the texts to evaluate.")

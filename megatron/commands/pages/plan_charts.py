@@ -276,7 +276,7 @@ def pareto_figure(result: SearchResult) -> str:
     y = Scale(max(0.0, fastest - margin), slowest + margin)
     axes = (
         Axis(x, [(tick, f"{tick:g}") for tick in svg.nice_ticks(x.low, x.high, 7)], "GiB on the tightest stage"),
-        Axis(y, _step_ticks(y.low, y.high), "time of a step"),
+        Axis(y, [(tick, f"{tick:.6g} s") for tick in svg.nice_ticks(y.low, y.high, 6)], "time of a step"),
     )
     # The better a layout, the later it is drawn; of hidden ones a dot is left out.
     marks = _thinned([(_mark(number, one, front), number, one) for number, one in shown], x, y)
@@ -297,10 +297,6 @@ def pareto_figure(result: SearchResult) -> str:
         left_out.append(f"{num_covered:,} dots that others cover are not drawn")
     note = paragraph("; ".join(left_out).capitalize() + ".", "note") if left_out else ""
     return figure(chart, legend([(f"key-dot {mark.css}", mark.name) for mark in used])) + note
-
-
-def _step_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    return [(tick, f"{tick:.6g} s") for tick in svg.nice_ticks(low, high, 6)]
 
 
 def _thinned(
@@ -384,7 +380,7 @@ def time_figure(result: SearchResult) -> str:
     names = _term_names(one.terms for _, one in layouts)
     end = max(one.step_time_s for _, one in layouts) * 1.01
     bars = [_time_bar(number, one, names) for number, one in layouts]
-    ticks = _step_ticks(0.0, end)
+    ticks = [(tick, f"{tick:.6g} s") for tick in svg.nice_ticks(0.0, end, 6)]
     shown = [name for name in names if any(one.terms.get(name, 0) > 0 for _, one in layouts)]
     return figure(stacked_bars(bars, ticks, end), legend([(TERMS.get(name, _OTHER_TERM), name) for name in shown]))
 
