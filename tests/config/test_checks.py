@@ -107,47 +107,14 @@ BOUNDS = {
 }
 """Values outside of a bound, and a value inside; all of them exclude -1."""
 
-BOUND_OF_FLAGS = {
-    "be at least 1": """
-        num-layers hidden-size ffn-hidden-size num-attention-heads num-query-groups kv-channels
-        max-position-embeddings rope-scaling-original-length yarn-rotary-scaling-factor
-        yarn-original-max-position-embeddings attention-chunk-size attention-temperature-floor
-        moe-ffn-hidden-size moe-router-topk moe-router-num-groups moe-router-group-topk
-        moe-shared-expert-intermediate-size make-vocab-size-divisible-by mup-base-hidden-size
-        tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size
-        expert-model-parallel-size expert-tensor-parallel-size num-distributed-optimizer-instances
-        ddp-bucket-size ddp-num-buckets num-layers-per-virtual-pipeline-stage
-        num-virtual-stages-per-pipeline-rank microbatch-group-size-per-virtual-pipeline-stage
-        decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers recompute-num-layers
-        loss-chunk-size micro-batch-size global-batch-size train-iters train-samples exit-interval
-        muon-num-ns-steps lr-decay-iters lr-decay-samples lr-wsd-decay-iters lr-wsd-decay-samples
-        fp8-amax-history-len loss-scale-window hysteresis num-dataset-builder-threads seq-length vocab-size
-        eval-interval eval-global-batch-size async-save-timeout save-retain-last save-retain-interval
-        max-rollbacks log-interval tensorboard-log-interval profile-pipeline-iteration num-gpus gpus-per-node
-    """,
-    "be finite and not negative": """
-        norm-epsilon num-experts init-method-std mup-attn-scale-power moe-z-loss-coeff
-        cpu-offloading-num-layers seed manual-gc-interval weight-decay start-weight-decay end-weight-decay
-        clip-grad adam-eps lr decoupled-lr decoupled-min-lr lr-warmup-iters lr-warmup-samples lr-warmup-init
-        fp8-margin num-layers-at-start-in-bf16 num-layers-at-end-in-bf16 mid-level-dataset-surplus num-workers
-        dataloader-timeout data-verification-rate tiktoken-num-special-tokens eval-iters max-failed-saves
-        check-replicas-interval replay-interval known-answer-interval-s max-failed-attempts rollback-margin
-        hang-limit-s profile-step-start dry-run-rank plan-price-per-gpu-hour
-    """,
-    "be positive and finite": """
-        rotary-base rope-scaling-factor rope-scaling-low-freq-factor rope-scaling-high-freq-factor
-        yarn-beta-fast yarn-beta-slow yarn-mscale yarn-mscale-all-dim yarn-attention-factor
-        attention-temperature-scale moe-router-topk-scaling-factor mup-embedding-mult mup-output-mult
-        mup-base-head-dim moe-router-bias-update-rate distributed-timeout-minutes exit-duration-in-mins
-        z-loss-multiplier muon-extra-scale-factor loss-scale initial-loss-scale min-loss-scale
-        hang-limit-data-s hang-limit-start-s hang-limit-load-s hang-limit-save-s hang-limit-evaluation-s
-        peak-tflops gpu-memory-gb dry-run-expert-load plan-tokens
-    """,
-    "be at least 0 and below 1": """
-        ema-decay adam-beta1 adam-beta2 muon-momentum sgd-momentum lr-warmup-fraction
-    """,
+BOUND_OF_FLAG = {
+    flag: bound
+    for line in re.sub(r"\n +", " ", Path(__file__).with_name("bounds_of_flags.txt").read_text()).splitlines()
+    for bound, _, flags in [line.partition(": ")]
+    if not line.startswith("#")
+    for flag in flags.split()
 }
-"""The flags of each bound: a bound that changes in the code must be changed here, too."""
+"""A bound that changes in the code must be changed there, too."""
 
 OTHER_NUMBERS = """
     spike-window min-lr ckpt-step straggler-threshold profile-step-end rotary-percent hidden-dropout
@@ -171,7 +138,7 @@ def is_other(flag: str) -> bool:
 
 
 def test_every_number_stands_once_in_a_table() -> None:
-    listed = [f"--{name}" for names in (*BOUND_OF_FLAGS.values(), OTHER_NUMBERS) for name in names.split()]
+    listed = [f"--{name}" for name in (*BOUND_OF_FLAG, *OTHER_NUMBERS.split())]
     assert sorted(listed) == sorted(flag for flag, _ in flags_with_numbers())
 
 
@@ -179,7 +146,7 @@ def test_every_number_stands_once_in_a_table() -> None:
 def test_a_number_outside_of_its_bound_is_refused_by_name_and_one_inside_is_not(flag: str, is_integer: bool) -> None:
     bound = re.search(rf"{flag} -1(\.0)? must ([^.]*)\.", str(refuse(f"{GOOD} {flag} -1", 1)))
     assert bound is not None, "the number has no bound"
-    assert flag.removeprefix("--") in BOUND_OF_FLAGS[bound[2]].split(), f"{flag} has another bound: {bound[2]}"
+    assert bound[2] == BOUND_OF_FLAG[flag.removeprefix("--")]
     outside, inside = BOUNDS[bound[2]]
     for value in outside:
         if not (is_integer and value == "nan"):
@@ -252,8 +219,8 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     (package,) = megatron.__path__
     modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py")]
     modules += Path(package, "update_rules").glob("[!r]*.py")
-    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
-    # test_bash_scripts.py of files; tests/inference of the flags of tools that use a model.
+    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py and test_megatron_recipes.py of files;
+    # tests/inference of the flags of tools that use a model.
     others: tuple[str, ...] = ("faults.py", "recipes.py", "inference.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)

@@ -1,6 +1,7 @@
 """Tasks of lm-eval on our models have the results that lm-eval finds for the same model by transformers."""
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,47 +18,7 @@ transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
 sampling_of: Any = import_module("megatron.inference.lm_eval_model").sampling_of
 
-QUESTIONS = [
-    {"question": "def add(a, b): return a", "choices": [" + b", " - b", " * c"], "answer": 0},
-    {"question": "import", "choices": [" os", " sys", " numpy as np", " torch"], "answer": 3},
-    {"question": "The sum of two and two is", "choices": [" four", " five"], "answer": 0},
-    {"question": "for item in", "choices": [" items:", " range(10):"], "answer": 1},
-] * 2
-DATA = """
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-"""
-CHOICE = """
-task: local_choice
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-num_fewshot: 1
-fewshot_split: test
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-TEXTS = """
-task: local_texts
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}} {{{{choices | join(' ')}}}} {{{{question * 12}}}}"
-metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
-"""
-GENERATED = """
-task: local_generated
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["e"], max_gen_toks: 12}}
-metric_list: [{{metric: !function numbers_of_texts.number, aggregation: mean, higher_is_better: true}}]
-"""
-NUMBER = '''
-def number(references, predictions):
-    """A number that another text has another of."""
-    return sum(place * ord(letter) for place, letter in enumerate(predictions[0], start=1))
-'''
+TASKS = Path(__file__).with_name("lm_eval_tasks")
 NAMES = ("local_choice", "local_texts", "local_generated")
 LENGTH = 48
 
@@ -75,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([json.dumps(question) for question in QUESTIONS], trainer)
+    tokenizer.train_from_iterator((TASKS / "questions.jsonl").read_text().splitlines(), trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
         directory
     )
@@ -98,12 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tasks")
-    data = directory / "questions.jsonl"
-    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    for name, text in zip(NAMES, (CHOICE, TEXTS, GENERATED), strict=True):
-        (directory / f"{name}.yaml").write_text((text + DATA).format(data=data))
-    (directory / "numbers_of_texts.py").write_text(NUMBER)
+    directory = Path(shutil.copytree(TASKS, tmp_path_factory.mktemp("tasks"), dirs_exist_ok=True))
+    for task in directory.glob("*.yaml"):
+        task.write_text(task.read_text().replace("QUESTIONS", str(directory / "questions.jsonl")))
     return directory
 
 
