@@ -16,11 +16,17 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+from megatron.architectures.registry import PRESETS
 from megatron.commands.explain_flags import accepted_flags, megatron_flags
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
 from megatron.config.help import Flag, flags_of
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
+from megatron.config.model import preset
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.schedules.registry import SCHEDULES
 from tests.tool_entries import ENTRIES
 
 REPOSITORY = Path(__file__).parents[2]
@@ -212,6 +218,42 @@ def test_the_picture_of_the_strategies_has_a_letter_for_half_a_byte() -> None:
         (name, float(number)) for name, _, number in rows
     ]
     assert [float(number) for *_, number in rows] == [18, 6 + 12 / 8, 2 + 16 / 8, 16 / 8]
+
+
+def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternatives_of_the_page() -> None:
+    page = (REPOSITORY / "docs/data_parallel.md").read_text(encoding="utf-8")
+    section = page.partition("## FSDP, a V schedule and tied embeddings")[2].partition("\n## ")[0]
+    refused, _, works = section.partition("What works:")
+    fsdp, tied = "optim_grads_params", "--no-untie-embeddings-and-output-weights"
+
+    def check(strategy: str, schedule: str, embeddings: str = tied) -> None:
+        run = "--model tiny --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
+        chunks = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
+        layout = f"--data-parallel-sharding-strategy {strategy} --pipeline-model-parallel-size 2 {chunks}"
+        check_run(parse_command_line(f"{run} {layout} --pipeline-schedule {schedule} {embeddings}".split()), 4)
+
+    in_v = {name for name, spec in SCHEDULES.items() if spec.placement == "v"}
+    named = {text: set(re.findall(rf"`(?:[^`]* )?({'|'.join(SCHEDULES)})`", text)) for text in (refused, works)}
+    assert named == {refused: in_v, works: {"1f1b", "interleaved", "zb-h1"}} and tied in refused and fsdp in refused
+    strategies = re.findall(r"`(?:[^`]* )?(optim(?:_grads)?)`", works)
+    assert strategies == ["optim", "optim_grads"]
+    for schedule in in_v:
+        with pytest.raises(ConfigError, match=r"tied embedding .*docs/data_parallel\.md.*use another schedule"):
+            check(fsdp, schedule)
+        for strategy in strategies:
+            check(strategy, schedule)
+        check(fsdp, schedule, "--untie-embeddings-and-output-weights")
+    for schedule in named[works]:
+        check(fsdp, schedule)
+    # "Llama 3.2 1B and 3B" are llama3.2-1b and llama3.2-3b.
+    (sentence,) = re.findall(r"Of the presets only (.*?) tie their\s+embeddings", works, re.DOTALL)
+    families = re.findall(r"([A-Z]\w+(?: [\d.]+(?!\d*B))?) ((?:[\d.]+B\W*(?:and\s)?)+)", sentence)
+    tying = {
+        f"{name.lower().replace(' ', '')}-{size.lower()}"
+        for name, sizes in families
+        for size in re.findall(r"[\d.]+B", sizes)
+    }
+    assert tying == {name for name in PRESETS if not preset(name).untie_embeddings_and_output_weights}
 
 
 # --- the table of fault cases --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ no field that the API does not know, and treats exit codes as the launcher does.
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,43 +25,25 @@ from tests.end_to_end.run_process import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "slurm" / "pretrain.sbatch"
-SRUN = """
-printf '%s\\n' "$@" > step
-[ -n "$STATUS" ] && exit "$STATUS"
-shift
-setsid "$@" &
-echo $! > task
-wait $!
-"""
-"""A step of one node, which really runs what it is given."""
+COMMANDS = Path(__file__).with_name("slurm_commands")
+"""Commands of SLURM that write down how they were called."""
 KILLED = 'shift; "$@"; rm -f "$CODES"; exit 143'
-"""One whose node fails before it can say how the run ended."""
+"""An srun whose node fails before it can say how the run ended."""
 RECIPE = """
 trap 'sleep 0.2; exit 75' USR1 TERM   # the run saves
 touch started
 while true; do sleep 0.05; done
 """
-SIGNAL = """
-descendants() { for pid in "$@"; do echo "$pid"; descendants $(cat /proc/$pid/task/*/children 2> /dev/null); done; }
-kill -s "$1" $(descendants $(cat task)) 2> /dev/null
-true
-"""
-"""SLURM's daemon, which signals every process that a step has started: its shells, the launcher, the ranks and their
-loaders. The batch script and srun are not among them, unless SLURM ends the job."""
-COMMANDS = {
-    "srun": SRUN,
-    "signal_step": SIGNAL,
-    "scancel": 'echo "scancel $*" >> record; signal_step "${1#--signal=}"',
-    "scontrol": 'if [ "$1" = show ]; then echo node4; echo node5; else echo "scontrol $*" >> record; fi',
-}
 REQUEUE = "scontrol requeue 10042\n"
 
 
-def submit(directory: Path, srun: str = SRUN, recipe: str = "recipe.sh", **changes: str) -> subprocess.Popen[str]:
-    """Start the script as SLURM would, with commands of SLURM that write down how they were called."""
-    for name, body in {**COMMANDS, "srun": srun}.items():
-        (directory / name).write_text(f"#!/usr/bin/env bash\n{body}\n", encoding="utf-8")
-        (directory / name).chmod(0o755)
+def submit(
+    directory: Path, srun: str | None = None, recipe: str = "recipe.sh", **changes: str
+) -> subprocess.Popen[str]:
+    """Start the script as SLURM would, with its commands, or with another ``srun``."""
+    shutil.copytree(COMMANDS, directory, dirs_exist_ok=True)
+    if srun is not None:
+        (directory / "srun").write_text(f"#!/usr/bin/env bash\n{srun}\n", encoding="utf-8")
     job = {"SLURM_JOB_ID": "10042", "SLURM_JOB_NODELIST": "node[4-5]", "STATUS": ""}
     return subprocess.Popen(
         ["bash", str(SCRIPT), recipe, "--seed", "7"],
@@ -180,14 +163,14 @@ sys.exit(code)
 """An attempt that begins at the checkpoint of an iteration and ends with a code, as ``life`` says for a ``start``."""
 
 
-def starts(directory: Path, life: str, srun: str = SRUN, at_most: int = 60) -> tuple[int, int]:
+def starts(directory: Path, life: str, srun: str | None = None, at_most: int = 60) -> tuple[int, int]:
     """Queue the job as long as it asks for that: its starts, and the last exit code."""
     (directory / "attempt.py").write_text(ATTEMPT.format(repository=str(REPOSITORY), life=life))
     (directory / "recipe.sh").write_text(f"exec {sys.executable} attempt.py\n")
     return queue(directory, srun, at_most)
 
 
-def queue(directory: Path, srun: str = SRUN, at_most: int = 60) -> tuple[int, int]:
+def queue(directory: Path, srun: str | None = None, at_most: int = 60) -> tuple[int, int]:
     for number in range(1, at_most + 1):
         before = record(directory)
         code = submit(directory, srun, MAX_FAILURES="1000").wait(timeout=60)

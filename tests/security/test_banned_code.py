@@ -26,24 +26,18 @@ BUILTINS = ("eval", "exec", "compile", "__import__")
 """Builtins that run text."""
 
 ATTRIBUTES = {
-    "load": ("torch",),
-    "load_all": ("yaml",),
-    "unsafe_load": ("yaml",),
-    "unsafe_load_all": ("yaml",),
-    "full_load": ("yaml",),
-    "full_load_all": ("yaml",),
-    "system": ("os",),
-    "popen": ("os",),
-    "unpack_archive": ("shutil",),
-    "getoutput": ("subprocess",),
-    "getstatusoutput": ("subprocess",),
-    "read_pickle": ("pandas",),
-    "all_gather_object": ("torch.distributed",),
-    "gather_object": ("torch.distributed",),
-    "scatter_object_list": ("torch.distributed",),
-    "broadcast_object_list": ("torch.distributed",),
-    "send_object_list": ("torch.distributed",),
-    "recv_object_list": ("torch.distributed",),
+    f"{module}.{name}"
+    for module, names in {
+        "torch": "load",
+        "yaml": "load_all unsafe_load unsafe_load_all full_load full_load_all",
+        "os": "system popen",
+        "shutil": "unpack_archive",
+        "subprocess": "getoutput getstatusoutput",
+        "pandas": "read_pickle",
+        "torch.distributed": "all_gather_object gather_object scatter_object_list broadcast_object_list "
+        "send_object_list recv_object_list",
+    }.items()
+    for name in names.split()
 }
 """Attributes of modules, whatever they are called with."""
 
@@ -126,7 +120,7 @@ def banned_names(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
         owner, _, attribute = dotted(node, aliases).rpartition(".")
         if owner == "builtins" and attribute in BUILTINS:
             yield attribute
-        if owner in ATTRIBUTES.get(attribute, ()):
+        if f"{owner}.{attribute}" in ATTRIBUTES:
             yield f"{owner}.{attribute}"
     if isinstance(node, ast.Attribute) and node.attr in METHODS:
         yield node.attr

@@ -267,24 +267,6 @@ def test_the_scaling_points_add_up(searched: tuple[dict[str, Any], str, str]) ->
         assert 0.9 < point["goodput"] < 1
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--num-gpus", "0"], "--num-gpus 0 must be at least 1"),
-        (["--num-gpus", "4", "--tokens", "0"], "--tokens 0.0 must be positive"),
-        (["--num-gpus", "4", "--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0 must be finite"),
-        (["--num-gpus", "4", "--cluster", "abacus"], "There is no cluster abacus: use the path"),
-        (["--num-gpus", "4", "--tensor-paralel-size", "2"], "--tensor-paralel-size is not a flag of pretrain_llama.py"),
-        (["--num-gpus", "4", "--measured", "none.jsonl"], "--measured none.jsonl cannot be read"),
-        (["--num-gpus", "4", "--tensor-model-parallel-size", "3"], "No layout on --num-gpus 4 satisfies the flags"),
-    ],
-)
-def test_a_mistake_is_one_sentence(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(*TINY, *words) != 0
-    said = capsys.readouterr().err
-    assert said.startswith(f"ERROR: {sentence}") and said.count("\n") == 1
-
-
 def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*TINY, *FEW, "--bf16", "--plan", "--plan-json", str(tmp_path / "plan.json")]
     words += ["--plan-tokens", "3e9", "--plan-price-per-gpu-hour", "2"]
