@@ -92,21 +92,6 @@ def test_the_slices_of_all_ranks_are_the_model(head: tuple[str, ...]) -> None:
     assert sum(sizes.values()) == (whole if head else whole - without)
 
 
-@pytest.mark.parametrize("layout", [(), ("--sequence-parallel",)])
-def test_a_slice_runs_forward_and_backward_in_the_shapes_of_its_rank(layout: tuple[str, ...]) -> None:
-    config = slice_of("--tensor-model-parallel-size", "2", *layout)
-    topology = config.topology(CPU)
-    model = config.build(topology)
-    config.data_parallel(topology, model).start_grad_accumulation(1)
-    length = 8 if layout else 16
-    inputs = torch.randn(length, 1, 128, requires_grad=True)
-    output = model.chunks[0](inputs)
-    assert output.shape == inputs.shape
-    output.backward(torch.randn_like(output))
-    assert inputs.grad is not None
-    assert inputs.grad.isfinite().all()
-
-
 def test_with_the_head_a_step_begins_at_the_loss_of_random_weights() -> None:
     assert output_of("--with-head").item() == pytest.approx(math.log(250), rel=0.05)
 

@@ -106,25 +106,7 @@ def test_a_file_of_words_is_read() -> None:
     assert script_recipe(text, {}).words == words
 
 
-YAML = """
-ENV_VARS:
-  A: 1
-MODEL_ARGS:
-  --num-layers: 12
-  --hidden-size: 512
-  --num-attention-heads: 8
-  --seq-length: 1024
-  --micro-batch-size: 4
-  --train-iters: 50
-  --lr: 3e-4
-  --mock-data: true
-  --bf16: false
-  --vocab-size: 50257
-  --context-parallel-size: 4
-  --cp-comm-type: a2a+p2p
-  --hierarchical-context-parallel-sizes: [2 2]
-  --use-persistent-ckpt-worker: true
-"""
+YAML = RECIPES.with_name("model_config.yaml").read_text()
 
 
 def test_a_recipe_is_explained_flag_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
