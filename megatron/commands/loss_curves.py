@@ -49,11 +49,6 @@ def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
     return [iteration for iteration, _ in points], [value for _, value in points]
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Means over ``window`` neighbours, from the first whole window on."""
-    return [sum(values[stop - window : stop]) / window for stop in range(window, len(values) + 1)]
-
-
 def name_runs(config: PlotConfig) -> Sequence[str]:
     """The name of each run in the legend."""
     if config.names and len(config.names) != len(config.metrics):
@@ -120,7 +115,8 @@ def draw_figure(config: PlotConfig) -> "Figure":
 def _draw_losses(axes: "Axes", run: History, name: str, smooth: int, in_tokens: bool) -> Any:
     """Draw the losses of a run; returns their colour."""
     places, losses = _columns(run.curve("lm_loss", in_tokens))
-    means = moving_mean(losses, smooth)
+    # Means over as many neighbours, from the first whole window on.
+    means = [sum(losses[stop - smooth : stop]) / smooth for stop in range(smooth, len(losses) + 1)]
     (line,) = axes.plot(places[smooth - 1 :], means, linewidth=1.2, alpha=0.8, label=f"{name}: training")
     places, losses = _columns(run.curve("validation_loss", in_tokens))
     if places:
