@@ -9,7 +9,7 @@ import tyro
 
 from megatron.commands.tool import run_tool, write_file
 from megatron.config.parallel import ParallelConfig
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.context_parallel import ContextSplit
 from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import EXPERT_AXES, RankGrid

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.tool import run_tool
 from megatron.config.compute import PrecisionConfig

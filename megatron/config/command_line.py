@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.dry_run import FlagFileConfig

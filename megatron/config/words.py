@@ -15,7 +15,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError

@@ -18,7 +18,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.compute import ActivationConfig, LayerUnit, RecomputeMethod
 from megatron.config.parallel import PipelineConfig
 from megatron.errors import ConfigError
-from megatron.schedules.registry import ScheduleName
+from megatron.schedules.catalog import ScheduleName
 from megatron.schedules.schedule import Placement
 from megatron.schedules.stages import (
     PlacementShape,

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.training import LearningRateConfig, OptimizerConfig
-from megatron.core.optimizer.hyperparameters import (
+from megatron.core.hyperparameters import (
     LearningRateSchedule,
     build_learning_rate_schedule,
     build_weight_decay_schedule,

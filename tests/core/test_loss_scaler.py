@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron.config.compute import PrecisionConfig
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
+from megatron.core.precision import DynamicLossScaler, LossScaler, build_loss_scaler
 
 
 def reference_scales(config: PrecisionConfig, overflows: list[bool]) -> Iterator[float]:

@@ -16,7 +16,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.commands.explain_flags import accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
@@ -26,7 +26,7 @@ from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from tests.tool_entries import ENTRIES
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from megatron.commands import convert_checkpoint, weight_checkpoints
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
 from megatron.commands.weight_checkpoints import Average, Progress
 from megatron.config.model import ModelConfig
-from megatron.core.initialization import normal_numbers, parameter_key
+from megatron.core.parameter import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
 from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, words_of

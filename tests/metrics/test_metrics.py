@@ -14,8 +14,8 @@ import pytest
 from megatron.config import command_line
 from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.optimizer import Optimizer, StepResult
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.optimizer import Optimizer, StepResult
 from megatron.errors import ConfigError
 from megatron.metrics.timers import Timers, combine, format_timer_report
 from megatron.metrics.writer import (

@@ -19,8 +19,8 @@ import pytest
 
 from megatron.config.compute import ActivationConfig
 from megatron.config.training import OptimizerConfig
+from megatron.core.activations import OffloadedTensors
 from megatron.core.data_parallel.bucket import WeightBucket
-from megatron.core.offload import OffloadedTensors
 from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import Layout, Task, train
 from tests.parallel.rows import Case

@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def triton_quantization() -> Quantization:
-    from megatron.core.backends.triton.fp8 import TritonQuantization
+    from megatron.core.backends.triton_fp8 import TritonQuantization
 
     return TritonQuantization()
 
@@ -323,7 +323,7 @@ def test_a_scale_is_divided_exactly(compiler: TritonProcess) -> None:
 
 
 def triton_gemm() -> Fp8WeightGradientKernel:
-    from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient
+    from megatron.core.backends.triton_fp8 import TritonFp8WeightGradient
 
     return TritonFp8WeightGradient()
 

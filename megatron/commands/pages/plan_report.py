@@ -28,7 +28,7 @@ from megatron.planner.step_time.cluster import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
 from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
 

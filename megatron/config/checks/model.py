@@ -8,7 +8,7 @@ from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from megatron.update_rules.rule import build_rule, update_rules
 
 

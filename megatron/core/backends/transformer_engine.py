@@ -26,7 +26,7 @@ from megatron.core.fp8 import Fp8Layers
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention, HalfPrecisionGpuKernel
 from megatron.core.ops.norm import NormThenQuantization
-from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
+from megatron.core.optimizer import AdamBuilder, SquaredNorm
 from megatron.core.parameter import ParameterInfo
 from megatron.core.tensor_parallel.layers import LayerContext
 

@@ -8,7 +8,7 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.run import RunConfig
 from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import (
+from megatron.core.hyperparameters import (
     LearningRateSchedule,
     WeightDecaySchedule,
     build_learning_rate_schedule,

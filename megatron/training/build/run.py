@@ -12,8 +12,8 @@ from megatron.checkpoint.lock import RunLock
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import build_loss_scaler
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import reach
 from megatron.features.known_product.listener import build_known_answer

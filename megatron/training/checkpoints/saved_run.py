@@ -17,7 +17,7 @@ from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.training import LearningRateConfig
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule
+from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.data_stages import FIRST_STAGE

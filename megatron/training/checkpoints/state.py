@@ -17,8 +17,8 @@ from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import LocalParam
-from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.optimizer import OptimizerState
+from megatron.core.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer import OptimizerState
 from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.evaluation_data import CountedBytes, TokenBytes
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
