@@ -46,9 +46,8 @@ def refuse_urls(places: Mapping[str, str | Path | None], remedy: str) -> None:
     """Raise :class:`ConfigError` for the first flag with a URL, where only a local path is possible."""
     for flag, place in places.items():
         if place is not None and _COLLAPSED_URL.match(str(place)):
-            raise ConfigError(
-                f"{flag} {without_password(str(place))} is a URL, but the flag needs a local path: {remedy}."
-            )
+            shown = _PASSWORD.sub("://***@", str(place))
+            raise ConfigError(f"{flag} {shown} is a URL, but the flag needs a local path: {remedy}.")
 
 
 def check_place(flag: str, url: str) -> None:
@@ -58,11 +57,6 @@ def check_place(flag: str, url: str) -> None:
         raise ConfigError(f"{flag} {url} is not a path or a URL: write two slashes after the colon.")
     if _PASSWORD.search(url):
         raise ConfigError(
-            f"{flag} {without_password(url)} contains a password, which would be logged and stored: remove it from the "
-            "URL, and set it in the environment variable that fsspec's file system for this scheme reads."
+            f"{flag} {_PASSWORD.sub('://***@', url)} contains a password, which would be logged and stored: remove it "
+            "from the URL, and set it in the environment variable that fsspec's file system for this scheme reads."
         )
-
-
-def without_password(url: str) -> str:
-    """The URL with its password replaced by ``***``."""
-    return _PASSWORD.sub("://***@", url)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.evaluate import run
+from megatron.commands.evaluate import run_tasks
 
 if __name__ == "__main__":
-    run()
+    run_tasks()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.loss_curves import main
+from megatron.commands.loss_curves import main_plot
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_plot())

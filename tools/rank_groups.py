@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.rank_pictures import main
+from megatron.commands.rank_pictures import main_groups
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_groups())

@@ -16,8 +16,7 @@ import torch
 
 from benchmarks.lib.scaling_checkpoint import layouts_fsdp, simulated_module
 from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
-from megatron.commands import planning as plan_layout
-from megatron.commands import pretrain_llama
+from megatron.commands import planning, pretrain_llama
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology
 
@@ -130,7 +129,7 @@ def search(model: str, ranks: int) -> int:
         "--precision bf16"
     )
     with _quiet(), mock.patch.object(sys, "argv", ["plan_layout.py", *words.split()]):
-        return int(plan_layout.main())
+        return int(planning.main())
 
 
 @contextlib.contextmanager

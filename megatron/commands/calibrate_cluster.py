@@ -24,6 +24,7 @@ import tyro
 from megatron.config.checks import check_run
 from megatron.errors import ConfigError, UserError
 from megatron.flags import require_at_least
+from megatron.operation.processes import available_cores
 from megatron.urls import refuse_urls
 
 SMALL_MODEL = (
@@ -105,7 +106,8 @@ def calibrate(config: CalibrateConfig) -> str | None:
             measured = measure(plan, ranks, advance)
         if process.rank:
             return None  # all ranks have measured, one writes
-        found = calibrated(plan, measured, base, host_memory_gib() / process.local_world_size, ranks)
+        host_memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        found = calibrated(plan, measured, base, host_memory_gib / process.local_world_size, ranks)
         machine = f"{process.world_size} processes, {process.local_world_size} on each node, {device.type}"
         if is_cpu:
             machine += f", {available_cores()} cores"
@@ -124,16 +126,6 @@ def _progress(total: int, rank: int) -> Iterator[Callable[[str, int], None]]:
             bar.update(count)
 
         yield advance
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def host_memory_gib() -> float:
-    """Memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,27 +1,25 @@
-"""Evaluate a model on whole texts: loss, perplexity and bits per byte.
-
-Architecture, tokenizer, precision and masks come from the checkpoint of --load; every flag of pretrain_llama.py may
-follow, such as the flags of a parallel layout under torchrun --nproc-per-node N.
-"""
+"""Evaluate a model: the loss of whole texts, and tasks of lm-eval."""
 
 import json
 import math
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import tyro
 
 from megatron.commands import pretrain_llama
-from megatron.commands.tool import write_file
+from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.compute import PrecisionConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.inference import EvaluateConfig
+from megatron.config.inference import EvaluateConfig, LoadedModelConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
@@ -41,21 +39,16 @@ if TYPE_CHECKING:
     from megatron.training.build.plan import RunPlan
     from megatron.training.context import RunContext
 
+TEXTS = """\
+Evaluate a model on whole texts: loss, perplexity and bits per byte.
+
+Architecture, tokenizer, precision and masks come from the checkpoint of --load; every flag of pretrain_llama.py may
+follow, such as the flags of a parallel layout under torchrun --nproc-per-node N.
+"""
+"""Text of ``tools/evaluate.py --help``."""
 _MICROBATCH_TOKENS = 4096
 _LONGEST_WINDOW = 4096
 _LARGEST_EXPONENT = 700.0  # of a double
-
-
-def parse_arguments(arguments: Sequence[str], print_messages: bool) -> tuple[EvaluateConfig, list[str]]:
-    """The flags of this tool, and the words for ``pretrain_llama.py``."""
-    return tyro.cli(
-        EvaluateConfig,
-        args=list(arguments),
-        prog="evaluate.py",
-        description=__doc__,
-        return_unknown_args=True,
-        console_outputs=print_messages,
-    )
 
 
 def run_config(
@@ -144,7 +137,14 @@ def check_flags(config: RunConfig) -> None:
 
 def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Evaluate as ``arguments`` say."""
-    evaluate, words = parse_arguments(arguments, rank == 0)
+    evaluate, words = tyro.cli(
+        EvaluateConfig,
+        args=list(arguments),
+        prog="evaluate.py",
+        description=TEXTS,
+        return_unknown_args=True,
+        console_outputs=rank == 0,
+    )
     given = parse_command_line(words, print_messages=rank == 0)
     if not evaluate.input:
         raise ConfigError("--input is missing: set it to the texts to evaluate.")
@@ -256,6 +256,115 @@ def describe(name: str, row: dict[str, Any]) -> str:
 
 main = partial(pretrain_llama.main, start=start)
 run = partial(pretrain_llama.run, start=start)
+
+
+# --- tasks of lm-eval ----------------------------------------------------------------------------------------
+
+TASKS = """\
+Evaluate a trained model on tasks of EleutherAI's lm-eval (pip install lm-eval), such as hellaswag.
+
+Runs in one process, or with tensor and pipeline parallelism under torchrun --nproc-per-node N. The table of the results
+goes to standard output.
+"""
+"""Text of ``tools/evaluate_tasks.py --help``."""
+
+
+@dataclass(frozen=True)
+class EvaluateTasksConfig(LoadedModelConfig):
+    """Model and tasks."""
+
+    tasks: tuple[str, ...] = ()
+    """Names of tasks and of groups of tasks."""
+    include_path: str | None = None
+    """Directory with tasks of your own (YAML files). A task file may name Python code beside it, which lm-eval runs:
+    name only directories that you trust."""
+    num_fewshot: int | None = None
+    """Examples before each question (default: the task's number)."""
+    limit: int | None = None
+    """Questions of each task, for a trial (default: all)."""
+    batch_size: int = 8
+    """Questions that are computed at once."""
+    seed: int = 1234
+    """Seed of the choice of examples."""
+    json: str | None = None
+    """File for the results."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.tasks:
+            raise ConfigError("--tasks is missing: set it to names of tasks, such as hellaswag.")
+        refuse_urls(values_of(self, "include_path", "json"), "use a local path")
+        if self.include_path is not None and not Path(self.include_path).is_dir():
+            raise ConfigError(f"--include-path {self.include_path} is not a directory: name the one with the tasks.")
+        require_at_least(1, values_of(self, "limit", "batch_size"))
+        require_at_least(0, values_of(self, "num_fewshot", "seed"))
+
+
+def evaluate_tasks(config: EvaluateTasksConfig) -> dict[str, Any]:
+    """lm-eval's results, the same on every rank. Raises :class:`ConfigError` for an unknown task."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise ConfigError(f"tools/evaluate_tasks.py needs lm-eval ({error}): pip install lm-eval.") from error
+    from megatron.inference.lm_eval_model import LmEvalModel
+    from megatron.inference.loading import open_model
+
+    manager = None
+    # lm-eval reads thousands of files to know its own tasks.
+    for with_lm_evals in (False, True) if config.include_path is not None else (True,):
+        manager = TaskManager(include_path=config.include_path, include_defaults=with_lm_evals)
+        unknown = [name for name in config.tasks if not manager.match_tasks([name])]
+        if not unknown:
+            break
+    if unknown:
+        raise ConfigError(
+            f"--tasks {' '.join(unknown)}: lm-eval has no such task: `lm-eval ls tasks` lists them, and --include-path "
+            "adds your own."
+        )
+    with open_model(config) as model:
+        results: dict[str, Any] = simple_evaluate(
+            LmEvalModel(model, config.batch_size, config.add_bos),
+            tasks=[*config.tasks],
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            task_manager=manager,
+            bootstrap_iters=0,
+            log_samples=False,
+            random_seed=config.seed,
+            numpy_random_seed=config.seed,
+            torch_random_seed=config.seed,
+            fewshot_random_seed=config.seed,
+        )
+        return results
+
+
+def show(results: dict[str, Any], config: EvaluateTasksConfig) -> None:
+    """Print the table, and write ``--json``."""
+    from lm_eval.utils import make_table
+
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    if config.json is not None:
+        kept = {name: results.get(name) for name in ("results", "groups", "versions", "n-shot", "n-samples")}
+        model = config.load if config.load is not None else config.load_hf
+        write_file("--json", config.json, json.dumps({"model": model, **kept}, indent=2) + "\n")
+
+
+def evaluate_and_show(config: EvaluateTasksConfig, rank: int) -> None:
+    config.check()
+    with redirect_stdout(sys.stderr):  # the table alone is the output
+        results = evaluate_tasks(config)
+    if rank == 0:
+        show(results, config)
+
+
+main_tasks = partial(run_on_ranks, EvaluateTasksConfig, evaluate_and_show, TASKS)
+
+
+def run_tasks() -> NoReturn:
+    exit_at_once(main_tasks())
 
 
 if __name__ == "__main__":

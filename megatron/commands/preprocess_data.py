@@ -131,16 +131,6 @@ class _Records:
             )
         return Counts(**record["counts"])
 
-    def remove_partitions(self) -> None:
-        """Remove the merged partitions."""
-        for number in range(self.count):
-            for key in self._job.task.form.keys:
-                for kind in (".idx", ".bin", SUFFIX):
-                    with suppress(FileNotFoundError):
-                        os.remove(output_of(self.prefix(number), key) + kind)
-            with suppress(FileNotFoundError):
-                os.remove(f"{self.prefix(number)}.json")
-
 
 def run_partitions(job: Job, count: int, only: int | None, vocab_size: int, progress: MakeProgress) -> Counts:
     """Do the partitions that are not complete yet (``only`` this one), and merge if all are; returns all counts."""
@@ -199,7 +189,14 @@ def _merge_all(job: Job, records: _Records, seconds: float) -> Counts:
         prefixes = [output_of(records.prefix(number), key) for number in range(records.count)]
         merge_datasets(prefixes, output_of(job.output_prefix, key))
     records.write(_MERGED, total)
-    records.remove_partitions()
+    # The merged partitions are not needed any more.
+    for number in range(records.count):
+        for key in job.task.form.keys:
+            for kind in (".idx", ".bin", SUFFIX):
+                with suppress(FileNotFoundError):
+                    os.remove(output_of(records.prefix(number), key) + kind)
+        with suppress(FileNotFoundError):
+            os.remove(f"{records.prefix(number)}.json")
     return total
 
 

@@ -1,18 +1,21 @@
-"""Checkpoints of weights alone: what the commands that write them share."""
+"""Checkpoints of weights alone: what the commands that write them share, and the average of checkpoints."""
 
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands.tool import run_tool
 from megatron.config.compute import PrecisionConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig, preset
-from megatron.errors import CheckpointError, UserError
-from megatron.flags import changed_words
+from megatron.errors import CheckpointError, ConfigError, UserError
+from megatron.flags import changed_words, require_at_least, require_positive
+from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     import torch
@@ -157,3 +160,85 @@ def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
         raise missing_checkpoint(root)
     verify_share(root, iteration, rank=0, size=1)
     return SavedTensors(root, iteration)
+
+
+# --- the average of checkpoints --------------------------------------------------------------------------------
+
+AVERAGE = """\
+Average the weights of several checkpoints of one run, for example of the stable phase of --lr-decay-style WSD.
+
+The result is a checkpoint of weights alone, without optimizer state: it can be evaluated, exported, and trained on with
+--finetune. It is written block by block, so memory does not grow with the model.
+"""
+"""Text of ``tools/average_checkpoints.py --help``."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """The average of checkpoints."""
+
+    load: str
+    """Directory or URL of the checkpoints."""
+    iterations: tuple[int, ...]
+    """Iterations to average, at least two."""
+    save: str
+    """Directory for the average; it must not have a checkpoint yet."""
+    weights: tuple[float, ...] = ()
+    """A weight for each iteration, divided by their sum (default: all count the same)."""
+
+    def check(self) -> None:
+        check_place("--load", self.load)
+        refuse_urls({"--save": self.save}, "name a directory")
+        if len(set(self.iterations)) < max(2, len(self.iterations)):
+            raise ConfigError(
+                f"--iterations {' '.join(map(str, self.iterations))} must be at least two different iterations."
+            )
+        require_at_least(0, {"--iterations": min(self.iterations)})
+        if self.weights and len(self.weights) != len(self.iterations):
+            raise ConfigError(
+                f"--weights has {len(self.weights)} values for {len(self.iterations)} iterations: give one for each."
+            )
+        for weight in self.weights:
+            require_positive({"--weights": weight})
+
+    @property
+    def iteration(self) -> int:
+        """The iteration under which the average is saved."""
+        return max(self.iterations)
+
+
+def average(config: Average, progress: Progress) -> str:
+    """Write the average; returns the message for the user."""
+    from megatron.checkpoint.directory import iteration_directory
+    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.schema import upgrade
+    from megatron.checkpoint.streaming import AveragedModel
+    from megatron.checkpoint.tokenizer_files import tokenizer_of
+    from megatron.training.checkpoints.comparison import check_architecture
+
+    check_unused(Path(config.save))
+    saved = [verified_checkpoint(config.load, iteration) for iteration in config.iterations]
+    states = [upgrade(one.manifest.state, one.manifest.format_version) for one in saved]
+    architecture = states[0].architecture
+    for one, state in zip(saved, states):
+        where = f"The checkpoint of iteration {one.iteration} in {config.load}"
+        check_architecture(asdict(architecture), asdict(state.architecture), where, "average checkpoints of one run")
+    model = AveragedModel(saved, config.weights or [1.0] * len(saved), progress.advance)
+    tokenizer = tokenizer_of(states[0], path_of(config.load), saved[0].iteration)
+    source = replace(states[0], generation_config=None)
+    state, furnish = derived_weights(source, tokenizer, architecture, config.iteration, config.save)
+    command = save_weights(config.save, model, state, progress, furnish)
+    return (
+        f"wrote the average of iterations {', '.join(map(str, config.iterations))} to "
+        f"{iteration_directory(Path(config.save), config.iteration)}, without optimizer state\n{command}"
+    )
+
+
+def run(config: Average) -> None:
+    config.check()
+    with Progress() as progress:
+        message = average(config, progress)
+    print(message)
+
+
+main = partial(run_tool, Average, run, AVERAGE, interrupted="nothing has")

@@ -6,12 +6,12 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron.errors import ConfigError, DataError
 from megatron.flags import values_of
@@ -113,13 +113,18 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
         # | records up to the checkpoint | records after it, a torn line |   read from the end
         # ................................^ end: the file is cut here
         num_others, has_records, end, kept = 0, False, 0, b"\n"
-        for start, line in _lines_from_the_end(file):
-            iteration = _record(line.decode("utf-8", errors="replace")).get("iteration")
-            has_records = has_records or isinstance(iteration, int)
-            if isinstance(iteration, int) and (is_new_run or iteration <= resume_iteration):
-                end, kept = start + len(line), line
-                break
-            num_others += 1
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            stop = len(content)
+            while stop:
+                start = content.rfind(b"\n", 0, stop - 1) + 1
+                line = content[start:stop]
+                iteration = _record(line.decode("utf-8", errors="replace")).get("iteration")
+                has_records = has_records or isinstance(iteration, int)
+                if isinstance(iteration, int) and (is_new_run or iteration <= resume_iteration):
+                    end, kept = stop, line
+                    break
+                num_others += 1
+                stop = start
         # A crash may leave a single damaged line; several lines without a record are another kind of file.
         if num_others > 1 and not has_records:
             raise ConfigError(f"--metrics-jsonl {path} is not a metrics file: use another one.")
@@ -130,16 +135,6 @@ def _rewind_jsonl(path: Path, resume_iteration: int) -> None:
                 file.write(b"\n")
     if is_new_run:
         os.replace(path, path.with_name(path.name + ".previous"))
-
-
-def _lines_from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Start and content of every line of a file that is not empty, the last line first."""
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        end = len(content)
-        while end:
-            start = content.rfind(b"\n", 0, end - 1) + 1
-            yield start, content[start:end]
-            end = start
 
 
 Point = tuple[float, float]

@@ -1,9 +1,13 @@
-"""The fit to published runs: its rows, its errors, the record that the planner reads, and the page that states them."""
+"""The fit to published runs: its rows, its errors, the record that the planner reads, and the page that states them.
+Layouts of real processes on this machine take about as long as a calibration of the machine predicts."""
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +22,7 @@ from megatron.planner.search.accuracy import CORRECTED_ERROR, KNOWN_ERROR, OWN_E
 from megatron.planner.step_time.prices import CONSTANTS, load_fitted, load_record
 from megatron.planner.step_time.published import PublishedRun, predict, read_published
 from megatron.planner.step_time.workload import Array
-from tests.end_to_end.run_process import REPOSITORY
+from tests.end_to_end.run_process import REPOSITORY, environment
 
 PAGE = REPOSITORY / "docs/planner.md"
 
@@ -224,3 +228,16 @@ def test_state_between_two_steps_is_what_other_software_holds() -> None:
 def test_the_page_has_the_published_peaks() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert "\n".join(lines()) in page
+
+
+@pytest.mark.slow(reason="compares times, which needs two quiet cores for minutes")
+def test_ten_layouts_take_as_long_as_predicted(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "benchmarks/benchmark_planner_cpu.py", "--json", str(figures)]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    print(done.stdout)
+    assert len(found["rows"]) == 10
+    assert found["median_error"] <= 0.10
+    assert found["pairs_in_order"] >= 0.9 * found["pairs_apart"]

@@ -3,10 +3,11 @@ checkpoint, too."""
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from megatron.architectures.catalog import PRESET_VOCABULARIES
+from megatron.architectures.catalog import PRESET_VOCABULARIES, PRESETS
 from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
@@ -96,24 +97,29 @@ def test_experts_are_as_wide_as_the_mlp_by_default() -> None:
     assert architecture.moe_ffn_hidden_size == architecture.ffn_hidden_size == 384
 
 
-PUBLISHED: dict[str, tuple[float, tuple[float, ...]]] = {
-    "mixtral-8x7b": (12.88, (79.713, 82.934, 102.261)),
-    "mixtral-8x22b": (39.16, (242.212, 250.668, 301.402)),
-    "qwen3-30b-a3b": (3.35, (23.082, 27.914)),
-    "qwen3-235b-a22b": (22.19, (148.331, 167.255)),
-    "llama4-scout": (17.17, (102.867, 108.907, 117.967)),
-    "llama4-maverick": (17.18, (102.938, 108.978, 118.038)),
+PUBLISHED = {
+    name: [float(number) for number in numbers]
+    for name, *numbers in map(str.split, Path(__file__).with_name("published_models.txt").read_text().splitlines()[1:])
 }
-"""Billions of active parameters, and GFLOP of a token at 4096, 8192 and 32768 tokens."""
+
+
+def test_every_published_preset_is_counted() -> None:
+    assert PUBLISHED.keys() == PRESETS.keys() - {"tiny", "tiny-moe", "tiny-llama4"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_active_parameters_and_flops_of_published_models(name: str) -> None:
-    """test_command_line.py has the number of all parameters."""
-    active, gflops = PUBLISHED[name]
-    architecture = preset(name).resolve(PRESET_VOCABULARIES[name], 1, 4096)
-    assert round(architecture.num_active_parameters() / 1e9, 2) == active
-    for length, gflop in zip((4096, 8192, 32768), gflops):
+def test_parameters_flops_and_vocabulary_of_published_models(name: str) -> None:
+    vocab_size, parameters, *of_experts = PUBLISHED[name]
+    architecture = preset(name).resolve(int(vocab_size), 1, 4096)
+    assert architecture.num_parameters() == parameters
+    assert architecture.padded_vocab_size == vocab_size, "the published sizes have no padding"
+    mock = ["--mock-data", "--model", name]
+    assert parse_command_line(mock).mock_vocab_size == vocab_size
+    assert parse_command_line([*mock, "--vocab-size", "500"]).mock_vocab_size == 500
+    assert parse_command_line(["--mock-data", "--model", "tiny"]).mock_vocab_size is None
+    for active in of_experts[:1]:
+        assert round(architecture.num_active_parameters() / 1e9, 2) == active
+    for length, gflop in zip((4096, 8192, 32768), of_experts[1:]):
         assert round(architecture.flops_per_token(length) / 1e9, 3) == gflop
 
 

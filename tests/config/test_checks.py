@@ -107,6 +107,15 @@ BOUNDS = {
 }
 """Values outside of a bound, and a value inside; all of them exclude -1."""
 
+BOUND_OF_FLAG = {
+    flag: bound
+    for line in re.sub(r"\n +", " ", Path(__file__).with_name("bounds_of_flags.txt").read_text()).splitlines()
+    for bound, _, flags in [line.partition(": ")]
+    if not line.startswith("#")
+    for flag in flags.split()
+}
+"""A bound that changes in the code must be changed there, too."""
+
 OTHER_NUMBERS = """
     spike-window min-lr ckpt-step straggler-threshold profile-step-end rotary-percent hidden-dropout
     attention-dropout
@@ -128,14 +137,16 @@ def is_other(flag: str) -> bool:
     return flag.removeprefix("--") in OTHER_NUMBERS.split()
 
 
-def test_the_numbers_without_a_bound_of_their_own_exist() -> None:
-    assert sum(is_other(flag) for flag, _ in flags_with_numbers()) == len(OTHER_NUMBERS.split())
+def test_every_number_stands_once_in_a_table() -> None:
+    listed = [f"--{name}" for name in (*BOUND_OF_FLAG, *OTHER_NUMBERS.split())]
+    assert sorted(listed) == sorted(flag for flag, _ in flags_with_numbers())
 
 
 @pytest.mark.parametrize(("flag", "is_integer"), [one for one in flags_with_numbers() if not is_other(one[0])])
 def test_a_number_outside_of_its_bound_is_refused_by_name_and_one_inside_is_not(flag: str, is_integer: bool) -> None:
     bound = re.search(rf"{flag} -1(\.0)? must ([^.]*)\.", str(refuse(f"{GOOD} {flag} -1", 1)))
     assert bound is not None, "the number has no bound"
+    assert bound[2] == BOUND_OF_FLAG[flag.removeprefix("--")]
     outside, inside = BOUNDS[bound[2]]
     for value in outside:
         if not (is_integer and value == "nan"):
@@ -208,13 +219,15 @@ def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     (package,) = megatron.__path__
     modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py")]
     modules += Path(package, "update_rules").glob("[!r]*.py")
-    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py, test_megatron_recipes.py and
-    # test_bash_scripts.py of files;
+    # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py and test_megatron_recipes.py of files;
     # tests/inference of the flags of tools that use a model.
-    others: tuple[str, ...] = ("faults.py", "run_yaml.py", "recipes.py", "inference.py")
+    others: tuple[str, ...] = ("faults.py", "recipes.py", "inference.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}
+    yaml = ("read_run_yaml", "_yaml_words", "_yaml_texts")
+    words = trees[Path(package, "config/words.py")]
+    words.body = [node for node in words.body if getattr(node, "name", "") not in yaml]
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.
     trees |= {
         file: ast.Module([node for node in ast.walk(tree) if getattr(node, "name", "") == "check"], [])  # type: ignore[misc]

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.architectures.catalog import PRESETS
 from megatron.commands.pretrain_llama import main, name_flags_without_effect
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line
@@ -332,51 +331,6 @@ def test_lists_take_several_values() -> None:
     config = parse_command_line(["--data-path", "0.7", "a", "0.3", "b", "--rampup-batch-size", "32", "32", "1000"])
     assert config.data.data_path == ("0.7", "a", "0.3", "b")
     assert config.training.rampup_batch_size == (32, 32, 1000)
-
-
-PARAMETERS = [
-    ("llama2-7b", 32000, 6_738_415_616),
-    ("llama2-13b", 32000, 13_015_864_320),
-    ("llama2-70b", 32000, 68_976_648_192),
-    ("llama3-8b", 128256, 8_030_261_248),
-    ("llama3-70b", 128256, 70_553_706_496),
-    ("llama3.1-8b", 128256, 8_030_261_248),
-    ("llama3.1-70b", 128256, 70_553_706_496),
-    ("llama3.1-405b", 128256, 405_853_388_800),
-    ("llama3.2-1b", 128256, 1_235_814_400),
-    ("llama3.2-3b", 128256, 3_212_749_824),
-    ("llama3.3-70b", 128256, 70_553_706_496),
-    ("qwen3-0.6b", 151936, 596_049_920),
-    ("qwen3-1.7b", 151936, 1_720_574_976),
-    ("qwen3-4b", 151936, 4_022_468_096),
-    ("qwen3-8b", 151936, 8_190_735_360),
-    ("qwen3-14b", 151936, 14_768_307_200),
-    ("qwen3-32b", 151936, 32_762_123_264),
-    ("mixtral-8x7b", 32000, 46_702_792_704),
-    ("mixtral-8x22b", 32768, 140_630_071_296),
-    ("qwen3-30b-a3b", 151936, 30_532_122_624),
-    ("qwen3-235b-a22b", 151936, 235_093_634_560),
-    ("llama4-scout", 202048, 107_769_861_120),
-    ("llama4-maverick", 202048, 400_711_848_960),
-]
-
-
-@pytest.mark.parametrize(("name", "vocab_size", "parameters"), PARAMETERS)
-def test_a_preset_has_the_published_number_of_parameters(name: str, vocab_size: int, parameters: int) -> None:
-    config = preset(name).resolve(vocab_size, tensor_parallel_size=1, seq_length=4096)
-    assert config.num_parameters() == parameters
-    assert config.padded_vocab_size == vocab_size, "the published sizes have no padding"
-
-
-def test_mock_data_takes_the_vocabulary_of_the_preset_unless_a_size_is_given() -> None:
-    for name, vocab_size, _ in PARAMETERS:
-        assert parse_command_line(["--mock-data", "--model", name]).mock_vocab_size == vocab_size
-        assert parse_command_line(["--mock-data", "--model", name, "--vocab-size", "500"]).mock_vocab_size == 500
-    assert parse_command_line(["--mock-data", "--model", "tiny"]).mock_vocab_size is None
-
-
-def test_every_published_preset_is_counted() -> None:
-    assert {name for name, _, _ in PARAMETERS} == set(PRESETS) - {"tiny", "tiny-moe", "tiny-llama4"}
 
 
 WITHOUT_FUSION = (

@@ -2,20 +2,27 @@
 
 ``recipes/megatron_functional_tests.json`` has the flags (and nothing else) of the files
 ``tests/functional_tests/test_cases/gpt/*/model_config.yaml`` of NVIDIA/Megatron-LM (BSD-3-Clause and Apache-2.0).
+
+``--explain-flags`` reads a script as bash does: its flags are those that the programs of the script receive. Every
+script of ``recipes/shell_scripts.txt`` runs in bash, too, with stubs in place of ``torchrun``, ``python``, ``srun``.
 """
 
+import os
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files
+from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files, recorded
 from megatron.commands.pretrain_llama import main
+from megatron.config.bash.syntax import parse
 from megatron.config.command_line import parse_line
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
-from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, edited, read_recipes, script_recipe
+from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, Recipe, edited, read_recipes, script_recipe
 from megatron.config.run import RunConfig
 from megatron.config.words import all_spellings, fields_by_flag, split_words
+from megatron.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
 ALL = {name: recipe.words for name, recipe in read_recipes(RECIPES, {}).by_name.items()}
@@ -99,25 +106,7 @@ def test_a_file_of_words_is_read() -> None:
     assert script_recipe(text, {}).words == words
 
 
-YAML = """
-ENV_VARS:
-  A: 1
-MODEL_ARGS:
-  --num-layers: 12
-  --hidden-size: 512
-  --num-attention-heads: 8
-  --seq-length: 1024
-  --micro-batch-size: 4
-  --train-iters: 50
-  --lr: 3e-4
-  --mock-data: true
-  --bf16: false
-  --vocab-size: 50257
-  --context-parallel-size: 4
-  --cp-comm-type: a2a+p2p
-  --hierarchical-context-parallel-sizes: [2 2]
-  --use-persistent-ckpt-worker: true
-"""
+YAML = RECIPES.with_name("model_config.yaml").read_text()
 
 
 def test_a_recipe_is_explained_flag_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,3 +176,123 @@ def test_what_is_no_recipe_is_named(
     assert f"{tmp_path / name} {sentence}" in capsys.readouterr().err
     assert main(["--explain-flags", str(tmp_path / "nowhere")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+# --- shell scripts -------------------------------------------------------------------------------------------
+
+PARTS = Path(__file__).with_name("recipes").joinpath("shell_scripts.txt").read_text().split("#### ")[1:]
+SCRIPTS = dict(part.split("\n", 1) for part in PARTS)
+"""By name, which stands behind #### in the file."""
+ENVIRONMENT = {"PATH": os.environ["PATH"], "OUTSIDE": "7", "PWD": "/tmp"}
+
+
+def as_read(text: str) -> Recipe:
+    return script_recipe(text, ENVIRONMENT)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_flags_that_are_read_are_those_that_bash_gives_to_the_program(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.sh"
+    script.write_text(SCRIPTS[name])
+    environment = {**ENVIRONMENT, "PWD": str(tmp_path)}
+    read, ran = script_recipe(SCRIPTS[name], environment), recorded(script, environment).by_name["train.sh"]
+    assert (read.words, read.num_ranks) == (ran.words, ran.num_ranks)
+    assert read.words
+
+
+@pytest.mark.parametrize(
+    ("text", "remark"),
+    [
+        (
+            "if [ -f corpus.bin ]; then A=(--data-path corpus); else A=(--mock-data); fi\n",
+            "line 1: whether [ -f corpus.bin ] holds is not known without running the script: the commands after it "
+            "are left out.",
+        ),
+        (
+            'A=(--mock-data)\nif [ -n "$PROJECT" ]; then\n  A+=(--wandb-project x)\nfi\n',
+            'line 2: [ -n "$PROJECT" ] is read with $PROJECT empty: the commands after it are left out.',
+        ),
+        (
+            "A=(--mock-data)\ncase $(hostname) in a*) A+=(--bf16) ;; esac\n",
+            "line 2: the value of $(hostname) is not known: no branch of case is read.",
+        ),
+        ("A=(--mock-data)\nsource ./cluster.sh\n", "line 2: ./cluster.sh is not read."),
+        ("A=(--mock-data $EXTRA)\n", "$EXTRA: no value is known, so the text stands in the flags."),
+    ],
+)
+def test_what_cannot_be_decided_is_said(text: str, remark: str) -> None:
+    recipe = as_read(text + "torchrun pretrain_small.py ${A[@]}\n")
+    assert recipe.remarks == (remark,)
+    assert recipe.words == ["--mock-data"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # A test that changes nothing is not mentioned.
+        (
+            '[ -d "$1" ] || mkdir "$1"\nif [ ! -f x.py ]; then echo no; exit 1; fi\ntorchrun pretrain_small.py --bf16',
+            "--bf16",
+        ),
+        # The program is read where only one branch starts it.
+        ("if [ -f a ]; then torchrun pretrain_small.py --bf16; else exit 1; fi\n", "--bf16"),
+        # The text of an unknown value stays where a flag needs it.
+        (
+            "torchrun pretrain_small.py --lr $LR $MORE --data-path 0.5 $A $MORE --bf16 $MORE\n",
+            "--lr $LR --data-path 0.5 $A $MORE --bf16",
+        ),
+        # A script without a program gives the flags of its variables.
+        ('MODEL="--num-layers 4"\nA=(--bf16)\nNAME=x\n', "--num-layers 4 --bf16"),
+    ],
+)
+def test_flags_are_read_where_something_is_not_known(text: str, words: str) -> None:
+    recipe = as_read(text)
+    assert recipe.words == words.split()
+    if "torchrun" not in text:
+        assert recipe.remarks == ("The script starts no Python file: the flags of all its variables are read.",)
+    elif "mkdir" in text:
+        assert not recipe.remarks
+
+
+@pytest.mark.parametrize("text", ["if true; then\n", "A=(1\n", "echo 'a\n", "case x in\n", "echo )\n", "[[ a\n"])
+def test_text_that_is_no_script_is_named_with_its_line(text: str) -> None:
+    with pytest.raises(ValueError, match=r"line [12]"):
+        parse(text)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("bash") is None, reason="runs a script")
+def test_a_script_is_run_only_if_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"touch {tmp_path}/executed\nA=$(echo --bf16; python -c 'print(\"--seed 3\")')\ntorchrun pretrain_x.py $A\n"
+    )
+    assert main(["--explain-flags", str(script)]) == 2
+    assert "$(echo --bf16" in capsys.readouterr().out
+    assert not (tmp_path / "executed").exists()
+    main(["--explain-flags", str(script), "--explain-run-script"])
+    assert "--bf16\n  --seed 3\n" in capsys.readouterr().out
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(shutil.which("bash") is None, reason="runs a script")
+def test_a_script_that_starts_nothing_is_refused(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("echo no corpus >&2\nexit 3\n")
+    with pytest.raises(ConfigError, match=r"ended with 3 and started no Python file by .*\(no corpus\)"):
+        recorded(script, ENVIRONMENT)
+    with pytest.raises(ConfigError, match="--explain-run-script runs a shell script"):
+        recorded(tmp_path, ENVIRONMENT)
+
+
+def test_a_flag_with_a_blank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text('A=("--lr 1e-3")\ntorchrun pretrain_x.py --model tiny "${A[@]}"\n')
+    assert main(["--explain-flags", str(script)]) == 2
+    assert "'--lr 1e-3' is one word with a blank: write two words, or take the quotes" in capsys.readouterr().out

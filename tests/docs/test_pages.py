@@ -1,26 +1,38 @@
-"""What README, docs and examples name is there: files, flags and tests. The build of test_site.py reads the links."""
+"""What README, docs and examples name is there: files, flags, tests and links. The site of the documentation is built
+strictly, with nothing from the network, and has what the pages have."""
 
 import ast
 import re
+import shutil
+from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from markdown_it import MarkdownIt
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
 
+from megatron.architectures.catalog import PRESETS
 from megatron.commands.explain_flags import accepted_flags, megatron_flags
+from megatron.config.checks import check_run
+from megatron.config.command_line import parse_command_line
 from megatron.config.help import Flag, flags_of
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
+from megatron.config.model import preset
 from megatron.config.run import RunConfig
+from megatron.errors import ConfigError
+from megatron.schedules.catalog import SCHEDULES
+from tests.tool_entries import ENTRIES
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
 SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
-PROGRAMS = {
-    path.stem: path for place in ("megatron/commands", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")
-}
+PROGRAMS = {path.stem: path for place in ("tools", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
@@ -78,15 +90,18 @@ TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelC
 @cache
 def flags_of_script(path: Path) -> frozenset[str]:
     """The flags of a tool or benchmark: the fields of its dataclasses, and of the groups that these take over."""
-    source = path.read_text(encoding="utf-8")
+    entry = ENTRIES[path.stem] if path.parent.name == "tools" else None
+    source = (entry.source if entry else path).read_text(encoding="utf-8")
     found = set(re.findall(r'aliases=\["(--[\w-]+)"\]', source))
-    for definition in ast.walk(ast.parse(source)):
-        if isinstance(definition, ast.ClassDef) and definition.decorator_list:
-            fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
-            found |= {flag for one in fields for flag in flags_of_field(one)}
-            for base in map(ast.unparse, definition.bases):
-                found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
-                found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
+    definitions = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.decorator_list
+    ]
+    for definition in entry.classes() if entry else definitions:
+        fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
+        found |= {flag for one in fields for flag in flags_of_field(one)}
+        for base in map(ast.unparse, definition.bases):
+            found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
+            found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
     if path == PROGRAMS["overfit_check"]:
         found |= pretrain_flags()
     if path == PROGRAMS["evaluate"]:
@@ -205,6 +220,42 @@ def test_the_picture_of_the_strategies_has_a_letter_for_half_a_byte() -> None:
     assert [float(number) for *_, number in rows] == [18, 6 + 12 / 8, 2 + 16 / 8, 16 / 8]
 
 
+def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternatives_of_the_page() -> None:
+    page = (REPOSITORY / "docs/data_parallel.md").read_text(encoding="utf-8")
+    section = page.partition("## FSDP, a V schedule and tied embeddings")[2].partition("\n## ")[0]
+    refused, _, works = section.partition("What works:")
+    fsdp, tied = "optim_grads_params", "--no-untie-embeddings-and-output-weights"
+
+    def check(strategy: str, schedule: str, embeddings: str = tied) -> None:
+        run = "--model tiny --mock-data --vocab-size 99 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
+        chunks = "--num-virtual-stages-per-pipeline-rank 2" if schedule == "interleaved" else ""
+        layout = f"--data-parallel-sharding-strategy {strategy} --pipeline-model-parallel-size 2 {chunks}"
+        check_run(parse_command_line(f"{run} {layout} --pipeline-schedule {schedule} {embeddings}".split()), 4)
+
+    in_v = {name for name, spec in SCHEDULES.items() if spec.placement == "v"}
+    named = {text: set(re.findall(rf"`(?:[^`]* )?({'|'.join(SCHEDULES)})`", text)) for text in (refused, works)}
+    assert named == {refused: in_v, works: {"1f1b", "interleaved", "zb-h1"}} and tied in refused and fsdp in refused
+    strategies = re.findall(r"`(?:[^`]* )?(optim(?:_grads)?)`", works)
+    assert strategies == ["optim", "optim_grads"]
+    for schedule in in_v:
+        with pytest.raises(ConfigError, match=r"tied embedding .*docs/data_parallel\.md.*use another schedule"):
+            check(fsdp, schedule)
+        for strategy in strategies:
+            check(strategy, schedule)
+        check(fsdp, schedule, "--untie-embeddings-and-output-weights")
+    for schedule in named[works]:
+        check(fsdp, schedule)
+    # "Llama 3.2 1B and 3B" are llama3.2-1b and llama3.2-3b.
+    (sentence,) = re.findall(r"Of the presets only (.*?) tie their\s+embeddings", works, re.DOTALL)
+    families = re.findall(r"([A-Z]\w+(?: [\d.]+(?!\d*B))?) ((?:[\d.]+B\W*(?:and\s)?)+)", sentence)
+    tying = {
+        f"{name.lower().replace(' ', '')}-{size.lower()}"
+        for name, sizes in families
+        for size in re.findall(r"[\d.]+B", sizes)
+    }
+    assert tying == {name for name in PRESETS if not preset(name).untie_embeddings_and_output_weights}
+
+
 # --- the table of fault cases --------------------------------------------------------------------------------------
 
 FAULTS = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8").partition("## Fault cases")[2]
@@ -236,3 +287,73 @@ def test_the_tests_of_a_row_exist(case: str) -> None:
         assert (REPOSITORY / path).is_file(), path
         assert not name or name in functions(path), word
     assert shown.strip() or "ot measured" in claim, "a claim without a test"
+
+
+# --- the site ------------------------------------------------------------------------------------------------
+
+TAGS = ("h1", "h2", "h3", "p", "ul", "ol", "li", "table", "tr", "pre", "code", "strong", "em", "blockquote", "img")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site. A broken link, a wrong anchor or a page that is missing in ``nav`` ends the build."""
+    directory = tmp_path_factory.mktemp("site")
+    build(load_config(str(REPOSITORY / "mkdocs.yml"), site_dir=str(directory), strict=True))
+    return directory
+
+
+def page_of(site: Path, source: Path) -> str:
+    """The HTML of a page."""
+    on_site = {REPOSITORY / "README.md": "overview", REPOSITORY / "docs/README.md": "."}
+    return (site / on_site.get(source, source.stem) / "index.html").read_text(encoding="utf-8")
+
+
+def elements(html: str) -> Counter[str]:
+    """How many elements of each kind a text has."""
+    return Counter(tag for tag in re.findall(r"<([a-z]+\d?)\b", html) if tag in TAGS)
+
+
+@pytest.mark.parametrize("source", PAGES, ids=lambda path: path.name)
+def test_a_page_has_the_lists_and_tables_that_github_shows(site: Path, source: Path) -> None:
+    """Python's Markdown reads some lists and tables in another way; markdown-it follows CommonMark."""
+    (shown,) = re.findall(r'<article class="md-content__inner.*?>(.*?)</article>', page_of(site, source), re.DOTALL)
+    expected = elements(MarkdownIt("commonmark").enable("table").render(source.read_text(encoding="utf-8")))
+    assert elements(shown) == expected
+
+
+def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        loaded = re.findall(r"<(?:link|script|img|iframe)\b[^>]*?(?:href|src)=[\"']?([^\"' >]+)", text)
+        assert loaded and not [place for place in loaded if re.match(r"(\w+:)?//", place)], page
+        assert "@import" not in text
+
+
+def test_files_outside_docs_are_linked_by_their_pages(site: Path) -> None:
+    overview = page_of(site, REPOSITORY / "README.md")
+    for page in ("contributing/", "changelog/", "LICENSE.txt", "llama4/"):
+        assert f'href="../{page}"' in overview
+    assert 'href="../overview/#first-run-on-a-gpu-node"' in page_of(site, REPOSITORY / "docs/choosing_a_layout.md")
+    assert (site / "LICENSE.txt").read_text() == (REPOSITORY / "LICENSE").read_text()
+    for source in PAGES:
+        assert "../README.md" not in page_of(site, source)
+
+
+def test_broken_links_and_pages_that_nothing_leads_to_end_the_build(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(REPOSITORY / "docs", tmp_path / "docs")
+    broken = ("no_such_page.md", "data.md#no-such-section", "../README.md#no-such-section", "../no_such_file.py")
+    (tmp_path / "docs/slurm.md").write_text(" ".join(f"[one]({link})" for link in broken))
+    (tmp_path / "docs/not_in_nav.md").write_text("# Alone\n")
+    config = load_config(
+        str(REPOSITORY / "mkdocs.yml"), docs_dir=str(tmp_path / "docs"), site_dir=str(tmp_path / "site"), strict=True
+    )
+    with pytest.raises(Abort):
+        build(config)
+    warnings = [one.getMessage() for one in caplog.records if one.name.startswith("mkdocs")]
+    for name in ("no_such_page.md", "data.md#no-such-section", "overview.md#no-such-section", "no_such_file.py"):
+        assert any("slurm.md" in warning and name in warning for warning in warnings), warnings
+    assert any("not_in_nav.md" in warning for warning in warnings)

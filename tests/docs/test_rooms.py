@@ -107,8 +107,8 @@ def test_imports_point_downwards() -> None:
     [
         ("features.spikes.flags", "features.spikes.listener"),
         ("features.spikes.flags", "config.operation"),
-        ("features.faults.flags", "metrics.record"),
-        ("metrics.record", "features.spikes.flags"),
+        ("features.faults.flags", "metrics.writer"),
+        ("metrics.writer", "features.spikes.flags"),
         ("config.operation", "features.spikes.listener"),
         ("operation.hang", "features.stragglers.listener"),
         ("training.loop.trainer", "features.spikes.listener"),

@@ -1,25 +1,37 @@
 """A record has the same values for every writer; timers measure what is on, cost nothing when off, and are combined
-over ranks as asked."""
+over ranks as asked; a writer and a value that are defined here alone reach the run, its console and its files."""
 
+import json
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.config import command_line
+from megatron.config.operation import LoggingConfig
+from megatron.config.run import RunConfig
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.optimizer import Optimizer, StepResult
+from megatron.errors import ConfigError
 from megatron.metrics.timers import Timers, combine, format_timer_report
 from megatron.metrics.writer import (
     EvaluationRecord,
     IntervalGate,
+    IterationRecord,
+    MetricsWriter,
+    ReportedRun,
+    WriterFlags,
     evaluation_scalars,
     has_sample_axis,
     iteration_scalars,
 )
-from tests.metrics.reported_run import iteration_record
-
-
-def evaluation_record(**changes: Any) -> EvaluationRecord:
-    return EvaluationRecord(iteration=1, consumed_samples=2, time=1.8e9, elapsed_s=60.0, **changes)
+from megatron.training.build import run
+from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
+from tests.metrics.reported_run import evaluation_record, iteration_record
 
 
 def test_plots_carry_megatrons_keys_and_units() -> None:
@@ -61,10 +73,10 @@ def test_plots_of_the_balance_of_experts_carry_megatrons_keys_and_what_was_not_m
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_each_split_has_its_own_curves_over_iterations_and_samples(split: Any) -> None:
-    scalars = evaluation_scalars(evaluation_record(split=split, loss=2.0))
+    scalars = evaluation_scalars(evaluation_record(1, 2.0, split=split))
     assert scalars == {f"lm loss {split}": 2.0, f"lm loss {split} ppl": math.exp(2.0)}
     assert all(map(has_sample_axis, scalars))
-    assert evaluation_record(split=split, loss=1e6).perplexity == math.exp(20), "no overflow"
+    assert evaluation_record(1, 1e6, split=split).perplexity == math.exp(20), "no overflow"
 
 
 @pytest.mark.parametrize(
@@ -160,3 +172,95 @@ def test_reports_read_as_megatrons() -> None:
         "     rank  0: 1.00",
     ]
     assert format_timer_report([{}, {}], "minmax") == ""
+
+
+# --- an added writer -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CsvFlags(WriterFlags):
+    """A writer with one flag of its own."""
+
+    metrics_csv: str | None = None
+    """File that receives iteration and doubled gradient norm."""
+
+    def check(self) -> None:
+        if self.metrics_csv == "":
+            raise ConfigError("--metrics-csv is empty: name a file, or remove it.")
+
+    def open_writer(self, run: ReportedRun) -> MetricsWriter | None:
+        return None if self.metrics_csv is None else CsvWriter(Path(self.metrics_csv))
+
+
+class CsvWriter:
+    """Writes a line per iteration."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def write_iteration(self, record: IterationRecord) -> None:
+        """Iteration and value."""
+        print(record.iteration, record.metrics["doubled_grad_norm"], sep=",", file=self._file)
+
+    def write_evaluation(self, record: EvaluationRecord) -> None:
+        """No line."""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class LoggingWithCsv(CsvFlags, LoggingConfig):
+    """The writers of a run, and this one: its row."""
+
+
+@dataclass(frozen=True)
+class RunWithCsv(RunConfig):
+    """The flags of a run, and this writer's."""
+
+    logging: LoggingWithCsv = field(default_factory=LoggingWithCsv)
+    """Metrics and their writers."""
+
+
+class DoublingOptimizer(Optimizer):
+    """Produces a value that nothing else knows."""
+
+    def step(
+        self,
+        hyperparameters: Hyperparameters,
+        gradient_factor: float,
+        accepts: Callable[[float], bool] = lambda grad_norm: True,
+    ) -> StepResult:
+        """Step, and add the value."""
+        result = super().step(hyperparameters, gradient_factor, accepts)
+        return replace(result, metrics={**result.metrics, "doubled_grad_norm": 2 * result.grad_norm})
+
+
+@pytest.fixture
+def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    monkeypatch.setattr(command_line, "RunConfig", RunWithCsv)
+    monkeypatch.setattr(run, "Optimizer", DoublingOptimizer)
+    data = {"mock_data": True, "vocab_size": 64, "split": None, "train_iters": 3}
+    return {**TINY_RUN, **data, "metrics_jsonl": tmp_path / "metrics.jsonl"}
+
+
+def test_an_added_writer_and_an_added_value_meet(flags: dict[str, object], tmp_path: Path) -> None:
+    outcome = call_training(words_of({**flags, "metrics_csv": tmp_path / "metrics.csv"})).succeeded()  # type: ignore[dict-item]
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in outcome.stdout.splitlines() if "lm loss:" in line]
+    assert len(records) == len(lines) == 3
+    assert (tmp_path / "metrics.csv").read_text().splitlines() == [
+        f"{number},{2 * record['grad_norm']}" for number, record in enumerate(records, 1)
+    ]
+    for record, line in zip(records, lines, strict=True):
+        assert record["doubled_grad_norm"] == 2 * record["grad_norm"]
+        record.pop("run", None)
+        assert list(record)[-4:] == ["skipped", "doubled_grad_norm", "time", "elapsed_s"]
+        assert line.rstrip().endswith(f"| doubled grad norm: {record['doubled_grad_norm']:.6E} |")
+
+
+def test_the_check_of_an_added_writer_is_made(flags: dict[str, object]) -> None:
+    outcome = call_training(words_of({**flags, "metrics_csv": ""}))  # type: ignore[dict-item]
+    assert outcome.exit_code != 0
+    assert "--metrics-csv is empty" in outcome.errors[0]

@@ -24,16 +24,7 @@ def say(label: str, outcome: object) -> None:
 
 def main(directory: Path, flags: Sequence[str]) -> None:
     """Train with ``flags``, and with each flag that needs a package."""
-    from megatron.commands import (
-        datasets as inspect_dataset,
-    )
-    from megatron.commands import (
-        loss_curves as plot_metrics,
-    )
-    from megatron.commands import (
-        pretrain_llama,
-        schedule_drawing,
-    )
+    from megatron.commands import datasets, loss_curves, pretrain_llama, schedule_drawing
     from megatron.data.storage import decompressed
     from megatron.data.text_inputs import InputFormat, SourceRange, _open_dataset, _read_parquet
     from megatron.errors import UserError
@@ -42,12 +33,12 @@ def main(directory: Path, flags: Sequence[str]) -> None:
     say("wandb", pretrain_llama.main([*flags, "--wandb-project", "p"]))
     say("tensorboard", pretrain_llama.main([*flags, "--tensorboard-dir", str(directory / "events")]))
     sys.argv = ["plot", "--metrics", str(directory / "metrics.jsonl"), "--output", str(directory / "loss.png")]
-    say("plot", plot_metrics.main())
+    say("plot", loss_curves.main_plot())
     import numpy as np
 
     for label, attempt in {
         "schedule": lambda: schedule_drawing.draw([], "time", "svg"),
-        "histogram": lambda: inspect_dataset.draw_histogram(np.ones(1, dtype=np.int64), "title", directory / "x.png"),
+        "histogram": lambda: datasets.draw_histogram(np.ones(1, dtype=np.int64), "title", directory / "x.png"),
         "zst": lambda: decompressed("corpus.jsonl.zst", BytesIO()),
         "parquet": lambda: list(_read_parquet(SourceRange("corpus.parquet", 0, 1), BytesIO(), InputFormat(("text",)))),
         "datasets": lambda: _open_dataset("name", InputFormat(("text",))),

@@ -249,7 +249,7 @@ DEFAULTS = (
         "another default of --adam-beta1",
         "    adam_beta1: float = 0.9\n",
         "    adam_beta1: float = 0.95\n",
-        ("tools/test_flag_reference.py", "docs"),
+        ("docs",),
     ),
     Fault(
         "another default of the hang limit",
@@ -510,7 +510,7 @@ FIGURES = (
         "bars begin where the part before them begins",
         "        shapes += _part(part, start, scale)\n        start += part.size\n",
         "        shapes += _part(part, start, scale)\n        start = part.size\n",
-        ("reports/test_charts.py", "tools/test_plan_report.py"),
+        ("reports/test_charts.py", "tools/test_planning.py"),
     ),
     Fault(
         "DualPipe-V says that it holds fewer activations",

@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from megatron.reports import svg
-from megatron.reports import svg as charts
 from megatron.reports.svg import Axis, Bar, Box, Limit, Part, Scale, boxes_over_time, dot, plane, stacked_bars
 
 COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey")
-CSS = (Path(charts.__file__).parent / "charts.css").read_text()
-PAGE_CSS = (Path(charts.__file__).parent / "page.css").read_text()
+CSS = (Path(svg.__file__).parent / "charts.css").read_text()
+PAGE_CSS = (Path(svg.__file__).parent / "page.css").read_text()
 
 
 def percent(value: str | None) -> float:

@@ -1,15 +1,22 @@
-"""The result of a small search, with figures that are consistent but made up."""
+"""The result of a small search, with figures that are consistent but made up, and what its page shows.
+
+``python -m tests.tools.sample_search`` writes ``plan_page.txt``: read what it changes before you commit it.
+"""
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
+from megatron.commands.pages.plan_report import plan_page
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout, Operation
 from megatron.planner.search.result import PlannedLayout, SearchResult
 from megatron.planner.search.search import scale_point
 from megatron.planner.step_time.cluster import read_cluster
+from tests.reports.load_page import Page
 
 GIB = 2**30
 
@@ -110,3 +117,16 @@ def sample_result() -> SearchResult:
         for count in (16, 32, 64, 128, 256)
     )
     return SearchResult(job, layouts, 4321, len(layouts), 12.3, scaling, ("There are no measurements of zb-v: +-30%.",))
+
+
+STORED = Path(__file__).with_name("plan_page.txt")
+
+
+def shown(page: Page) -> str:
+    """The words of a page, and its tips without those of single microbatches, one a line."""
+    tips = dict.fromkeys(tip.replace("\n", " | ") for tip in page.attributes["data-tip"] if ", microbatch " not in tip)
+    return "\n".join([fill(" ".join(page.text.split()), 116, break_on_hyphens=False), "", *tips, ""])
+
+
+if __name__ == "__main__":
+    STORED.write_text(shown(Page(plan_page(sample_result()))), encoding="utf-8")

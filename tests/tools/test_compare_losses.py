@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import loss_curves as compare_losses
-from megatron.commands import loss_curves as plot_metrics
+from megatron.commands import loss_curves
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import read_history
 
@@ -34,7 +33,7 @@ def run_tool(tmp_path: Path, curves: list[Losses], *flags: str) -> int:
     """The exit code of comparing ``curves`` with FALLING."""
     reference = write(tmp_path / "fp32.jsonl", list(FALLING))
     paths = [str(write(tmp_path / f"run{number}.jsonl", losses)) for number, losses in enumerate(curves)]
-    return compare_losses.main(["--reference", str(reference), "--metrics", *paths, *flags])
+    return loss_curves.main_compare(["--reference", str(reference), "--metrics", *paths, *flags])
 
 
 @pytest.mark.parametrize(
@@ -95,9 +94,10 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(
 def test_several_curves_are_drawn_smoothed_under_their_names(tmp_path: Path) -> None:
     paths = tuple(str(write(tmp_path / f"{number}.jsonl", list(FALLING))) for number in range(2))
     picture = tmp_path / "curves.png"
-    plot_metrics.draw(plot_metrics.PlotConfig(paths, str(picture), names=("one", "other"), smooth=4))
+    loss_curves.draw(loss_curves.PlotConfig(paths, str(picture), names=("one", "other"), smooth=4))
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
-    assert plot_metrics.moving_mean([1.0, 2.0, 6.0], 2) == [1.5, 4.0]
+    figure: Any = loss_curves.draw_figure(loss_curves.PlotConfig(paths[:1], str(picture), smooth=4))
+    assert list(figure.axes[0].lines[0].get_ydata()) == pytest.approx([7.85 - 0.1 * place for place in range(7)])
 
 
 def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path) -> None
     assert history.curve("lm_loss") == [(4000, 4.0), (8000, 3.0), (16000, 2.0)]
     assert history.curve("validation_loss") == [(12000, 3.0), (16000, 2.5)]
     assert history.curve("lm_loss", in_tokens=False)[0] == (10, 4.0)
-    figure: Any = plot_metrics.draw_figure(plot_metrics.PlotConfig((str(path),), str(tmp_path / "a.png")))
+    figure: Any = loss_curves.draw_figure(loss_curves.PlotConfig((str(path),), str(tmp_path / "a.png")))
     figure.draw_without_rendering()
     assert figure.get_suptitle() == "my-run"
     losses, rates, norms = figure.axes
@@ -137,7 +137,7 @@ def test_a_file_without_losses_is_a_sentence_and_exit_code_2(
 ) -> None:
     path, picture = tmp_path / "metrics.jsonl", tmp_path / "a.png"
     path.write_text(content)
-    assert plot_metrics.main(["--metrics", str(path), "--output", str(picture)]) == 2
+    assert loss_curves.main_plot(["--metrics", str(path), "--output", str(picture)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith(f"ERROR: --metrics {path} {words}: name the file") and not picture.exists()
 
@@ -148,4 +148,4 @@ def test_a_file_without_losses_is_a_sentence_and_exit_code_2(
 )
 def test_a_drawing_that_is_told_wrongly_is_refused(tmp_path: Path, flags: dict[str, tuple[str]], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        plot_metrics.draw(plot_metrics.PlotConfig(("a", "b"), str(tmp_path / "x.png"), **flags))  # type: ignore[arg-type]
+        loss_curves.draw(loss_curves.PlotConfig(("a", "b"), str(tmp_path / "x.png"), **flags))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Tasks of lm-eval on our models have the results that lm-eval finds for the same model by transformers."""
 
 import json
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import evaluate as evaluate_tasks
-from megatron.commands import generate_text
+from megatron.commands import evaluate, generate_text
 from megatron.commands.generate_text import GenerateConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.run_process import fork_training
@@ -18,47 +18,7 @@ transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("lm_eval")
 sampling_of: Any = import_module("megatron.inference.lm_eval_model").sampling_of
 
-QUESTIONS = [
-    {"question": "def add(a, b): return a", "choices": [" + b", " - b", " * c"], "answer": 0},
-    {"question": "import", "choices": [" os", " sys", " numpy as np", " torch"], "answer": 3},
-    {"question": "The sum of two and two is", "choices": [" four", " five"], "answer": 0},
-    {"question": "for item in", "choices": [" items:", " range(10):"], "answer": 1},
-] * 2
-DATA = """
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {data}}}}}
-test_split: test
-"""
-CHOICE = """
-task: local_choice
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: choices
-doc_to_target: answer
-num_fewshot: 1
-fewshot_split: test
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-"""
-TEXTS = """
-task: local_texts
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{{{question}}}} {{{{choices | join(' ')}}}} {{{{question * 12}}}}"
-metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
-"""
-GENERATED = """
-task: local_generated
-output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{choices[0]}}}}"
-generation_kwargs: {{until: ["e"], max_gen_toks: 12}}
-metric_list: [{{metric: !function numbers_of_texts.number, aggregation: mean, higher_is_better: true}}]
-"""
-NUMBER = '''
-def number(references, predictions):
-    """A number that another text has another of."""
-    return sum(place * ord(letter) for place, letter in enumerate(predictions[0], start=1))
-'''
+TASKS = Path(__file__).with_name("lm_eval_tasks")
 NAMES = ("local_choice", "local_texts", "local_generated")
 LENGTH = 48
 
@@ -76,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator([json.dumps(question) for question in QUESTIONS], trainer)
+    tokenizer.train_from_iterator((TASKS / "questions.jsonl").read_text().splitlines(), trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(
         directory
     )
@@ -99,12 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tasks")
-    data = directory / "questions.jsonl"
-    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
-    for name, text in zip(NAMES, (CHOICE, TEXTS, GENERATED), strict=True):
-        (directory / f"{name}.yaml").write_text((text + DATA).format(data=data))
-    (directory / "numbers_of_texts.py").write_text(NUMBER)
+    directory = Path(shutil.copytree(TASKS, tmp_path_factory.mktemp("tasks"), dirs_exist_ok=True))
+    for task in directory.glob("*.yaml"):
+        task.write_text(task.read_text().replace("QUESTIONS", str(directory / "questions.jsonl")))
     return directory
 
 
@@ -115,7 +72,7 @@ def words_of(model: Path, tasks: Path, out: Path) -> list[str]:
 
 def ours(model: Path, tasks: Path, out: Path, *words: str) -> dict[str, dict[str, Any]]:
     """The results of the command in this process."""
-    assert evaluate_tasks.main([*words_of(model, tasks, out), *words]) == 0
+    assert evaluate.main_tasks([*words_of(model, tasks, out), *words]) == 0
     results: dict[str, dict[str, Any]] = json.loads(out.read_text())["results"]
     return results
 
@@ -161,7 +118,7 @@ def test_two_ranks_have_the_results_of_one(model: Path, tasks: Path, tmp_path: P
     alone = ours(model, tasks, tmp_path / "one.json", "--limit", "3")
     out = tmp_path / "two.json"
     words = [*words_of(model, tasks, out), "--limit", "3"]
-    outcome = fork_training(words, 2, evaluate_tasks.main).succeeded()
+    outcome = fork_training(words, 2, evaluate.main_tasks).succeeded()
     assert outcome.stdout.count("|local_choice") == 1
     assert numbers(json.loads(out.read_text())["results"]) == pytest.approx(numbers(alone), rel=1e-5)
 
@@ -186,7 +143,7 @@ def test_mistakes_are_one_sentence(
     words: list[str], sentence: str, model: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     include = [] if "--include-path" in words else ["--include-path", str(tasks)]
-    assert evaluate_tasks.main(["--load-hf", str(model), *include, *words]) == 2
+    assert evaluate.main_tasks(["--load-hf", str(model), *include, *words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ERROR:")]
     assert sentence in line
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import rank_pictures as parallelism_pictures
+from megatron.commands import rank_pictures
 from megatron.commands.rank_pictures import (
     PICTURES,
     RANKS,
@@ -63,7 +63,7 @@ def test_tensor_parallel_ranks_share_the_weights_of_a_layer() -> None:
 
 
 def test_a_rank_has_its_experts_alone() -> None:
-    svg = parallelism_pictures.expert_parallel(RankGrid(tp=1, dp=4, ep=2), experts=4)
+    svg = rank_pictures.expert_parallel(RankGrid(tp=1, dp=4, ep=2), experts=4)
     places = re.findall(r'y="([\d.]+)" width="[\d.]+" height="[\d.]+" fill="#\w+" class="rank(\d)"', svg)
     by_rank = {rank: sorted(float(y) for y, other in places if other == rank) for rank in "0123"}
     assert by_rank["0"] == by_rank["2"] and by_rank["1"] == by_rank["3"]

@@ -1,4 +1,4 @@
-"""The help and the refusals of the planner's commands do not import torch, which takes seconds."""
+"""The help and the refusals of the planner's commands, each a sentence, do not import torch, which takes seconds."""
 
 import json
 import subprocess
@@ -45,6 +45,8 @@ COMMANDS = [
     ("plan", f"--model llama9 {JOB} --num-gpus 64", 2, "--model 'llama9' is unknown"),
     ("plan", f"{LLAMA} --num-gpus 64 --no-such-flag", 2, "--no-such-flag is not a flag"),
     ("plan", f"{LLAMA} --num-gpus 0", 2, "--num-gpus 0 must be at least 1"),
+    ("plan", f"{LLAMA} --num-gpus 4 --tokens 0", 2, "--tokens 0.0 must be positive"),
+    ("plan", f"{LLAMA} --num-gpus 4 --price-per-gpu-hour -1", 2, "--price-per-gpu-hour -1.0 must be finite"),
     ("plan", f"{LLAMA} --num-gpus 3", 2, "--num-gpus 3 has no layout"),
     ("plan", f"{LLAMA} --num-gpus 17", 2, "use 16 or 20 GPUs"),
     (
@@ -88,3 +90,5 @@ def test_help_and_refusals_do_not_import_torch() -> None:
     for (verb, words, code, sentence), (exit_code, out, err) in zip(COMMANDS, json.loads(ended.stdout), strict=True):
         assert exit_code == code, (verb, words, out, err)
         assert sentence in (err if code else out), (verb, words, out, err)
+        assert not code or err.startswith("ERROR: "), err
+        assert not code or verb == "train" or err.count("\n") == 1, err  # training says all mistakes at once

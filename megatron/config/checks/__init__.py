@@ -6,8 +6,6 @@ from dataclasses import fields
 from functools import partial
 
 from megatron.config.checks import layout, model, training
-from megatron.config.checks import model as precision
-from megatron.config.checks import training as operation
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -35,20 +33,20 @@ CROSS_GROUP_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     training.check_data_source,
     training.check_loader_timeout,
     layout.check_tensor_parallel_overlap,
-    precision.check_transformer_engine_overlap,
+    model.check_transformer_engine_overlap,
     layout.check_data_parallel,
-    precision.check_formats,
-    precision.check_transformer_engine,
+    model.check_formats,
+    model.check_transformer_engine,
     training.check_length,
     training.check_profile,
     training.check_data_stage,
     training.check_validation_sets,
     training.check_evaluation_batch,
     training.check_evaluation_of_average,
-    operation.check_spikes,
-    precision.check_kernels,
+    training.check_spikes,
+    model.check_kernels,
     training.check_dry_run,
-    operation.check_faults,
+    training.check_faults,
 )
 # Checks of sizes; checkpoints and Hugging Face models have them, too.
 ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
@@ -56,7 +54,7 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     model.check_attention,
     model.check_mup,
     model.check_experts,
-    model.check_expert_layout,
+    layout.check_expert_layout,
     layout.check_context_parallel,
     layout.check_pipeline,
     layout.check_activations,
@@ -64,8 +62,8 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_fully_sharded,
     model.check_expert_precision,
     model.check_expert_optimizer,
-    precision.check_fp8,
-    precision.check_transformer_engine_buffers,
+    model.check_fp8,
+    model.check_transformer_engine_buffers,
 )
 
 

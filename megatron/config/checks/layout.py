@@ -1,4 +1,4 @@
-"""Checks of the parallel layout against the model and the number of processes."""
+"""Checks of the parallel layout, that of experts too, against the model and the number of processes."""
 
 import math
 
@@ -108,6 +108,70 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> None:
             f"--pipeline-schedule {schedule} places a tied embedding in two chunks of the first pipeline rank, which "
             "optim_grads_params does not support (docs/data_parallel.md): use another schedule, another "
             "--data-parallel-sharding-strategy, or --untie-embeddings-and-output-weights."
+        )
+
+
+def check_expert_layout(run: RunConfig, world_size: int) -> None:
+    parallel, model = run.parallel, run.architecture
+    tensor_size, size = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    expert_tensor_size = parallel.expert_tensor_size
+    if model.num_experts is None:
+        return
+    if model.num_experts % size:
+        raise ConfigError(
+            f"--num-experts {model.num_experts} is not divisible by --expert-model-parallel-size {size}: lower "
+            "--expert-model-parallel-size to a divisor."
+        )
+    by_default = "" if parallel.expert_tensor_parallel_size else " (its default is --tensor-model-parallel-size)"
+    assert model.moe_ffn_hidden_size is not None
+    if model.moe_ffn_hidden_size % expert_tensor_size:
+        raise ConfigError(
+            f"--moe-ffn-hidden-size {model.moe_ffn_hidden_size} is not divisible by --expert-tensor-parallel-size "
+            f"{expert_tensor_size}{by_default}: use 1 or another divisor."
+        )
+    shared = model.moe_shared_expert_intermediate_size or 0
+    if shared % tensor_size:
+        raise ConfigError(
+            f"--moe-shared-expert-intermediate-size {shared} is not divisible by --tensor-model-parallel-size "
+            f"{tensor_size}: change one of them."
+        )
+    if tensor_size > 1 and not parallel.sequence_parallel:
+        raise ConfigError(
+            f"--num-experts with --tensor-model-parallel-size {tensor_size} needs --sequence-parallel, so that every "
+            "rank routes other tokens: add it."
+        )
+    _check_stage(run, world_size, expert_tensor_size * size, by_default)
+    load = run.dry_run.dry_run_expert_load
+    if size == 1 and load != 1:
+        raise ConfigError(
+            f"--dry-run-expert-load {load:g} has no effect with --expert-model-parallel-size 1, where every rank has "
+            "all experts: remove it."
+        )
+    largest = model.largest_expert_load(size)
+    if load > max(largest, 1):
+        raise ConfigError(
+            f"--dry-run-expert-load {load:g} exceeds {largest:g}, the load of a rank whose experts every token chooses "
+            f"with --expert-model-parallel-size {size}: lower it."
+        )
+
+
+def _check_stage(run: RunConfig, world_size: int, expert_ranks: int, by_default: str) -> None:
+    """The ranks of a stage must be a multiple of the ``expert_ranks`` of one copy of the experts."""
+    parallel = run.parallel
+    # ranks of a stage = etp x ep x edp, where edp is the number of copies of the experts
+    ranks = world_size // parallel.pipeline_model_parallel_size
+    if ranks % expert_ranks:
+        raise ConfigError(
+            f"The {ranks} ranks of a pipeline stage are not a multiple of --expert-tensor-parallel-size "
+            f"{parallel.expert_tensor_size}{by_default} x --expert-model-parallel-size "
+            f"{parallel.expert_model_parallel_size} = {expert_ranks}: lower one of them, or start more processes."
+        )
+    instances, copies = parallel.num_distributed_optimizer_instances, ranks // expert_ranks
+    if copies % instances:
+        raise ConfigError(
+            f"--num-distributed-optimizer-instances {instances} does not divide the {copies} copies of the experts "
+            f"({ranks} ranks of a stage / {expert_ranks} ranks of a copy): use a divisor, or lower "
+            "--expert-model-parallel-size."
         )
 
 

@@ -1,0 +1,13 @@
+const hover = (one) => one.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+const count = (selector) => document.querySelectorAll(selector).length;
+hover(document.querySelector("tr[data-link='layout-2']"));
+const linked = [count("circle.linked"), count(".row.linked"), count("tr.linked")];
+const entry = [...document.querySelectorAll(".legend li")].find((one) => one.dataset.part === "attention");
+hover(entry);
+const faded = [count("figure.fading"), count("rect.linked"), count("tr.linked")];
+hover(document.querySelector("h1"));
+const cleared = count(".linked") + count(".fading");
+const button = document.querySelector("button.copy");
+button.click();
+const wide = [...document.querySelectorAll("figure")].map((one) => one.scrollWidth - one.clientWidth);
+return {linked, faded, cleared, button: button.textContent, wide: Math.max(...wide)};
