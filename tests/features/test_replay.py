@@ -22,8 +22,7 @@ from megatron.features.replay.listener import (
     neighbour_distance,
     why_not_replayed,
 )
-from megatron.training.context import RunContext
-from megatron.training.train_module import TrainModule
+from megatron.training.context import RunContext, TrainModule
 from tests.parallel.flip_run import FP32, Run, bits_of
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches
 from tests.parallel.tasks import DELAYED, MIX, MIX_MODEL, TIED_SHORT

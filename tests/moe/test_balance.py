@@ -18,8 +18,8 @@ from megatron.core.optimizer import StepResult
 from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology
 from tests.moe.routers import (
     ALONE,

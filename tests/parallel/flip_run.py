@@ -21,8 +21,8 @@ from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replicas.listener import StateCheck, training_state
 from megatron.features.replicas.state import GRADIENT, HeldTensor
 from megatron.training.checkpoints.saved_run import Progress
+from megatron.training.context import TrainModule
 from megatron.training.loop.trainer import IterationResult, Trainer
-from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import Layout, Task, Trace, build, make_step, place_in
 
 FP32 = Task(OptimizerConfig(weight_decay=0.1), precision=PrecisionConfig())

@@ -20,7 +20,7 @@ from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.data_stages import FIRST_STAGE
+from megatron.training.checkpoints.saved_run import FIRST_STAGE
 
 _logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, resolve_lr_schedule
-from megatron.training.checkpoints.tensors import (
+from megatron.training.checkpoints.state import (
     bias_tensors,
     fp8_tensors,
     model_tensors,
@@ -32,8 +32,7 @@ from megatron.training.checkpoints.tensors import (
     renamed,
     restore_random,
 )
-from megatron.training.context import RunContext
-from megatron.training.train_module import TrainModule
+from megatron.training.context import RunContext, TrainModule
 
 
 @dataclass
