@@ -39,7 +39,7 @@ from megatron.data.tokenizers import Tokenizer, build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
 from megatron.inference.cached_model import CachedModel
 from megatron.schedules.stages import split_nearly_evenly
-from megatron.training.checkpoints.tensors import bias_tensors, model_tensors
+from megatron.training.checkpoints.state import bias_tensors, model_tensors
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 
 

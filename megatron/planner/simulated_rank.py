@@ -23,8 +23,8 @@ from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
 from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 _PASSES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 

@@ -20,8 +20,8 @@ from megatron.core.precision import NumberFormats
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import CPU, Layout, context
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch

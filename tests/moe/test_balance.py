@@ -19,8 +19,8 @@ from megatron.core.optimizer.optimizer import StepResult
 from megatron.core.recompute import Recomputed
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology
 from tests.moe.routers import (
     ALONE,

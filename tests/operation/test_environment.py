@@ -14,7 +14,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.operation.environment import (
+from megatron.operation.processes import (
     COMPILE_THREADS,
     CONNECTIONS,
     LAZY_CONNECTIONS,

@@ -23,9 +23,9 @@ from megatron.features.replicas.listener import StateCheck, training_state
 from megatron.features.replicas.state import GRADIENT, HeldTensor
 from megatron.metrics.timers import Timers
 from megatron.training.checkpoints.saved_run import Progress
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
 from megatron.training.loop.trainer import IterationResult, Trainer
-from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, Trace, build, microbatches, place_in
 
 FP32 = Task(OptimizerConfig(weight_decay=0.1), precision=PrecisionConfig())

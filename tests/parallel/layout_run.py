@@ -51,8 +51,8 @@ from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import ScheduleName, build_schedule, placement_of
 from megatron.schedules.stages import split_by_layout, split_evenly
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology, late_host_copies
 from tests.moe.routers import selection_margin
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu

@@ -26,7 +26,7 @@ from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.offload import Offloaded
 from megatron.core.recompute import Recomputed
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.signals import watch_signals
+from megatron.operation.ranks import watch_signals
 from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run

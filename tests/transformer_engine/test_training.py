@@ -21,7 +21,7 @@ from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import Unavailable
 from megatron.core.kernels.selection import share_buffers
 from megatron.errors import RankError
-from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors
+from megatron.training.checkpoints.state import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

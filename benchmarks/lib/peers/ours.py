@@ -32,9 +32,9 @@ from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
 from megatron.schedules.registry import build_schedule, placement_of
 from megatron.schedules.stages import split_evenly
+from megatron.training.context import TrainModule
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 
 def build(job: Job) -> Step:

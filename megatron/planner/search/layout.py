@@ -16,7 +16,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
+from megatron.operation.run_summary import GPU_HOURS_PER_FAILURE
 from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import load_fitted
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
