@@ -15,6 +15,7 @@ from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.device import device_name
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
+from megatron.core.optimizer.hyperparameters import build_weight_decay_schedule
 from megatron.core.optimizer.loss_scaler import build_loss_scaler
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.data.evaluation_data import TokenBytes
@@ -32,7 +33,7 @@ from megatron.operation.heartbeat import Section
 from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
+from megatron.training.build.plan import RunPlan, build_learning_rate, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start, with_train_epochs
 from megatron.training.checkpoints.saver import Saver, keep_tokenizer
@@ -169,7 +170,9 @@ def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, 
         architecture=model.config,
         module=module,
         lr_schedule=build_learning_rate(config, plan),
-        weight_decay=build_weight_decay(config, plan),
+        weight_decay=build_weight_decay_schedule(
+            config.optimizer, config.training.train_samples or plan.planned_samples
+        ),
         progress=dataclasses.replace(plan.progress),
         data_stages=plan.stages.stages,
         guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
