@@ -168,6 +168,13 @@ class Outcome:
         said = [line for line in self.stderr.splitlines() if line.startswith("ERROR: ")]
         return said or [sentence for sentence in [self.root_cause] if sentence.startswith("ERROR: ")]
 
+    def refusal(self, *words: str) -> str:
+        """The sentence with which a run has failed, the only one of all its ranks; it has these ``words``."""
+        assert self.exit_code not in (0, 75, None), self.stdout
+        (sentence,) = self.errors
+        assert all(word in sentence for word in words), sentence
+        return sentence
+
     @property
     def root_cause(self) -> str:
         """What the last box of torchrun says; empty if there is none."""

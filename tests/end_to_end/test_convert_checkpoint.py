@@ -21,6 +21,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.digests import seal
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
+from tests.checkpoint.models import weights_under
 from tests.end_to_end.converted import (
     assert_our_logits_are_theirs,
     assert_same_logits,
@@ -30,7 +31,6 @@ from tests.end_to_end.converted import (
     their_model,
     to_hf,
     transformers,
-    weights_under,
 )
 from tests.end_to_end.run_process import (
     Corpus,

@@ -23,10 +23,8 @@ from tests.end_to_end.converted import tensors_of
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,
-    bytes_under,
     call_training,
     flags_of,
-    records,
     run_tool,
     tiny_corpus,
 )
@@ -202,19 +200,6 @@ def test_tools_read_a_checkpoint_from_another_directory(copied: Path, capsys: py
     words = ["--load", str(copied / "mirror"), "--input", str(copied / "text.txt"), "--device", "cpu"]
     assert evaluate.main(words) == 0
     assert "bits per byte" in capsys.readouterr().out
-
-
-def test_a_run_that_goes_on_leaves_the_copy_as_it_is(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(copied / "there")
-    before = bytes_under(Path("run") / "tokenizer")
-    (name,) = {Path(path).name for path in before}
-    assert name == "tokenizer.model"
-    corpus: Corpus = tiny_corpus(copied.parent)
-    here = replace(corpus, tokenizer=Path("tokenizer.model"))
-    again = flags_of(here, train_iters=3, save="run", load="run", metrics_jsonl="metrics.jsonl")
-    call_training([*again, "--override-opt-param-scheduler"]).succeeded()
-    assert [record["iteration"] for record in records(Path("metrics.jsonl")) if "lm_loss" in record] == [1, 2, 3]
-    assert bytes_under(Path("run") / "tokenizer") == before
 
 
 def test_a_checkpoint_without_a_copy_names_the_missing_file(copied: Path) -> None:

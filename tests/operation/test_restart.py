@@ -129,8 +129,7 @@ def test_three_attempts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
     crash = {**flags, "lr": 1e38}  # a loss that is not finite, after an iteration or two
     *crashed, refused = [call_training(words_of(crash)) for _ in range(4)]
     assert [one.exit_code for one in crashed] == [1, 1, 1] and refused.exit_code == ExitCode.NO_PROGRESS
-    (sentence,) = refused.errors
-    assert "without a checkpoint" in sentence and "start once with a larger --max-failed-attempts" in sentence
+    refused.refusal("without a checkpoint", "start once with a larger --max-failed-attempts")
     # The limit is a flag, and a limit of 0 is none.
     assert call_training(words_of({**crash, "max_failed_attempts": 4})).exit_code == ExitCode.CRASH
     assert call_training(words_of(flags)).exit_code == ExitCode.NO_PROGRESS
