@@ -23,6 +23,7 @@ from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (
     MOCK_RUN,
+    Flags,
     FlagValue,
     Outcome,
     assert_close,
@@ -39,14 +40,12 @@ from tests.end_to_end.run_process import (
 
 pytestmark = pytest.mark.processes
 
-Flags = dict[str, Any]
-
 LENGTH, AT, MARGIN = 140, 61, 4
 SPIKE = f"spike@{AT}+5:30"
 """The first of these updates is noticed three iterations later, and the last one after a rollback."""
 LOADED, FIRST_LEFT_OUT, LAST_LEFT_OUT = 50, 58, 68
 
-RUN: dict[str, FlagValue] = {
+RUN: Flags = {
     **MOCK_RUN,
     "vocab_size": 16,
     "num_layers": 1,
@@ -66,14 +65,14 @@ def faults_allowed() -> Iterator[None]:
         yield
 
 
-def train(directory: Path, processes: int = 1, **changes: FlagValue | Path) -> Outcome:
+def train(directory: Path, processes: int = 1, **changes: FlagValue) -> Outcome:
     """Train in ``directory``, and resume from what is there."""
     places: Flags = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
     words = words_of({**RUN, **places, **changes})
     return call_training(words) if processes == 1 else fork_training(words, processes)
 
 
-def going_back(**changes: FlagValue | Path) -> Flags:
+def going_back(**changes: FlagValue) -> Flags:
     return {"spike_policy": "rollback", "spike_window": 30, "rollback_margin": MARGIN, **changes}
 
 
@@ -94,7 +93,7 @@ def left_out(directory: Path) -> list[int]:
     return [iteration for iteration in range(1, max(seen) + 1) if iteration not in seen]
 
 
-def resume_from(checkpoint: Path, directory: Path, processes: int = 1, **changes: FlagValue | Path) -> None:
+def resume_from(checkpoint: Path, directory: Path, processes: int = 1, **changes: FlagValue) -> None:
     """Continue in ``directory`` from this checkpoint alone, without faults."""
     shutil.copytree(checkpoint, directory / checkpoint.name)
     train(directory, processes, **changes).succeeded()

@@ -11,7 +11,7 @@ from tests.data.corpora import CORPUS_A, golden_documents, write
 from tests.end_to_end.run_process import (
     REPOSITORY,
     Corpus,
-    FlagValue,
+    Flags,
     Record,
     call_training,
     flags_of,
@@ -88,7 +88,6 @@ def test_synthetic_data_has_the_vocabulary_of_the_model_that_is_named() -> None:
 
 # --- validation sets ------------------------------------------------------------------------------------------
 
-Flags = dict[str, FlagValue | Path]
 ALONE: Flags = {
     "data_path": None,
     "split": None,

@@ -25,6 +25,7 @@ from megatron.training.loop.data import next_microbatch
 from tests.data.corpora import slow_blend, slow_order, write
 from tests.end_to_end.run_process import (
     TINY_RUN,
+    Flags,
     FlagValue,
     Outcome,
     Record,
@@ -39,14 +40,12 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 
-Flags = dict[str, FlagValue | Path]
-
 END = 63
 SEED = 1234
 STEP = 8
 """Samples of a batch."""
 
-SMALL: dict[str, FlagValue] = {
+SMALL: Flags = {
     **TINY_RUN,
     "num_layers": 1,
     "hidden_size": 16,
@@ -100,7 +99,7 @@ def b(tmp_path_factory: pytest.TempPathFactory) -> WrittenCorpus:
     return write_corpus(tmp_path_factory.mktemp("b") / "b", 2)
 
 
-def flags(directory: Path, *words: object, **changes: FlagValue | Path) -> list[str]:
+def flags(directory: Path, *words: object, **changes: FlagValue) -> list[str]:
     """A run on the corpora and weights ``words``, saving in ``directory``."""
     places = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
     data = {"data_path": [str(word) for word in words] or None}
@@ -121,7 +120,7 @@ def saved(a: WrittenCorpus, b: WrittenCorpus, tmp_path_factory: pytest.TempPathF
     return directory, words
 
 
-def resumed(saved: Saved, *words: object, **changes: FlagValue | Path) -> Outcome:
+def resumed(saved: Saved, *words: object, **changes: FlagValue) -> Outcome:
     """What becomes of a resume with other words or flags; nothing is saved."""
     alone = {"save": None, "metrics_jsonl": None, "exit_interval": 3}
     return call_training(flags(saved[0], *(words or saved[1]), **{**alone, **changes}))
@@ -278,7 +277,7 @@ def test_three_stages_with_requeues_are_one_run(a: WrittenCorpus, b: WrittenCorp
     run = tmp_path / "run"
     ranks_of = {"data": ([0, 1], {}), "tensor": ([0], {"tensor_model_parallel_size": 2, "sequence_parallel": True})}
 
-    def train(stop: int, layout: str, *words: object, **changes: FlagValue | Path) -> list[Any]:
+    def train(stop: int, layout: str, *words: object, **changes: FlagValue) -> list[Any]:
         ranks, parallel = ranks_of[layout]
         given = flags(run, *words, exit_interval=stop, **{**changes, **parallel})
         return samples_read(given, ranks, tmp_path)

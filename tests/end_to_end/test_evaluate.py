@@ -14,6 +14,7 @@ from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.data.tokenizers import SentencePieceTokenizer
 from tests.end_to_end.run_process import (
     Corpus,
+    Flags,
     FlagValue,
     call_training,
     flags_of,
@@ -24,7 +25,6 @@ from tests.end_to_end.run_process import (
     write_documents,
 )
 
-Flags = dict[str, FlagValue | Path]
 SEQUENCE = 32
 call = partial(call_training, main=evaluate.main)
 EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -54,11 +54,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue | Path) -> list[str]:
+def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue) -> list[str]:
     return words_of({"load": model, "input": text, "json": output, "micro_batch_size": 2, "device": "cpu", **changes})
 
 
-def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue | Path) -> dict[str, Any]:
+def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue) -> dict[str, Any]:
     """The JSON of an evaluation."""
     flags = flags_for(model, text, output, **changes)
     (call(flags) if processes == 1 else fork_training(flags, processes, evaluate.main)).succeeded()

@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError
 from megatron.inference.loading import load_model
 from tests.end_to_end.run_process import (
     Corpus,
+    Flags,
     FlagValue,
     Outcome,
     assert_close,
@@ -84,7 +85,7 @@ WRONG = {
     ids=str,
 )
 def test_a_run_does_not_begin_where_load_names_no_checkpoints(
-    corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: dict[str, FlagValue]
+    corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: Flags
 ) -> None:
     places = {"save": tmp_path, "pretrained_checkpoint": trained}
     given = {name: places[name] / str(value) if name in places else value for name, value in changes.items()}
@@ -134,7 +135,6 @@ def test_a_url_of_one_checkpoint_names_its_directory() -> None:
 
 # --- --use-checkpoint-args ------------------------------------------------------------------------------------
 
-Flags = dict[str, FlagValue | Path]
 
 HALF = 4
 UNSAID: Flags = dict.fromkeys(
@@ -182,7 +182,7 @@ def second_half(directory: Path) -> list[float]:
     return losses(directory / "metrics.jsonl")[HALF:]
 
 
-def going_on(corpus: Corpus, load: Path, **changes: FlagValue | Path) -> list[str]:
+def going_on(corpus: Corpus, load: Path, **changes: FlagValue) -> list[str]:
     """The command line that goes on from ``load`` without a flag for the architecture, but for ``changes``."""
     return flags_of(corpus, **{**UNSAID, "fp64": True, "load": load, "use_checkpoint_args": True, **changes})
 

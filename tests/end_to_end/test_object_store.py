@@ -23,6 +23,7 @@ from tests.checkpoint.fault_run import ALONE
 from tests.end_to_end.run_process import (
     START_TIMEOUT,
     Corpus,
+    Flags,
     FlagValue,
     RunningTraining,
     assert_same_tensors,
@@ -61,9 +62,9 @@ def server(running_server: S3Server) -> Iterator[S3Server]:
         yield running_server
 
 
-def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+def command(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
     """A run of four iterations that saves the last, and copies it to the server."""
-    settings: dict[str, FlagValue | Path] = {
+    settings: Flags = {
         "bf16": True,
         "global_batch_size": 4,
         "train_iters": 4,
@@ -92,7 +93,7 @@ def data_keys(server: S3Server, iteration: int) -> list[str]:
 def test_two_ranks_copy_to_three_places_and_resume_from_each_on_any_number_of_ranks(
     corpus: Corpus, tmp_path: Path, server: S3Server
 ) -> None:
-    layout: dict[str, FlagValue | Path] = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
+    layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
     other = f"s3://{BUCKET}/other"
     places = [str(tmp_path / "second"), URL, other]
     outcome = fork_training(command(corpus, tmp_path, async_save=True, redundant_save=places, **layout), 2).succeeded()
@@ -106,7 +107,7 @@ def test_two_ranks_copy_to_three_places_and_resume_from_each_on_any_number_of_ra
         runs: list[Path] = []
         for place in (str(tmp_path / "first"), url):
             run = tmp_path / f"{ranks}-{len(runs)}"
-            flags: dict[str, FlagValue | Path] = {"load": place, "redundant_save": None, "train_iters": 5, **layout}
+            flags: Flags = {"load": place, "redundant_save": None, "train_iters": 5, **layout}
             outcome = fork_training(command(corpus, run, **flags), ranks).succeeded()
             assert f"loaded checkpoint {place}, continuing after iteration 4" in outcome.stdout
             runs.append(run)
@@ -234,7 +235,7 @@ def test_a_run_that_goes_back_replaces_what_lies_at_the_url_and_what_it_abandone
     call_training(command(corpus, tmp_path, train_iters=6)).succeeded()
     (before,) = data_keys(server, 4)
     server.write(f"{before}.mine", b"not ours")
-    changes: dict[str, FlagValue] = {"lr": 5e-3, "override_opt_param_scheduler": True}
+    changes: Flags = {"lr": 5e-3, "override_opt_param_scheduler": True}
     call_training(command(corpus, tmp_path, ckpt_step=2, train_iters=4, **changes)).succeeded()
     (after,) = data_keys(server, 4)
     assert after != before

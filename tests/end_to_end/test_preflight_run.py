@@ -13,16 +13,10 @@ from megatron.features.preflight.check import Needs, Result, Verdict
 from megatron.features.preflight.run import CHECKS, error_of
 from megatron.operation.attempts import read_attempts
 from megatron.operation.causes import Cause
-from tests.end_to_end.run_process import (
-    MOCK_RUN,
-    FlagValue,
-    call_training,
-    fork_training,
-    words_of,
-)
+from tests.end_to_end.run_process import MOCK_RUN, Flags, call_training, fork_training, words_of
 
-SIZES: dict[str, FlagValue] = {"hidden_size": 64, "ffn_hidden_size": 256, "vocab_size": 512}
-RUN: dict[str, FlagValue] = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_iters": 0}
+SIZES: Flags = {"hidden_size": 64, "ffn_hidden_size": 256, "vocab_size": 512}
+RUN: Flags = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_iters": 0}
 
 
 def test_a_run_checks_its_node_and_saves_as_many_bytes_as_it_asked_for(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron.training.pipeline_trace import from_chrome_trace
 from tests.end_to_end.run_process import (
     PROMPT,
     Corpus,
+    Flags,
     FlagValue,
     Outcome,
     RunningTraining,
@@ -38,8 +39,6 @@ from tests.end_to_end.run_process import (
     latest_iteration,
     losses,
 )
-
-Flags = dict[str, FlagValue]
 
 LENGTH, HALF = 8, 4
 TOLERANCE = 1e-9
@@ -260,7 +259,7 @@ def test_a_smaller_batch_after_a_resume_does_not_run_out_of_samples(corpus: Corp
 def test_a_change_of_precision_keeps_the_wider_weights(corpus: Corpus, tmp_path: Path) -> None:
     """Going on in another precision gives the losses of a run that never left fp32, nearly; fp16 starts a fresh loss
     scale."""
-    precisions: dict[str, dict[str, FlagValue]] = {
+    precisions: dict[str, Flags] = {
         "fp32": {},
         "bf16": {"bf16": True},
         "fp16": {"fp16": True, "initial_loss_scale": 4096},
@@ -280,7 +279,7 @@ def test_master_weights_start_from_the_widest_that_a_checkpoint_has(corpus: Corp
     """Also where the optimizer's state is left out: in bf16 the model alone would have lost bits."""
     wide, narrow = tmp_path / "wide", tmp_path / "narrow"
     call_training(flags_of(corpus, save=wide, train_iters=2, save_optim=how != "finetune")).succeeded()
-    changes: dict[str, FlagValue] = {"lr": 0.0, "bf16": True, "lr_decay_iters": 8, "override_opt_param_scheduler": True}
+    changes: Flags = {"lr": 0.0, "bf16": True, "lr_decay_iters": 8, "override_opt_param_scheduler": True}
     changes |= {"finetune": True, "train_iters": 1} if how == "finetune" else {"load_optim": False, "train_iters": 3}
     call_training(flags_of(corpus, load=wide, save=narrow, **changes)).succeeded()
     before, after = (

@@ -18,6 +18,7 @@ from megatron.data import loader_processes
 from tests.end_to_end.run_process import (
     REPOSITORY,
     Corpus,
+    Flags,
     FlagValue,
     RunningTraining,
     call_training,
@@ -31,9 +32,9 @@ from tests.end_to_end.run_process import (
 SLOW = pytest.mark.slow(reason="waits for time limits of several processes")
 
 
-def command(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+def command(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
     """A run that goes on until it is stopped."""
-    common: dict[str, FlagValue | Path] = {
+    common: Flags = {
         "train_iters": 2000,
         "lr_decay_iters": 2000,
         "num_workers": 1,
@@ -101,7 +102,7 @@ def test_a_stopped_loader_ends_the_run_after_the_limit_and_the_last_iteration_is
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_signal_is_obeyed_while_the_loader_is_waited_for(corpus: Corpus, tmp_path: Path, processes: int) -> None:
     # A single process may give up in the middle of an iteration, too.
-    size: dict[str, FlagValue | Path] = {"global_batch_size": 4 if processes == 2 else 8}
+    size: Flags = {"global_batch_size": 4 if processes == 2 else 8}
     metrics = tmp_path / "metrics.jsonl"
     flags = command(corpus, tmp_path, dataloader_timeout=0, **size)
     last_rank = partial(main, metrics=metrics, rank=processes - 1, number=signal.SIGTERM)
@@ -110,14 +111,14 @@ def test_a_signal_is_obeyed_while_the_loader_is_waited_for(corpus: Corpus, tmp_p
     assert latest_iteration(tmp_path / "save") == len(iterations(metrics))
     # What was saved is the state after a whole iteration.
     last = latest_iteration(tmp_path / "save")
-    more: dict[str, FlagValue | Path] = {"train_iters": last + 2, "load": tmp_path / "save", "num_workers": 0, **size}
+    more: Flags = {"train_iters": last + 2, "load": tmp_path / "save", "num_workers": 0, **size}
     call_training(command(corpus, tmp_path, **more)).succeeded()
     assert latest_iteration(tmp_path / "save") == last + 2
 
 
 # --- stages of a pipeline ------------------------------------------------------------------------------------
 
-TWO_STAGES: dict[str, FlagValue] = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
+TWO_STAGES: Flags = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
 
 
 CRASHING = """

@@ -27,6 +27,7 @@ from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import raise_error
 from tests.end_to_end.run_process import (
     Corpus,
+    Flags,
     FlagValue,
     assert_same_tensors,
     call_training,
@@ -58,7 +59,7 @@ def test_saves_are_dense_early_and_old_ones_go_but_milestones(corpus: Corpus, tm
 def test_after_a_return_to_an_older_checkpoint_the_abandoned_ones_cost_no_new_one(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    def flags(**changes: FlagValue | Path) -> list[str]:
+    def flags(**changes: FlagValue) -> list[str]:
         return flags_of(corpus, lr_decay_iters=8, save=tmp_path, save_interval=2, **changes)
 
     call_training(flags(train_iters=8)).succeeded()
@@ -120,12 +121,7 @@ def send_when(log: Path, words: str, number: signal.Signals) -> None:
 
 
 def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, tmp_path: Path) -> None:
-    flags: dict[str, FlagValue | Path] = {
-        "train_iters": 4,
-        "lr_decay_iters": 4,
-        "save": tmp_path / "run",
-        "save_interval": 2,
-    }
+    flags: Flags = {"train_iters": 4, "lr_decay_iters": 4, "save": tmp_path / "run", "save_interval": 2}
     call_training(flags_of(corpus, **flags)).succeeded()
     words = (f"--save {tmp_path / 'run'} has checkpoints up to iteration 4", "--load", "another directory")
     call_training(flags_of(corpus, **flags)).refusal(*words)
@@ -139,9 +135,9 @@ def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, 
 # --- saves in the background, and copies ----------------------------------------------------------------------
 
 
-def copied(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
+def copied(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
     """A run of four iterations that saves after each."""
-    settings: dict[str, FlagValue | Path] = {
+    settings: Flags = {
         "bf16": True,
         "global_batch_size": 4,
         "train_iters": 4,
@@ -157,11 +153,7 @@ def copied(corpus: Corpus, run: Path, **changes: FlagValue | Path) -> list[str]:
 def test_two_ranks_save_behind_the_training_what_they_would_have_saved_and_mirror_it(
     corpus: Corpus, tmp_path: Path
 ) -> None:
-    layout: dict[str, FlagValue | Path] = {
-        "tensor_model_parallel_size": 1,
-        "use_distributed_optimizer": True,
-        "save_retain_last": 2,
-    }
+    layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True, "save_retain_last": 2}
     direct, behind = tmp_path / "direct", tmp_path / "behind"
     fork_training(copied(corpus, direct, **layout), 2).succeeded()
     outcome = fork_training(
@@ -186,7 +178,7 @@ def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
     corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    both: dict[str, FlagValue | Path] = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
+    both: Flags = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
     call_training(copied(corpus, tmp_path, **both)).succeeded()
     for copy in second, third:
         assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(first, 4), ("model/", "opt", "r"))
@@ -257,9 +249,9 @@ def test_writers_and_copiers_that_die_between_saves_cost_nothing(
 # --- saves that fail: the run goes on, and ends when too many have failed in a row ----------------------------
 
 
-def saving_each(corpus: Corpus, save: Path, **changes: FlagValue | Path) -> list[str]:
+def saving_each(corpus: Corpus, save: Path, **changes: FlagValue) -> list[str]:
     """A run of six iterations that saves after each."""
-    common: dict[str, FlagValue | Path] = {"train_iters": 6, "lr_decay_iters": 6, "save": save, "save_interval": 1}
+    common: Flags = {"train_iters": 6, "lr_decay_iters": 6, "save": save, "save_interval": 1}
     return flags_of(corpus, **common | {"global_batch_size": 4} | changes)
 
 
@@ -286,7 +278,7 @@ def test_a_failure_is_a_warning_until_more_than_the_allowed_ones_in_a_row(
 ) -> None:
     # The last attempt before the end is not made in the background.
     spoil(monkeypatch, range(2, 2 + failures), "background", "checkpointing")
-    changes: dict[str, FlagValue | Path] = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
+    changes: Flags = {"train_iters": 5, "lr_decay_iters": 5, "max_failed_saves": allowed}
     outcome = call_training(saving_each(corpus, tmp_path, async_save=True, bf16=True, **changes))
     assert "Iteration 2 is not saved: rank 0: Cannot write" in caplog.text
     assert "Training continues; the next attempt is now, after iteration 3." in caplog.text

@@ -20,14 +20,7 @@ from megatron.core.topology import single_process
 from megatron.errors import DataError
 from megatron.inference.loading import load_model
 from tests.end_to_end.converted import tensors_of
-from tests.end_to_end.run_process import (
-    Corpus,
-    FlagValue,
-    call_training,
-    flags_of,
-    run_tool,
-    tiny_corpus,
-)
+from tests.end_to_end.run_process import Corpus, Flags, call_training, flags_of, run_tool, tiny_corpus
 
 # --- text of a model with experts -----------------------------------------------------------------------------
 
@@ -36,7 +29,7 @@ from tests.end_to_end.run_process import (
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a model with a dense layer, a shared expert, and experts with a bias."""
     directory = tmp_path_factory.mktemp("experts")
-    experts: dict[str, FlagValue] = {
+    experts: Flags = {
         "num_experts": 4,
         "moe_layer_freq": "[0,1]",
         "moe_ffn_hidden_size": 32,
@@ -165,7 +158,7 @@ def copied(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     shutil.copy(corpus.tokenizer, "tokenizer.model")
-    places: dict[str, FlagValue] = {"save": "run", "save_interval": 1, "metrics_jsonl": "metrics.jsonl"}
+    places: Flags = {"save": "run", "save_interval": 1, "metrics_jsonl": "metrics.jsonl"}
     mirrors = f"{tmp_path}/mirror,file://{tmp_path}/store"
     flags = flags_of(replace(corpus, tokenizer=Path("tokenizer.model")), train_iters=2, **places)
     call_training([*flags, "--redundant-save", *mirrors.split(",")]).succeeded()

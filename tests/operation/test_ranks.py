@@ -18,14 +18,12 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.operation import launch
 from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
-from megatron.operation.nodes import (
-    NamedNodes,
-    Naming,
-)
+from megatron.operation.nodes import NamedNodes, Naming
 from megatron.operation.ranks import RunningProcess, end_processes, usable_world_size
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
     TINY_RUN,
+    Flags,
     FlagValue,
     assert_close,
     call_training,
@@ -92,8 +90,8 @@ def usable(world_size: int, **changes: FlagValue) -> int:
 
 TENSOR_AND_PIPELINE = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "expert_model_parallel_size": 4, "global_batch_size": 32}
-RAMP: dict[str, FlagValue] = {"rampup_batch_size": [4, 4, 100], "global_batch_size": 16}
-STEPS: dict[str, FlagValue] = {"step_batch_size_schedule": "0:12 1K:24", "global_batch_size": None}
+RAMP: Flags = {"rampup_batch_size": [4, 4, 100], "global_batch_size": 16}
+STEPS: Flags = {"step_batch_size_schedule": "0:12 1K:24", "global_batch_size": None}
 
 
 @pytest.mark.parametrize(
@@ -115,9 +113,7 @@ STEPS: dict[str, FlagValue] = {"step_batch_size_schedule": "0:12 1K:24", "global
         ({"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}, {2: 2, 3: 2, 4: 4}),
     ],
 )
-def test_the_largest_data_parallel_size_with_which_the_run_is_valid(
-    flags: dict[str, FlagValue], sizes: dict[int, int]
-) -> None:
+def test_the_largest_data_parallel_size_with_which_the_run_is_valid(flags: Flags, sizes: dict[int, int]) -> None:
     assert {world_size: usable(world_size, **flags) for world_size in sizes} == sizes
 
 
@@ -130,7 +126,7 @@ def test_the_largest_data_parallel_size_with_which_the_run_is_valid(
         (2, {"lr": None}, "--lr"),
     ],
 )
-def test_where_no_size_is_valid(world_size: int, flags: dict[str, FlagValue], named: str) -> None:
+def test_where_no_size_is_valid(world_size: int, flags: Flags, named: str) -> None:
     with pytest.raises(ConfigError) as caught:
         usable(world_size, **flags)
     assert_helpful(str(caught.value), named)
