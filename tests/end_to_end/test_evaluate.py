@@ -109,20 +109,16 @@ def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus
     assert again["total"] == pytest.approx(found, rel=1e-12)
 
 
-STARTS = pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process")
 DIVIDED: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-FULLY_SHARDED: Flags = {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
 LAYOUTS = [
     ("trained", {**DIVIDED, "pipeline_model_parallel_size": 2}),
     ("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    pytest.param("trained", FULLY_SHARDED, marks=STARTS),
-    pytest.param("with_experts", {**DIVIDED, "context_parallel_size": 2}, marks=STARTS),
 ]
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, indirect=["model"])
 def test_every_layout_gives_the_same(model: Path, text: Path, tmp_path: Path, layout: Flags) -> None:
-    """With windows that are not a multiple of the ranks and microbatches."""
+    """With windows that are not a multiple of the ranks and microbatches; ``tests/parallel`` has further layouts."""
     alone = results(model, text, tmp_path / "alone.json", micro_batch_size=3)["total"]
     ranks = results(model, text, tmp_path / "ranks.json", processes=4, **layout)["total"]
     assert (ranks["tokens"], ranks["bytes"]) == (alone["tokens"], alone["bytes"])
