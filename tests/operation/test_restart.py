@@ -225,11 +225,3 @@ def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> No
     assert attempts[1].second("step") == 0.0
     assert not (save / ATTEMPTS).exists() and len(list((run_dir / DIRECTORY).iterdir())) == 1
     assert all(0.0 < record["effective_time"] < 1.0 for record in iterations(metrics))
-
-
-def test_without_a_run_directory_nothing_is_written(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    flags = {**MODEL, "train_iters": 2, "metrics_jsonl": metrics}
-    assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert all("effective_time" not in record for record in iterations(metrics))
