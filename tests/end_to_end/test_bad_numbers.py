@@ -261,9 +261,7 @@ def checked(directory: Path, **changes: Any) -> list[str]:
     return words_of({**CHECKED, "save": directory, **changes})
 
 
-def test_a_device_that_computes_a_wrong_product_is_named_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_wrong_products_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownProduct, "count_errors", lambda product: 1)
     outcome = call_training(checked(tmp_path, known_answer_interval_s=3600))
     assert outcome.exit_code == ExitCode.CRASH and not list(tmp_path.glob("iter_*"))
@@ -296,9 +294,7 @@ ENDS: list[tuple[dict[str, Any], str, int | None]] = [
 
 
 @pytest.mark.parametrize(("changes", "words", "saved"), ENDS, ids=["flip", "overflow", "loss", "spoiled gradient"])
-def test_one_process_ends_in_a_sentence_before_it_saves_anything(
-    tmp_path: Path, changes: dict[str, Any], words: str, saved: int | None
-) -> None:
+def test_one_process_ends_before_a_save(tmp_path: Path, changes: dict[str, Any], words: str, saved: int | None) -> None:
     outcome = call_training(checked(tmp_path, **changes))
     assert outcome.exit_code == ExitCode.CRASH
     assert re.search(words, outcome.stderr), outcome.stderr

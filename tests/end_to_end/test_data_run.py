@@ -127,9 +127,7 @@ def evaluation(corpus: Corpus, trained: Path, metrics: Path, changes: Flags, pro
     return record
 
 
-def test_sets_are_evaluated_completely_and_by_name(
-    corpus: Corpus, one: Path, other: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_whole_sets_have_losses_by_name(corpus: Corpus, one: Path, other: Path, trained: Path, tmp_path: Path) -> None:
     """On two ranks with microbatches of three samples, which divide neither set."""
     both: Flags = {"valid_data_path": [str(one), str(other)], "full_validation": True}
     names: Flags = {"multiple_validation_sets": True, "validation_set_names": ["all", "two"]}

@@ -157,9 +157,7 @@ def test_synthetic_data_are_compared_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["megatron", "extendable"])
-def test_a_run_extended_into_another_epoch_says_that_the_order_changes(
-    a: WrittenCorpus, tmp_path: Path, order: str
-) -> None:
+def test_a_run_extended_by_an_epoch_says_that_the_order_changes(a: WrittenCorpus, tmp_path: Path, order: str) -> None:
     """Megatron-LM's order over two epochs does not begin with its order over one."""
     run = functools.partial(flags, tmp_path, a.prefix, sample_order=order, override_opt_param_scheduler=True)
     call_training(run(exit_interval=1)).succeeded()

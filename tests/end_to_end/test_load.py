@@ -84,9 +84,7 @@ WRONG = {
     ],
     ids=str,
 )
-def test_a_run_does_not_begin_where_load_names_no_checkpoints(
-    corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: Flags
-) -> None:
+def test_where_a_run_does_not_begin(corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: Flags) -> None:
     places = {"save": tmp_path, "pretrained_checkpoint": trained}
     given = {name: places[name] / str(value) if name in places else value for name, value in changes.items()}
     before = sorted(trained.rglob("*"))
@@ -194,9 +192,7 @@ def assert_refused(outcome: Outcome, *words: str) -> str:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_run_goes_on_without_flags_for_its_architecture(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_sizes_may_be_left_out(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     directory, metrics = saved(name), tmp_path / "metrics.jsonl"
     outcome = call_training(going_on(corpus, directory, metrics_jsonl=metrics)).succeeded()
     assert f"> architecture: from the checkpoint of iteration {HALF} in {directory}" in outcome.stdout
@@ -239,7 +235,7 @@ def test_every_flag_that_differs_is_named(
     assert {name: after[name] for name in before} == before
 
 
-def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
+def test_flags_that_agree_or_are_free_may_be_given(
     corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The run takes over neither the length nor the padding, which are its own."""
@@ -252,9 +248,7 @@ def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
     assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
 
 
-def test_a_pattern_of_layers_may_be_given_in_other_words(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_pattern_of_layers_may_be_rephrased(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory, metrics = saved("layers of two kinds"), tmp_path / "metrics.jsonl"
     flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
     call_training(flags).succeeded()
@@ -297,9 +291,7 @@ def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_pa
     assert "--hidden-size is missing" in outcome.stderr and "--model llama3-8b" in outcome.stderr
 
 
-def test_an_older_checkpoint_of_another_architecture_is_not_loaded_instead_of_a_damaged_one(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_no_older_model_replaces_a_damaged_one(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path) -> None:
     source, latest = saved("grouped queries"), checkpoint_of(tmp_path, HALF)
     call_training(flags_of(corpus, fp64=True, num_layers=3, train_iters=2, save=tmp_path)).succeeded()
     # With new times: what is older than the tracker counts as abandoned.

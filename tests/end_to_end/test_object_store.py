@@ -90,7 +90,7 @@ def data_keys(server: S3Server, iteration: int) -> list[str]:
 
 
 @pytest.mark.slow(reason="four runs of two and more ranks")
-def test_two_ranks_copy_to_three_places_and_resume_from_each_on_any_number_of_ranks(
+def test_two_ranks_copy_to_three_places_and_any_number_resumes(
     corpus: Corpus, tmp_path: Path, server: S3Server
 ) -> None:
     layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
@@ -183,9 +183,7 @@ def damage(server: S3Server, key: str, kind: str) -> None:
         ),
     ],
 )
-def test_a_damaged_object_is_named_and_an_older_checkpoint_loaded(
-    saved_at_url: S3Server, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_named_and_passed_over(saved_at_url: S3Server, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     keys = [f"run/iter_{iteration:07d}/manifest.json" for iteration in (6, 4)]
     if kind != "manifest":
         keys = [data_keys(saved_at_url, iteration)[0] for iteration in (6, 4)]
@@ -213,9 +211,7 @@ def test_a_bit_that_flips_after_the_files_were_verified_is_not_loaded(saved_at_u
         load_checkpoint(found.root, found.iteration, {name: torch.empty(shape)})
 
 
-def test_a_partial_upload_is_no_checkpoint_and_the_next_save_removes_it(
-    corpus: Corpus, tmp_path: Path, server: S3Server
-) -> None:
+def test_a_partial_upload_is_no_checkpoint_and_is_removed(corpus: Corpus, tmp_path: Path, server: S3Server) -> None:
     theirs = ["run/iter_0000008/tokenizer/tokenizer.model", "run/notes.txt"]
     left = ["run/iter_0000008/rank_00000.0123abcd.safetensors", "run/iter_0000008/.written-0123abcd/rank_00000.json"]
     for key in theirs + left:
@@ -226,9 +222,7 @@ def test_a_partial_upload_is_no_checkpoint_and_the_next_save_removes_it(
     assert [key for key in theirs + left if key in server.names()] == theirs
 
 
-def test_a_run_that_goes_back_replaces_what_lies_at_the_url_and_what_it_abandoned_does_not_come_back(
-    corpus: Corpus, tmp_path: Path, server: S3Server
-) -> None:
+def test_a_run_that_goes_back_replaces_what_it_abandoned(corpus: Corpus, tmp_path: Path, server: S3Server) -> None:
     """An iteration that is saved again has the files of one attempt."""
     # A copy may be left out while the one before is under way, but not the last of a run.
     call_training(command(corpus, tmp_path, save_interval=2)).succeeded()
@@ -321,7 +315,7 @@ class DeadlyProxy:
 
 
 @pytest.mark.slow(reason="waits for time limits of a network")
-def test_a_server_that_dies_in_the_middle_of_an_upload_costs_a_warning_until_it_is_back(
+def test_an_upload_that_breaks_off_is_a_warning(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = S3Server()

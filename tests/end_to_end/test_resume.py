@@ -114,9 +114,7 @@ def train(words: Sequence[str], processes: int) -> Outcome:
         pytest.param(DIVIDED, 4, id="sharded optimizer", marks=pytest.mark.slow(reason="another four ranks")),
     ],
 )
-def test_a_resumed_run_is_the_run_that_never_stopped(
-    corpus: Corpus, tmp_path: Path, flags: Flags, processes: int
-) -> None:
+def test_a_resumed_run_is_the_whole_run(corpus: Corpus, tmp_path: Path, flags: Flags, processes: int) -> None:
     """Also in the random state: nothing of ours draws from the global generators, but a user's code may."""
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     words = whole_run(corpus, whole, flags, processes)

@@ -86,9 +86,7 @@ def main(flags: Sequence[str], metrics: Path, rank: int, number: signal.Signals 
 
 @SLOW
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_loader_ends_the_run_after_the_limit_and_the_last_iteration_is_saved(
-    corpus: Corpus, tmp_path: Path, rank: int
-) -> None:
+def test_a_stopped_loader_ends_the_run_with_the_last_iteration_saved(corpus: Corpus, tmp_path: Path, rank: int) -> None:
     # One microbatch an iteration, so the wait is always between two iterations, where all ranks can agree.
     flags = command(corpus, tmp_path, global_batch_size=4, dataloader_timeout=80)
     metrics = tmp_path / "metrics.jsonl"

@@ -62,9 +62,7 @@ def generate(*words: object) -> int:
     return generate_text.main([str(word) for word in words])
 
 
-def test_a_file_of_prompts_becomes_lines_of_json(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_prompts_becomes_json_rows(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every text is the one that its prompt has alone, and the other fields of a prompt are kept."""
     prompts: list[dict[str, Any]] = [
         {"prompt": "import ", "id": 7},
@@ -95,9 +93,7 @@ def test_a_file_of_prompts_becomes_lines_of_json(
     assert printed[0]["text"] == found[0]["text"]
 
 
-def test_a_line_continues_the_text_before_it(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_one_text(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An empty line begins a new text, and so does a text that is too long."""
     common = ("--load", trained, "--max-new-tokens", 3, "--temperature", 0, "--max-position-embeddings", 40)
     monkeypatch.setattr(sys, "stdin", StringIO("import \nx\n\nimport \n" + "a" * 50 + "\nimport "))

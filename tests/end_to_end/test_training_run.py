@@ -304,9 +304,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_no_lower_scale_mends_stops_the_run_in_a_sentence_or_is_skipped(
-    corpus: Corpus, tmp_path: Path, fault: str
-) -> None:
+def test_what_no_lower_scale_mends_stops_the_run_or_is_skipped(corpus: Corpus, tmp_path: Path, fault: str) -> None:
     changes, words = FAULTS[fault]
     outcome = call_training(flags_of(corpus, fp16=True, **changes))
     assert outcome.exit_code == 1

@@ -182,9 +182,7 @@ def test_a_launcher_decides_alone_if_the_first_does_not_end_the_attempt() -> Non
 
 
 @pytest.mark.parametrize("said", [None, "join", "restart"])
-def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
-    capsys: pytest.CaptureFixture[str], said: str | None
-) -> None:
+def test_a_node_that_leaves_the_rendezvous_is_lost(capsys: pytest.CaptureFixture[str], said: str | None) -> None:
     """If a spare waits, torch restarts the ranks as for a node that joins, which says so before it stops its ranks."""
     job = Launchers(3)
     first, second, _ = job.all

@@ -30,9 +30,7 @@ from tests.operation.jobs import MODEL, Job, ended, is_alive
     ],
     ids=["no launcher", "elastic nodes", "no package"],
 )
-def test_where_the_flag_is_refused(
-    monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str
-) -> None:
+def test_the_refusals(monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE.partition(".")[0], None)
     for variable, value in ((LAUNCHER, launcher), (ELASTIC, elastic)):
         monkeypatch.delenv(variable, raising=False)
@@ -89,9 +87,7 @@ def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceptions_and_a_kill_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exceptions restart the training in the same processes; a killed rank is left to the launcher."""
     pytest.importorskip(PACKAGE)
     monkeypatch.setenv(VARIABLE, "1")
