@@ -25,8 +25,7 @@ from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.flags import words_of as flag_words
 from megatron.inference.loading import load_model
-from megatron.metrics.record import EvaluationRecord
-from megatron.metrics.writer import MetricsWriter
+from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores, prepare_environment
 from megatron.operation.ranks import SignalWatch

@@ -36,8 +36,7 @@ from megatron.checkpoint.manifest import (
 )
 from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
-from megatron.core.initialization import initialize_range
-from megatron.core.parameter import Box, ParameterInfo
+from megatron.core.parameter import Box, ParameterInfo, initialize_range
 from megatron.errors import CheckpointError
 
 FILE_BYTES = 4 << 30

@@ -39,7 +39,7 @@ def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> Non
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
     assert config.dry_run.num_gpus is not None
     check_run(config, config.dry_run.num_gpus)
-    from megatron.commands.dry_run import plan_and_report
+    from megatron.commands.planning import plan_and_report
 
     plan_and_report(config, arguments)
 
@@ -51,7 +51,7 @@ def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
         raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
     if config.dry_run.num_gpus is None:
         raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
-    from megatron.commands.plan_layout import plan_run
+    from megatron.commands.planning import plan_run
 
     plan_run(config, arguments)
 

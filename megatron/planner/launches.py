@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron.core.activations import Recomputed
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
-from megatron.core.recompute import Recomputed
 from megatron.planner.fake_backend import CompletedWork, ShapeTracker
 from megatron.torch_compat import (
     local_scalar,

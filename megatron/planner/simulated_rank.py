@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.buffered import shards_weights
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.parallelize import parallelize
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import ActionRecorder
+from megatron.core.optimizer import Optimizer
+from megatron.core.pipeline_parallel import ActionRecorder
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
 from megatron.planner.fake_backend import simulated_kernels

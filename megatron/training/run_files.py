@@ -2,7 +2,7 @@
 code), and the record of the attempt (megatron/operation/attempts.py), with the refusal after too many failed ones.
 
     RUN_DIR/command.sh         the command, to run again
-    RUN_DIR/run.yaml           the flags that differ from their defaults (megatron/config/run_yaml.py)
+    RUN_DIR/run.yaml           the flags that differ from their defaults (megatron/config/words.py)
     RUN_DIR/environment.json   versions, GPU driver, commit, variables of NCCL and CUDA
     RUN_DIR/changes.patch      what differs from the commit, if it is small
     RUN_DIR/earlier/0001/      the same files of earlier attempts, if they were different
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.directory import TRACKER, saved_iterations
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import run_yaml
+from megatron.config.words import run_yaml
 from megatron.errors import ExitCode, NoProgressError, UserError, cause_of
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,

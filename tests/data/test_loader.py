@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.context_parallel import ContextSplit
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import Microbatch, cyclic_microbatches, microbatch_sample_indices, single_pass_microbatches

@@ -10,12 +10,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.config.training import OptimizerConfig
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.errors import SilentCorruptionError
 from megatron.features.known_product.listener import KnownAnswer

@@ -17,7 +17,7 @@ from megatron.planner.step_time.formulas import ExpertShapes, StepTimeModel, acc
 from megatron.planner.step_time.prices import CONSTANTS, load_fitted
 from megatron.planner.step_time.published import read_published
 from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 
 EXPERTS = Path(__file__).with_name("published_experts.csv")

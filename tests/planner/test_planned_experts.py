@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.commands.pages.dry_run_report import groups
-from megatron.core.moe.experts import Experts
+from megatron.core.moe.layer import Experts
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner import simulated_rank
 from megatron.planner.plan import Plan, Run, largest_fitting_load, make_plan, simulate_rank

@@ -14,7 +14,7 @@ from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import TERMS
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.initialize import rank_grid
 

@@ -26,7 +26,7 @@ from megatron.planner.rehearsal.unit import UnitRecord
 from megatron.planner.search import state_memory
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.state_memory import StateMemory, UnitBuffers, Weight
-from megatron.schedules.registry import SCHEDULES, placement_of
+from megatron.schedules.catalog import SCHEDULES, placement_of
 from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid
 

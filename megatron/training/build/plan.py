@@ -5,13 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.optimizer import LearningRateConfig
 from megatron.config.run import RunConfig
+from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import (
-    LearningRateSchedule,
-    build_learning_rate_schedule,
-)
+from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.topology import Topology
 from megatron.data.data_record import DataRecord, build_record, record_corpus
 from megatron.data.dataset_builder import Sources, read_sources

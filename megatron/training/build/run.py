@@ -13,11 +13,11 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.device import device_name
+from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.core.optimizer.hyperparameters import build_weight_decay_schedule
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import build_loss_scaler
 from megatron.data.evaluation_data import TokenBytes
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import FaultInjection, reach

@@ -16,9 +16,9 @@ from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.optimizer import LearningRateConfig
+from megatron.config.training import LearningRateConfig
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule
+from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.data.data_record import DataRecord, evaluation_differences, training_differences
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule

@@ -23,9 +23,9 @@ from megatron.console import print_warning
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.moe.balance import ExpertBalance
-from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.optimizer import Optimizer, OptimizerState
+from megatron.core.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
+from megatron.core.moe.routing import ExpertBalance
+from megatron.core.optimizer import Optimizer, OptimizerState
 from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture

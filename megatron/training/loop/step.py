@@ -15,7 +15,7 @@ import torch
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
-from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.evaluation_data import CountedBytes, TokenBytes
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError
 from megatron.metrics.timers import Timers
