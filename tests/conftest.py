@@ -43,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compare-seconds", action="store_true", help="fail if the tests take longer than a reference load explains"
     )
-    parser.addoption("--kills", type=int, default=1, help="ranks to kill, one after the other, under each rendezvous")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

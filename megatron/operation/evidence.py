@@ -127,8 +127,6 @@ _COLLECTIVES = (
     "megatron/core/communication.py",
     "megatron/core/control.py",
     "megatron/core/transport.py",
-    "megatron/core/transport.py",
-    "megatron/operation/waits.py",
     "megatron/operation/waits.py",
 )
 _PYTHON_WAITS = ("threading.py", "queue.py", "selectors.py")

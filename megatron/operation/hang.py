@@ -277,12 +277,9 @@ class RankWatch:
                 silent.add(node)
         if not silent or not nodes.is_first(attempt.topic, attempt.restarts):
             return None
-        failure = self._failure_of_missing(set(range(nodes.count)) - silent)
+        failure = failure_of_lost_nodes(dict(self.reports.missing_nodes(set(range(nodes.count)) - silent).values()))
         self._report(failure)
         return failure
-
-    def _failure_of_missing(self, present: Collection[int]) -> Failure:
-        return failure_of_lost_nodes(dict(self.reports.missing_nodes(present).values()))
 
     def have_nodes_left(self, members: Collection[int] | None) -> bool:
         """Whether a node is not among the ``members`` of the rendezvous any more, and no launcher has said why: it is
@@ -294,7 +291,7 @@ class RankWatch:
         if nodes.stops_for_join() or nodes.must_restart(attempt.restarts):
             return False  # said before it left
         if nodes.is_first("report", attempt.restarts):
-            self.reports.record(self._failure_of_missing(members))
+            self.reports.record(failure_of_lost_nodes(dict(self.reports.missing_nodes(members).values())))
         nodes.restart(attempt.restarts)
         return True
 

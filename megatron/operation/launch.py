@@ -32,12 +32,14 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.operation.agent import Agent, say, say_end
 from megatron.operation.heartbeat import run_directory_in
 from megatron.operation.processes import LAUNCHER
-from megatron.operation.ranks import ELASTIC, StopSignals, prepare_elastic
+from megatron.operation.ranks import ELASTIC, StopSignals
 from megatron.operation.warm import WarmProcesses
 from megatron.torch_compat import LOOPBACK, listen_on_loopback, start_ranks_by
 
 # Default of --shutdown-timeout: time for the ranks to finish an iteration and save.
 SAVE_SECONDS = 600
+# Seconds for further nodes to join once MIN of --nnodes MIN:MAX is reached: torch notices a lost node after as long.
+LAST_CALL_SECONDS = 15
 
 
 def parse(arguments: Sequence[str]) -> Namespace:
@@ -50,6 +52,23 @@ def parse(arguments: Sequence[str]) -> Namespace:
         help="Keep a process per rank that has imported everything, for a faster restart; needs memory.",
     )
     return parser.parse_args(arguments)
+
+
+def prepare_elastic(options: Namespace) -> bool:
+    """Whether the number of nodes may change; raises :class:`ConfigError`."""
+    try:
+        smallest, largest = torchrun.parse_min_max_nnodes(options.nnodes)
+    except (RuntimeError, ValueError):
+        raise ConfigError(f"--nnodes {options.nnodes} is neither a number nor MIN:MAX: use one of them.") from None
+    if smallest == largest:
+        return False
+    if options.rdzv_backend == "static" and not options.standalone:
+        raise ConfigError(
+            f"--nnodes {options.nnodes} needs a rendezvous that nodes can join later: add --rdzv-backend c10d."
+        )
+    if "last_call_timeout" not in options.rdzv_conf:
+        options.rdzv_conf = ",".join(filter(None, [options.rdzv_conf, f"last_call_timeout={LAST_CALL_SECONDS}"]))
+    return True
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -25,6 +24,7 @@ from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
+from tests.checkpoint.models import assert_equal, weights_under
 from tests.end_to_end.run_process import FlagValue
 from tests.model.reference import fp32_means_fp64, relative_error
 from tests.whole_model import logits_of
@@ -120,16 +120,8 @@ def to_hf(load: Path, target: Path, tokenizer: bool = False, **flags: Any) -> st
     return convert_checkpoint.convert(ToHuggingFace(str(load), str(target), tokenizer=tokenizer, **flags))
 
 
-def weights_under(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory of Hugging Face's."""
-    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
 def assert_same_weights(found: Path, wanted: Path) -> None:
-    left, right = weights_under(found), weights_under(wanted)
-    assert left.keys() == right.keys()
-    for name, tensor in right.items():
-        assert left[name].dtype == tensor.dtype and torch.equal(left[name], tensor), name
+    assert_equal(weights_under(found), weights_under(wanted))
 
 
 def continued(advice: str, save: Path, **flags: FlagValue) -> list[str]:

@@ -43,7 +43,8 @@ VOCABULARY = 384
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true", "CUDA_VISIBLE_DEVICES": ""}
 
-FlagValue = str | int | float | bool | None | Sequence[str | int | float]
+FlagValue = str | int | float | bool | None | Path | Sequence[str | int | float]
+Flags = dict[str, FlagValue]
 Record = dict[str, Any]
 Main = Callable[[Sequence[str]], int]
 
@@ -96,7 +97,7 @@ def tokenize(text: Path, tokenizer: Path) -> Path:
 
 # --- flags ---------------------------------------------------------------------------------------------------
 
-TINY_RUN: dict[str, FlagValue] = {
+TINY_RUN: Flags = {
     "num_layers": 2,
     "hidden_size": 32,
     "ffn_hidden_size": 64,
@@ -117,11 +118,11 @@ TINY_RUN: dict[str, FlagValue] = {
 }
 
 
-MOCK_RUN: dict[str, FlagValue] = {**TINY_RUN, "split": None, "mock_data": True, "vocab_size": 120}
+MOCK_RUN: Flags = {**TINY_RUN, "split": None, "mock_data": True, "vocab_size": 120}
 """A tiny run on synthetic data."""
 
 
-def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
+def flags_of(corpus: Corpus, **changes: FlagValue) -> list[str]:
     """The command line of a tiny run on ``corpus``, with flags added, changed, or (None) left out."""
     source = {
         "data_path": str(corpus.prefix),
@@ -131,12 +132,12 @@ def flags_of(corpus: Corpus, **changes: FlagValue | Path) -> list[str]:
     return words_of({**TINY_RUN, **source, **changes})
 
 
-def words_of(flags: Mapping[str, FlagValue | Path]) -> list[str]:
+def words_of(flags: Mapping[str, FlagValue]) -> list[str]:
     """Flags by their names, as on a command line; those with None are left out."""
     return [word for name, value in flags.items() for word in _words(name, value)]
 
 
-def _words(name: str, value: FlagValue | Path) -> list[str]:
+def _words(name: str, value: FlagValue) -> list[str]:
     flag = name.replace("_", "-")
     if value is None:
         return []
@@ -167,6 +168,13 @@ class Outcome:
         last box."""
         said = [line for line in self.stderr.splitlines() if line.startswith("ERROR: ")]
         return said or [sentence for sentence in [self.root_cause] if sentence.startswith("ERROR: ")]
+
+    def refusal(self, *words: str) -> str:
+        """The sentence with which a run has failed, the only one of all its ranks; it has these ``words``."""
+        assert self.exit_code not in (0, 75, None), self.stdout
+        (sentence,) = self.errors
+        assert all(word in sentence for word in words), sentence
+        return sentence
 
     @property
     def root_cause(self) -> str:

@@ -19,6 +19,7 @@ from tests.end_to_end.run_process import (
     TINY_RUN,
     VOCABULARY,
     Corpus,
+    Flags,
     FlagValue,
     Outcome,
     RunningTraining,
@@ -30,8 +31,6 @@ from tests.end_to_end.run_process import (
 )
 
 DONE = 4
-
-Changes = dict[str, FlagValue | Path]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +50,9 @@ class Scene:
     """The directory of the finished run; the corpus is beside it, in ``data``."""
     corpus: Corpus
 
-    def flags(self, changes: Changes) -> list[str]:
+    def flags(self, changes: Flags) -> list[str]:
         """Flags that would continue the run, but for ``changes``."""
-        common: Changes = {"save": self.run, "load": self.run, "metrics_jsonl": self.run / "metrics.jsonl"}
+        common: Flags = {"save": self.run, "load": self.run, "metrics_jsonl": self.run / "metrics.jsonl"}
         return flags_of(self.corpus, **{**common, **changes})
 
 
@@ -84,7 +83,7 @@ def assert_one_sentence(outcome: Outcome, *words: str) -> None:
 
 # --- what is spoilt ------------------------------------------------------------------------------------------
 
-Mistake = Callable[[Scene], Changes]
+Mistake = Callable[[Scene], Flags]
 """Spoils a scene; the flags that are wrong."""
 BIN, IDX, TOKENIZER = "data/corpus.bin", "data/corpus.idx", "data/tokenizer.model"
 SHARD, MANIFEST = (f"run/iter_{DONE:07d}/{name}" for name in ("rank_00000.safetensors", "manifest.json"))
@@ -93,7 +92,7 @@ SHARD, MANIFEST = (f"run/iter_{DONE:07d}/{name}" for name in ("rank_00000.safete
 def spoilt(file: str, spoil: Callable[[Path], None]) -> Mistake:
     """A file of the scene is spoilt."""
 
-    def mistake(scene: Scene) -> Changes:
+    def mistake(scene: Scene) -> Flags:
         spoil(scene.run.parent / file)
         return {}
 
@@ -117,12 +116,12 @@ def flags(**changes: FlagValue) -> Mistake:
     return lambda scene: dict(changes)
 
 
-def nothing_to_load(scene: Scene) -> Changes:
+def nothing_to_load(scene: Scene) -> Flags:
     """--load names a directory without a checkpoint."""
     return {"load": scene.run / "elsewhere", "exit_on_missing_checkpoint": True}
 
 
-def notes_as_metrics(scene: Scene) -> Changes:
+def notes_as_metrics(scene: Scene) -> Flags:
     """--metrics-jsonl names a file of another kind."""
     notes = scene.run / "notes.txt"
     notes.write_text('{"text": "not metrics"}\n{"text": "but needed"}\n')

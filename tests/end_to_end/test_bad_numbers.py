@@ -23,6 +23,7 @@ from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (
     MOCK_RUN,
+    Flags,
     FlagValue,
     Outcome,
     assert_close,
@@ -39,14 +40,12 @@ from tests.end_to_end.run_process import (
 
 pytestmark = pytest.mark.processes
 
-Flags = dict[str, Any]
-
 LENGTH, AT, MARGIN = 140, 61, 4
 SPIKE = f"spike@{AT}+5:30"
 """The first of these updates is noticed three iterations later, and the last one after a rollback."""
 LOADED, FIRST_LEFT_OUT, LAST_LEFT_OUT = 50, 58, 68
 
-RUN: dict[str, FlagValue] = {
+RUN: Flags = {
     **MOCK_RUN,
     "vocab_size": 16,
     "num_layers": 1,
@@ -66,14 +65,14 @@ def faults_allowed() -> Iterator[None]:
         yield
 
 
-def train(directory: Path, processes: int = 1, **changes: FlagValue | Path) -> Outcome:
+def train(directory: Path, processes: int = 1, **changes: FlagValue) -> Outcome:
     """Train in ``directory``, and resume from what is there."""
     places: Flags = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
     words = words_of({**RUN, **places, **changes})
     return call_training(words) if processes == 1 else fork_training(words, processes)
 
 
-def going_back(**changes: FlagValue | Path) -> Flags:
+def going_back(**changes: FlagValue) -> Flags:
     return {"spike_policy": "rollback", "spike_window": 30, "rollback_margin": MARGIN, **changes}
 
 
@@ -94,7 +93,7 @@ def left_out(directory: Path) -> list[int]:
     return [iteration for iteration in range(1, max(seen) + 1) if iteration not in seen]
 
 
-def resume_from(checkpoint: Path, directory: Path, processes: int = 1, **changes: FlagValue | Path) -> None:
+def resume_from(checkpoint: Path, directory: Path, processes: int = 1, **changes: FlagValue) -> None:
     """Continue in ``directory`` from this checkpoint alone, without faults."""
     shutil.copytree(checkpoint, directory / checkpoint.name)
     train(directory, processes, **changes).succeeded()
@@ -210,8 +209,7 @@ def test_all_ranks_skip_an_update_that_one_rank_cannot_make(tmp_path: Path) -> N
 def test_a_run_that_cannot_be_saved_ends_with_93(tmp_path: Path, changes: Flags, words: list[str]) -> None:
     outcome = train(tmp_path, **SHORT, **changes)
     assert outcome.exit_code == 93
-    (sentence,) = outcome.errors
-    assert all(word in sentence for word in words), sentence
+    outcome.refusal(*words)
 
 
 def test_after_three_rollbacks_every_start_ends_with_93(tmp_path: Path) -> None:
@@ -263,9 +261,7 @@ def checked(directory: Path, **changes: Any) -> list[str]:
     return words_of({**CHECKED, "save": directory, **changes})
 
 
-def test_a_device_that_computes_a_wrong_product_is_named_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_with_wrong_products_is_named_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KnownProduct, "count_errors", lambda product: 1)
     outcome = call_training(checked(tmp_path, known_answer_interval_s=3600))
     assert outcome.exit_code == ExitCode.CRASH and not list(tmp_path.glob("iter_*"))
@@ -298,9 +294,7 @@ ENDS: list[tuple[dict[str, Any], str, int | None]] = [
 
 
 @pytest.mark.parametrize(("changes", "words", "saved"), ENDS, ids=["flip", "overflow", "loss", "spoiled gradient"])
-def test_one_process_ends_in_a_sentence_before_it_saves_anything(
-    tmp_path: Path, changes: dict[str, Any], words: str, saved: int | None
-) -> None:
+def test_one_process_ends_before_a_save(tmp_path: Path, changes: dict[str, Any], words: str, saved: int | None) -> None:
     outcome = call_training(checked(tmp_path, **changes))
     assert outcome.exit_code == ExitCode.CRASH
     assert re.search(words, outcome.stderr), outcome.stderr

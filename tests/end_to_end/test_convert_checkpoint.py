@@ -21,6 +21,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.data.digests import seal
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import CheckpointError, ConfigError
+from tests.checkpoint.models import weights_under
 from tests.end_to_end.converted import (
     assert_our_logits_are_theirs,
     assert_same_logits,
@@ -30,7 +31,6 @@ from tests.end_to_end.converted import (
     their_model,
     to_hf,
     transformers,
-    weights_under,
 )
 from tests.end_to_end.run_process import (
     Corpus,
@@ -70,9 +70,7 @@ def in_shards(model: Any, directory: Path) -> Path:
 
 
 @pytest.mark.parametrize(("family", "tied"), FAMILIES)
-def test_there_and_back_every_bit_and_the_logits_are_the_same(
-    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_and_logits_come_back(family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Straight back, in one file and in several; and after a run with the advised flags that changes no weight. In
     blocks that end inside an expert, and with the experts of a layer in several files."""
     monkeypatch.setattr(streaming, "BLOCK_BYTES", 640)
@@ -93,9 +91,7 @@ def test_there_and_back_every_bit_and_the_logits_are_the_same(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama4_text"])
-def test_gains_are_one_plus_the_weights_of_norms_and_bf16_gains_come_back_bit_for_bit(
-    family: str, tmp_path: Path
-) -> None:
+def test_gains_are_one_plus_the_weights_of_norms_and_bf16_gains_come_back(family: str, tmp_path: Path) -> None:
     """Gains in bf16 from 2^-17 on, of both signs; in bf16 a weight, gain minus one, would lose bits below a half."""
     model = their_model(False, family).bfloat16()
     gains = [0.0, 2.0**-17, -(2.0**-17), 0.01, 0.3, 0.4, 0.5, 0.999, 1.0, 1.01, 2.5, 100.0, -0.3]
@@ -115,9 +111,7 @@ def test_gains_are_one_plus_the_weights_of_norms_and_bf16_gains_come_back_bit_fo
     assert torch.equal(final.double() + 1.0, model.model.norm.weight.detach().double())
 
 
-def test_a_run_of_gains_minus_one_starts_from_hugging_face_and_from_its_own_checkpoints_alone(
-    hf: Path, tmp_path: Path
-) -> None:
+def test_a_run_of_gains_minus_one_starts_from_hugging_face_and_its_own_checkpoints(hf: Path, tmp_path: Path) -> None:
     words = continued(from_hf(hf, tmp_path / "ours"), tmp_path / "run")
     flags = [word for word in words if word not in ("--load", str(tmp_path / "ours"), "--finetune")]
     call_training([*flags, "--apply-layernorm-1p", "--load-hf", str(hf)]).succeeded()
@@ -294,9 +288,7 @@ def inspected(load: Path, exit_code: int, capsys: pytest.CaptureFixture[str]) ->
     return "".join(capsys.readouterr())
 
 
-def test_inspection_tells_the_layout_and_names_what_is_damaged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspection_tells_the_layout_and_names_the_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (
         "--model tiny --num-layers 1 --mock-data --vocab-size 61 --seq-length 32 --micro-batch-size 1 "
         "--global-batch-size 1 --num-workers 0 --device cpu --lr 1e-3 --train-iters 1 --bf16"
@@ -343,9 +335,7 @@ def direct_and_expected(hf: Path, tmp_path: Path, words: str, layout: str = "") 
 
 
 @pytest.mark.parametrize(("family", "precision"), [("llama", "--bf16"), ("llama4_text", "--fp64")])
-def test_a_run_that_starts_from_their_files_is_one_that_starts_from_the_converted_checkpoint(
-    tmp_path: Path, family: str, precision: str
-) -> None:
+def test_a_run_from_their_files_is_the_run_from_the_conversion(tmp_path: Path, family: str, precision: str) -> None:
     hf = in_shards(their_model(False, family), tmp_path / "hf")
     direct, expected = direct_and_expected(hf, tmp_path, f"--train-iters 3 {precision}")
     call_training(direct).succeeded()

@@ -73,12 +73,11 @@ def damage(block: int) -> None:
 
 def assert_names(outcome: Outcome, block: int, iteration: int) -> None:
     assert outcome.exit_code == ExitCode.ACTION_REQUIRED
-    (sentence,) = outcome.errors
     place = rf"bytes {block * BLOCK_BYTES} to \d+ \(block {block}\)"
     assert re.search(
         rf"corpus\.bin is damaged in {place}, whose digest is not the one in corpus\.digests\.json; iteration "
         rf"{iteration} is the first to train on it: .*continue from an earlier one",
-        sentence,
+        outcome.refusal(),
     )
     assert "Traceback" not in outcome.stderr
 

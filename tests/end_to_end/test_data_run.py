@@ -11,7 +11,7 @@ from tests.data.corpora import CORPUS_A, golden_documents, write
 from tests.end_to_end.run_process import (
     REPOSITORY,
     Corpus,
-    FlagValue,
+    Flags,
     Record,
     call_training,
     flags_of,
@@ -59,9 +59,7 @@ def test_a_corpus_shorter_than_a_sample_is_refused_as_the_page_for_megatron_says
     (quoted,) = re.findall(r"\*\*A corpus shorter than one sample\*\*[^:]*: `([^`]*)`", page)
     words = r"[^ ]+".join(map(re.escape, quoted.split("…")))
     for path in (["short"], ["0.9", "a", "0.1", "short"]):
-        outcome = call_training([*MODEL, "--split", "1", "--data-path", *path])
-        assert outcome.exit_code != 0
-        (error,) = outcome.errors
+        error = call_training([*MODEL, "--split", "1", "--data-path", *path]).refusal()
         assert re.search(words, error), error
     # Without weights it counts for the samples that it has.
     call_training([*MODEL, "--split", "1", "--data-path", "a", "--metrics-jsonl", "alone"]).succeeded()
@@ -90,7 +88,6 @@ def test_synthetic_data_has_the_vocabulary_of_the_model_that_is_named() -> None:
 
 # --- validation sets ------------------------------------------------------------------------------------------
 
-Flags = dict[str, FlagValue | Path]
 ALONE: Flags = {
     "data_path": None,
     "split": None,
@@ -130,9 +127,7 @@ def evaluation(corpus: Corpus, trained: Path, metrics: Path, changes: Flags, pro
     return record
 
 
-def test_sets_are_evaluated_completely_and_by_name(
-    corpus: Corpus, one: Path, other: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_whole_sets_have_losses_by_name(corpus: Corpus, one: Path, other: Path, trained: Path, tmp_path: Path) -> None:
     """On two ranks with microbatches of three samples, which divide neither set."""
     both: Flags = {"valid_data_path": [str(one), str(other)], "full_validation": True}
     names: Flags = {"multiple_validation_sets": True, "validation_set_names": ["all", "two"]}

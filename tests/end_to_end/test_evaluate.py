@@ -14,6 +14,7 @@ from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.data.tokenizers import SentencePieceTokenizer
 from tests.end_to_end.run_process import (
     Corpus,
+    Flags,
     FlagValue,
     call_training,
     flags_of,
@@ -24,7 +25,6 @@ from tests.end_to_end.run_process import (
     write_documents,
 )
 
-Flags = dict[str, FlagValue | Path]
 SEQUENCE = 32
 call = partial(call_training, main=evaluate.main)
 EXPERTS: Flags = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
@@ -54,11 +54,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue | Path) -> list[str]:
+def flags_for(model: Path, text: Path, output: Path, **changes: FlagValue) -> list[str]:
     return words_of({"load": model, "input": text, "json": output, "micro_batch_size": 2, "device": "cpu", **changes})
 
 
-def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue | Path) -> dict[str, Any]:
+def results(model: Path, text: Path, output: Path, processes: int = 1, **changes: FlagValue) -> dict[str, Any]:
     """The JSON of an evaluation."""
     flags = flags_for(model, text, output, **changes)
     (call(flags) if processes == 1 else fork_training(flags, processes, evaluate.main)).succeeded()
@@ -109,20 +109,16 @@ def test_loss_is_the_one_of_transformers(model: Path, text: Path, corpus: Corpus
     assert again["total"] == pytest.approx(found, rel=1e-12)
 
 
-STARTS = pytest.mark.slow(reason="a further start of four ranks; tests/parallel has these layouts in one process")
 DIVIDED: Flags = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-FULLY_SHARDED: Flags = {"context_parallel_size": 2, "data_parallel_sharding_strategy": "optim_grads_params"}
 LAYOUTS = [
     ("trained", {**DIVIDED, "pipeline_model_parallel_size": 2}),
     ("with_experts", {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}),
-    pytest.param("trained", FULLY_SHARDED, marks=STARTS),
-    pytest.param("with_experts", {**DIVIDED, "context_parallel_size": 2}, marks=STARTS),
 ]
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS, indirect=["model"])
 def test_every_layout_gives_the_same(model: Path, text: Path, tmp_path: Path, layout: Flags) -> None:
-    """With windows that are not a multiple of the ranks and microbatches."""
+    """With windows that are not a multiple of the ranks and microbatches; ``tests/parallel`` has further layouts."""
     alone = results(model, text, tmp_path / "alone.json", micro_batch_size=3)["total"]
     ranks = results(model, text, tmp_path / "ranks.json", processes=4, **layout)["total"]
     assert (ranks["tokens"], ranks["bytes"]) == (alone["tokens"], alone["bytes"])

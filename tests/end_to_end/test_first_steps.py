@@ -31,7 +31,7 @@ from tests.end_to_end.run_process import (
     write_documents,
 )
 
-pytestmark = pytest.mark.slow(reason="the whole quickstart, several times")
+pytestmark = pytest.mark.slow(reason="the whole quickstart, several times, and every command of the tutorial")
 
 ITERATIONS = 14
 LOGGED = 10
@@ -202,8 +202,6 @@ def test_precisions_are_compared_on_the_data_of_the_quickstart(quickstart: Quick
 
 
 # --- the tutorial ---------------------------------------------------------------------------------------------
-
-pytestmark = pytest.mark.slow(reason="every command of the tutorial, in processes of its own")
 
 PAGE = (REPOSITORY / "docs/tutorial.md").read_text(encoding="utf-8")
 NOT_RUN = ("pip install", "hf upload")

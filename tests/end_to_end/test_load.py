@@ -21,6 +21,7 @@ from megatron.errors import CheckpointError
 from megatron.inference.loading import load_model
 from tests.end_to_end.run_process import (
     Corpus,
+    Flags,
     FlagValue,
     Outcome,
     assert_close,
@@ -43,10 +44,7 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def refusal(flags: list[str]) -> str:
     """What a run that must not begin says."""
-    outcome = call_training(flags)
-    assert outcome.exit_code == 2
-    (sentence,) = outcome.errors
-    return sentence
+    return assert_refused(call_training(flags))
 
 
 def test_a_run_begins_where_it_saves(corpus: Corpus, tmp_path: Path) -> None:
@@ -86,9 +84,7 @@ WRONG = {
     ],
     ids=str,
 )
-def test_a_run_does_not_begin_where_load_names_no_checkpoints(
-    corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: dict[str, FlagValue]
-) -> None:
+def test_where_a_run_does_not_begin(corpus: Corpus, trained: Path, tmp_path: Path, place: str, changes: Flags) -> None:
     places = {"save": tmp_path, "pretrained_checkpoint": trained}
     given = {name: places[name] / str(value) if name in places else value for name, value in changes.items()}
     before = sorted(trained.rglob("*"))
@@ -137,7 +133,6 @@ def test_a_url_of_one_checkpoint_names_its_directory() -> None:
 
 # --- --use-checkpoint-args ------------------------------------------------------------------------------------
 
-Flags = dict[str, FlagValue | Path]
 
 HALF = 4
 UNSAID: Flags = dict.fromkeys(
@@ -185,7 +180,7 @@ def second_half(directory: Path) -> list[float]:
     return losses(directory / "metrics.jsonl")[HALF:]
 
 
-def going_on(corpus: Corpus, load: Path, **changes: FlagValue | Path) -> list[str]:
+def going_on(corpus: Corpus, load: Path, **changes: FlagValue) -> list[str]:
     """The command line that goes on from ``load`` without a flag for the architecture, but for ``changes``."""
     return flags_of(corpus, **{**UNSAID, "fp64": True, "load": load, "use_checkpoint_args": True, **changes})
 
@@ -193,16 +188,11 @@ def going_on(corpus: Corpus, load: Path, **changes: FlagValue | Path) -> list[st
 def assert_refused(outcome: Outcome, *words: str) -> str:
     """One sentence with these words; the sentence."""
     assert outcome.exit_code == 2
-    (sentence,) = outcome.errors
-    for word in words:
-        assert word in sentence
-    return sentence
+    return outcome.refusal(*words)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_run_goes_on_without_flags_for_its_architecture(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_sizes_may_be_left_out(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     directory, metrics = saved(name), tmp_path / "metrics.jsonl"
     outcome = call_training(going_on(corpus, directory, metrics_jsonl=metrics)).succeeded()
     assert f"> architecture: from the checkpoint of iteration {HALF} in {directory}" in outcome.stdout
@@ -210,21 +200,12 @@ def test_a_run_goes_on_without_flags_for_its_architecture(
 
 
 REFUSED: list[tuple[str, Flags, set[str]]] = [
-    ("grouped queries", {"hidden_size": 48}, {"--hidden-size is 48 here and 32 there"}),
+    # Given, though it is what it would be by default.
+    ("wide heads, turned otherwise", {"use_rope_scaling": False}, {"--use-rope-scaling is False here and True there"}),
     (
         "grouped queries",
         {"num_layers": 3, "norm_epsilon": 1e-6, "num_attention_heads": 4},
         {"--num-layers is 3 here and 2 there", "--norm-epsilon is 1e-06 here and 1e-05 there"},
-    ),
-    (
-        "wide heads, turned otherwise",
-        # Given, though all but one are what they would be by default.
-        {"kv_channels": 8, "rotary_base": 500000.0, "use_rope_scaling": False},
-        {
-            "--kv-channels is 8 here and 12 there",
-            "--rotary-base is 500000.0 here and 10000.0 there",
-            "--use-rope-scaling is False here and True there",
-        },
     ),
     (
         "tied",
@@ -254,7 +235,7 @@ def test_every_flag_that_differs_is_named(
     assert {name: after[name] for name in before} == before
 
 
-def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
+def test_flags_that_agree_or_are_free_may_be_given(
     corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The run takes over neither the length nor the padding, which are its own."""
@@ -267,9 +248,7 @@ def test_flags_that_agree_and_flags_of_no_architecture_may_be_given(
     assert (architecture["padded_vocab_size"], architecture["max_position_embeddings"]) == (400, 50)
 
 
-def test_a_pattern_of_layers_may_be_given_in_other_words(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_pattern_of_layers_may_be_rephrased(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory, metrics = saved("layers of two kinds"), tmp_path / "metrics.jsonl"
     flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
     call_training(flags).succeeded()
@@ -312,9 +291,7 @@ def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_pa
     assert "--hidden-size is missing" in outcome.stderr and "--model llama3-8b" in outcome.stderr
 
 
-def test_an_older_checkpoint_of_another_architecture_is_not_loaded_instead_of_a_damaged_one(
-    corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_no_older_model_replaces_a_damaged_one(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path) -> None:
     source, latest = saved("grouped queries"), checkpoint_of(tmp_path, HALF)
     call_training(flags_of(corpus, fp64=True, num_layers=3, train_iters=2, save=tmp_path)).succeeded()
     # With new times: what is older than the tracker counts as abandoned.

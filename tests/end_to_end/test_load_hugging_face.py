@@ -186,8 +186,7 @@ def test_another_tokenizer_than_the_directory_s_is_refused(with_tokenizer: Path,
 
 def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path) -> None:
     outcome = call_training([*STEP, "--load-hf", str(tmp_path)])
-    (sentence,) = outcome.errors
-    assert outcome.exit_code == 2 and f"{tmp_path / 'config.json'} is missing" in sentence
+    assert outcome.exit_code == 2 and outcome.refusal(f"{tmp_path / 'config.json'} is missing")
     with pytest.raises(UserError, match="--load-hf s3://bucket/model is a URL"):
         completed("--load-hf", "s3://bucket/model")
 

@@ -16,7 +16,7 @@ from megatron.training.profiles import WindowProfile, build_profile
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import (
     Corpus,
-    FlagValue,
+    Flags,
     call_training,
     checkpoint_of,
     flags_of,
@@ -27,8 +27,6 @@ from tests.end_to_end.run_process import (
     losses,
     records,
 )
-
-Flags = dict[str, FlagValue]
 
 
 def test_a_run_starts_from_the_weights_of_another_and_goes_on_from_its_own(corpus: Corpus, tmp_path: Path) -> None:

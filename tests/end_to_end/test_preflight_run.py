@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -15,19 +13,10 @@ from megatron.features.preflight.check import Needs, Result, Verdict
 from megatron.features.preflight.run import CHECKS, error_of
 from megatron.operation.attempts import read_attempts
 from megatron.operation.causes import Cause
-from tests.end_to_end.run_process import (
-    MOCK_RUN,
-    REPOSITORY,
-    START_TIMEOUT,
-    FlagValue,
-    call_training,
-    environment,
-    fork_training,
-    words_of,
-)
+from tests.end_to_end.run_process import MOCK_RUN, Flags, call_training, fork_training, words_of
 
-SIZES: dict[str, FlagValue] = {"hidden_size": 64, "ffn_hidden_size": 256, "vocab_size": 512}
-RUN: dict[str, FlagValue] = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_iters": 0}
+SIZES: Flags = {"hidden_size": 64, "ffn_hidden_size": 256, "vocab_size": 512}
+RUN: Flags = {**MOCK_RUN, **SIZES, "train_iters": 1, "lr_warmup_iters": 0}
 
 
 def test_a_run_checks_its_node_and_saves_as_many_bytes_as_it_asked_for(tmp_path: Path) -> None:
@@ -82,23 +71,6 @@ def test_flags_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_node.main(["--checkpoint-gib", "-1"]) == ExitCode.ACTION_REQUIRED
     assert "ERROR: --checkpoint-gib" in capsys.readouterr().err
     assert check_node.main(["--save", "s3://bucket/run"]) == ExitCode.ACTION_REQUIRED
-
-
-def can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0
-
-
-@pytest.mark.slow(reason="a cold process; tests/features/test_preflight.py has the check")
-@pytest.mark.skipif(not can_mount(), reason="needs a mount namespace, which this machine does not allow")
-def test_a_file_system_that_is_really_full_is_named(tmp_path: Path) -> None:
-    tool = str(REPOSITORY / "tools/check_node.py")
-    script = 'mount -t tmpfs -o size=16m none "$1" && exec "$2" "$3" --save "$1" --device cpu'
-    command = ["unshare", "-rm", "sh", "-c", script, "sh", str(tmp_path), sys.executable, tool]
-    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=START_TIMEOUT)
-    assert result.returncode == ExitCode.ACTION_REQUIRED, result.stdout + result.stderr
-    assert "No space left on device" in result.stdout
 
 
 def test_the_error_names_the_rank_whose_node_is_at_fault() -> None:

@@ -16,19 +16,9 @@ from megatron.commands import convert_checkpoint, evaluate, generate_text
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
 from megatron.commands.weight_checkpoints import Average, Progress, average
 from megatron.core.topology import single_process
-from megatron.errors import DataError
 from megatron.inference.loading import load_model
 from tests.end_to_end.converted import tensors_of
-from tests.end_to_end.run_process import (
-    Corpus,
-    FlagValue,
-    bytes_under,
-    call_training,
-    flags_of,
-    records,
-    run_tool,
-    tiny_corpus,
-)
+from tests.end_to_end.run_process import Corpus, Flags, call_training, flags_of, run_tool, tiny_corpus
 
 # --- text of a model with experts -----------------------------------------------------------------------------
 
@@ -37,7 +27,7 @@ from tests.end_to_end.run_process import (
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a model with a dense layer, a shared expert, and experts with a bias."""
     directory = tmp_path_factory.mktemp("experts")
-    experts: dict[str, FlagValue] = {
+    experts: Flags = {
         "num_experts": 4,
         "moe_layer_freq": "[0,1]",
         "moe_ffn_hidden_size": 32,
@@ -71,9 +61,7 @@ def generate(*words: object) -> int:
     return generate_text.main([str(word) for word in words])
 
 
-def test_a_file_of_prompts_becomes_lines_of_json(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_prompts_becomes_json_rows(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every text is the one that its prompt has alone, and the other fields of a prompt are kept."""
     prompts: list[dict[str, Any]] = [
         {"prompt": "import ", "id": 7},
@@ -104,9 +92,7 @@ def test_a_file_of_prompts_becomes_lines_of_json(
     assert printed[0]["text"] == found[0]["text"]
 
 
-def test_a_line_continues_the_text_before_it(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_are_one_text(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An empty line begins a new text, and so does a text that is too long."""
     common = ("--load", trained, "--max-new-tokens", 3, "--temperature", 0, "--max-position-embeddings", 40)
     monkeypatch.setattr(sys, "stdin", StringIO("import \nx\n\nimport \n" + "a" * 50 + "\nimport "))
@@ -166,7 +152,7 @@ def copied(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     shutil.copy(corpus.tokenizer, "tokenizer.model")
-    places: dict[str, FlagValue] = {"save": "run", "save_interval": 1, "metrics_jsonl": "metrics.jsonl"}
+    places: Flags = {"save": "run", "save_interval": 1, "metrics_jsonl": "metrics.jsonl"}
     mirrors = f"{tmp_path}/mirror,file://{tmp_path}/store"
     flags = flags_of(replace(corpus, tokenizer=Path("tokenizer.model")), train_iters=2, **places)
     call_training([*flags, "--redundant-save", *mirrors.split(",")]).succeeded()
@@ -201,26 +187,6 @@ def test_tools_read_a_checkpoint_from_another_directory(copied: Path, capsys: py
     words = ["--load", str(copied / "mirror"), "--input", str(copied / "text.txt"), "--device", "cpu"]
     assert evaluate.main(words) == 0
     assert "bits per byte" in capsys.readouterr().out
-
-
-def test_a_run_that_goes_on_leaves_the_copy_as_it_is(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(copied / "there")
-    before = bytes_under(Path("run") / "tokenizer")
-    (name,) = {Path(path).name for path in before}
-    assert name == "tokenizer.model"
-    corpus: Corpus = tiny_corpus(copied.parent)
-    here = replace(corpus, tokenizer=Path("tokenizer.model"))
-    again = flags_of(here, train_iters=3, save="run", load="run", metrics_jsonl="metrics.jsonl")
-    call_training([*again, "--override-opt-param-scheduler"]).succeeded()
-    assert [record["iteration"] for record in records(Path("metrics.jsonl")) if "lm_loss" in record] == [1, 2, 3]
-    assert bytes_under(Path("run") / "tokenizer") == before
-
-
-def test_a_checkpoint_without_a_copy_names_the_missing_file(copied: Path) -> None:
-    run = copied / "there" / "run"
-    shutil.rmtree(run / "tokenizer")
-    with pytest.raises(DataError, match=r"^tokenizer.model does not exist: set --tokenizer-model"):
-        generated(str(run))
 
 
 def test_a_copy_that_cannot_be_written_is_a_warning(

@@ -82,9 +82,7 @@ def test_the_flags_of_the_new_model_are_saved_and_advised(dense: Path, tmp_path:
     assert f"--load {tmp_path} --finetune" in advice and "--num-experts 4" in advice and "[0,1,1]" in advice
 
 
-def test_one_chunk_of_an_expert_is_copied_at_a_time(
-    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_chunk_of_an_expert_is_in_memory(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     upcycle(dense, tmp_path / "whole")
     monkeypatch.setattr("megatron.checkpoint.streaming.BLOCK_BYTES", 1024)
     upcycle(dense, tmp_path / "blocks")

@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.operation.evidence import child_processes
 from megatron.operation.heartbeat import Section, Snapshot
-from tests.end_to_end.run_process import REPOSITORY, FlagValue
+from tests.end_to_end.run_process import REPOSITORY, Flags
 from tests.operation.campaign_checks import CAUSES
 from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes, started_at
 
@@ -112,7 +112,7 @@ class BreakableJob(Job):
     def __init__(self, directory: Path, faults: int, limit: float | None = LIMIT, forks: bool = True) -> None:
         """``limit`` is that of the flags; without one, limits are learned, and the ranks also save and evaluate."""
         self._directory, self._read = directory, 0
-        flags: dict[str, FlagValue | Path] = {"num_workers": 1, "run_dir": directory / "run", "max_failed_attempts": 0}
+        flags: Flags = {"num_workers": 1, "run_dir": directory / "run", "max_failed_attempts": 0}
         if limit is None:
             flags |= {"save_interval": 5, "eval_interval": 5, "eval_iters": 1}
         else:

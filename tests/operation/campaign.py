@@ -43,7 +43,7 @@ PATIENCE = 180.0
 """Seconds for one launch, with its restarts, on a machine that does much else."""
 MOST_LAUNCHES = 4
 
-Flags = Mapping[str, FlagValue | Path]
+Flags = Mapping[str, FlagValue]
 
 RUN: Flags = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": ITERATIONS, "eval_iters": 0}
 LAYOUTS: dict[str, Flags] = {

@@ -24,6 +24,7 @@ from megatron.torch_compat import redirected_to
 from tests.end_to_end.run_process import (
     REPOSITORY,
     TINY_RUN,
+    Flags,
     FlagValue,
     Record,
     descendants,
@@ -38,7 +39,7 @@ from tests.forked import fork_context
 PATIENCE = 240.0
 """For a start of all ranks, on a machine that does much else."""
 TORCHRUN, LAUNCH = "torch.distributed.run", "megatron.operation.launch"
-MODEL: dict[str, FlagValue | Path] = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": 100_000}
+MODEL: Flags = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": 100_000}
 PRETRAIN = str(REPOSITORY / "pretrain_llama.py")
 
 
@@ -138,8 +139,8 @@ class Job(Launcher):
         module: str = LAUNCH,
         forks: bool = True,
         script: Sequence[str] = (PRETRAIN,),
-        flags: Mapping[str, FlagValue | Path] | None = None,
-        **changes: FlagValue | Path,
+        flags: Mapping[str, FlagValue] | None = None,
+        **changes: FlagValue,
     ) -> None:
         self.save, self.metrics = directory / "save", directory / "metrics.jsonl"
         places = {"save": self.save, "load": self.save, "metrics_jsonl": self.metrics}

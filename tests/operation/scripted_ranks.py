@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.end_to_end.run_process import REPOSITORY, free_port
 from tests.operation.jobs import Launcher, rendezvous
@@ -84,30 +85,20 @@ def write_script(directory: Path, body: str) -> Path:
     return script
 
 
-def start_nodes(
-    directory: Path, kind: str, body: str, restarts: int, prepare: Callable[[], object] | None = None
-) -> list[Launcher]:
+def start_nodes(directory: Path, kind: str, body: str, **keywords: Any) -> list[Launcher]:
     """Launchers of a job on two nodes; the first has the store of the rendezvous."""
     port = free_port()
-    return [start_node(directory, kind, port, node, body, restarts, prepare) for node in range(2)]
+    return [start_node(directory, kind, port, node, body, **keywords) for node in range(2)]
 
 
-def start_node(
-    directory: Path,
-    kind: str,
-    port: int,
-    node: int,
-    body: str,
-    restarts: int,
-    prepare: Callable[[], object] | None = None,
-) -> Launcher:
+def start_node(directory: Path, kind: str, port: int, node: int, body: str, restarts: int, **keywords: Any) -> Launcher:
     """One launcher of a job on two nodes; a third one waits for a place."""
     flags = ["--nnodes", "2", "--max-restarts", str(restarts), *rendezvous(kind, port)]
     # torch numbers nodes of one address by their processes: the first node has the store, as with static places.
     flags += (
         ["--node-rank", str(node)] if kind == "static" else ["--rdzv-conf", f"is_host={'false' if node else 'true'}"]
     )
-    return start(directory, body, *flags, node=node, prepare=prepare)
+    return start(directory, body, *flags, node=node, **keywords)
 
 
 def attempts(directory: Path) -> int:

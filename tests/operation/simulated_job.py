@@ -35,16 +35,14 @@ def simulate(job: SimulatedJob, duration_s: float, seed: int, start: float = 0.0
         life = draws.expovariate(1.0 / job.costs.mtbf_s)
         is_last = now + life >= duration_s
         life = min(life, duration_s - now)
-        attempt = _simulated_attempt(job, len(attempts) + 1, start + now, life, iteration, is_last)
+        attempt = _simulated(job, len(attempts) + 1, start + now, life, iteration, is_last)
         attempts.append(attempt)
         now += life
         iteration = attempt.committed_iteration or iteration
     return attempts
 
 
-def _simulated_attempt(
-    job: SimulatedJob, number: int, start: float, life: float, iteration: int, is_last: bool
-) -> Attempt:
+def _simulated(job: SimulatedJob, number: int, start: float, life: float, iteration: int, is_last: bool) -> Attempt:
     """An attempt that begins at ``iteration`` and ends after ``life`` seconds."""
     restart = min(life, job.costs.restart_s)
     cycle = job.interval_s + job.costs.save_s

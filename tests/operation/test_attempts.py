@@ -452,9 +452,7 @@ def test_a_new_checkpoint_starts_the_count_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 75, 2])
-def test_an_attempt_that_is_stopped_or_ends_well_or_is_mistyped_is_not_counted_and_forgives_nothing(
-    tmp_path: Path, code: int
-) -> None:
+def test_stopped_complete_and_mistyped_attempts_are_not_counted_and_forgive_nothing(tmp_path: Path, code: int) -> None:
     assert [starts(tmp_path, 5, end) for end in (1, code, 1, code, code, code, 1)] == [True] * 7
     assert not starts(tmp_path, 5)
 

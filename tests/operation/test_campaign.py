@@ -52,9 +52,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("seed", "writers"), CASES)
-def test_a_disturbed_job_ends_as_an_undisturbed_one(
-    tmp_path: Path, references: References, seed: int, writers: bool
-) -> None:
+def test_a_disturbed_job_ends_as_undisturbed(tmp_path: Path, references: References, seed: int, writers: bool) -> None:
     job, violations = run_seed(seed, tmp_path / "job", references, writers=writers)
     assert not writers or (job.plan.writer is not None and job.plan.writer.stage != "idle")
     assert not violations, campaign.report(job, violations)

@@ -58,9 +58,7 @@ def end(rank: int, **changes: object) -> RankEnd:
     ],
 )
 @pytest.mark.parametrize("moment", [50.0, 500.0])
-def test_the_cause_is_named_although_the_others_crash_as_a_consequence(
-    culprit: dict[str, object], cause: Cause, moment: float
-) -> None:
+def test_the_cause_is_named_among_its_consequences(culprit: dict[str, object], cause: Cause, moment: float) -> None:
     """Whether its end is noticed before theirs or after them."""
     others = [end(rank, text=CLOSED, cause="exception") for rank in (0, 1)] + [end(3, exit_code=-signal.SIGABRT)]
     failure = failure_of_ends([*others, end(2, time=moment, **culprit)], 1, out_of_memory=False)
@@ -227,9 +225,7 @@ def test_without_a_launcher_the_first_rank_writes(tmp_path: Path, error: Excepti
     assert earlier["section"] == "save" and earlier["message"].endswith("the text")
 
 
-def test_a_run_that_is_kept_out_writes_nothing_and_one_without_a_directory_only_warns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_is_kept_out_writes_nothing_or_only_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     heartbeat = Heartbeat()
     record_own_failure(ValueError("x"), "x", 0, 0, heartbeat)

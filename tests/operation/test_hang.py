@@ -25,7 +25,7 @@ from megatron.operation.hang import STAYS, command_key, longest_stays, write_sta
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, Section
 from megatron.operation.nodes import Nodes
 from megatron.operation.ranks import end_processes
-from tests.end_to_end.run_process import REPOSITORY, FlagValue, descendants, free_port, wait_until
+from tests.end_to_end.run_process import REPOSITORY, Flags, descendants, free_port, wait_until
 from tests.operation.broken_job import LIMIT, SECTIONS, Break, BreakableJob, break_one_after_the_other
 from tests.operation.campaign_checks import read_reports
 from tests.operation.jobs import LAUNCH, PATIENCE, TORCHRUN, Job, cmdline, ended, is_alive
@@ -182,9 +182,7 @@ def test_a_launcher_decides_alone_if_the_first_does_not_end_the_attempt() -> Non
 
 
 @pytest.mark.parametrize("said", [None, "join", "restart"])
-def test_a_node_that_torch_removes_from_the_rendezvous_is_lost(
-    capsys: pytest.CaptureFixture[str], said: str | None
-) -> None:
+def test_a_node_that_leaves_the_rendezvous_is_lost(capsys: pytest.CaptureFixture[str], said: str | None) -> None:
     """If a spare waits, torch restarts the ranks as for a node that joins, which says so before it stops its ranks."""
     job = Launchers(3)
     first, second, _ = job.all
@@ -322,7 +320,7 @@ def test_a_launcher_that_waits_ends_with_0_only_if_the_run_is_complete(tmp_path:
 
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 NOTHING_IS_ENDED = "A hang was found, and nothing is ended"
-REPORT: dict[str, FlagValue | Path] = {"on_hang": "report", "hang_limit_s": 2.0, "hang_limit_data_s": 2.0}
+REPORT: Flags = {"on_hang": "report", "hang_limit_s": 2.0, "hang_limit_data_s": 2.0}
 REPORT["save_interval"] = 10**6
 
 
@@ -413,7 +411,7 @@ def test_nodes_under_torchrun_report_once(tmp_path: Path, jobs: list[Job]) -> No
     for node in range(2):
         (tmp_path / str(node)).mkdir()
         flags = ["--node-rank", str(node), *places, "--nproc-per-node", "1"]
-        run: dict[str, FlagValue | Path] = {"save": tmp_path / "0/save", "load": tmp_path / "0/save"}
+        run: Flags = {"save": tmp_path / "0/save", "load": tmp_path / "0/save"}
         run |= {"metrics_jsonl": tmp_path / "0/metrics.jsonl"}
         jobs.append(Job(tmp_path / str(node), flags, TORCHRUN, flags={**REPORT, **run}))
     first, second = jobs

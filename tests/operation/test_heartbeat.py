@@ -149,9 +149,7 @@ def test_a_rollback_drops_the_time_since_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("path", [None, "/proc/1/fd/nothing"], ids=["no launcher", "its memory cannot be opened"])
-def test_without_the_memory_of_a_launcher_a_rank_trains_all_the_same(
-    capsys: pytest.CaptureFixture[str], path: str | None
-) -> None:
+def test_without_a_launchers_memory_a_rank_trains_as_well(capsys: pytest.CaptureFixture[str], path: str | None) -> None:
     """As in a container of its own, which is said."""
     heartbeat = Heartbeat.attach({} if path is None else {HEARTBEATS: path}, 0)
     heartbeat.start_iteration(3)

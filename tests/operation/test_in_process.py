@@ -17,7 +17,7 @@ from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory,
 from megatron.operation.processes import LAUNCHER
 from megatron.operation.ranks import ELASTIC
 from megatron.training.in_process import PACKAGE, import_package, must_end
-from tests.end_to_end.run_process import FlagValue, descendants, words_of
+from tests.end_to_end.run_process import Flags, descendants, words_of
 from tests.operation.jobs import MODEL, Job, ended, is_alive
 
 
@@ -30,9 +30,7 @@ from tests.operation.jobs import MODEL, Job, ended, is_alive
     ],
     ids=["no launcher", "elastic nodes", "no package"],
 )
-def test_where_the_flag_is_refused(
-    monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str
-) -> None:
+def test_the_refusals(monkeypatch: pytest.MonkeyPatch, launcher: str | None, elastic: str | None, named: str) -> None:
     monkeypatch.setitem(sys.modules, PACKAGE.partition(".")[0], None)
     for variable, value in ((LAUNCHER, launcher), (ELASTIC, elastic)):
         monkeypatch.delenv(variable, raising=False)
@@ -89,18 +87,13 @@ def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_after_exceptions_and_a_kill_the_run_has_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exceptions_and_a_kill_change_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exceptions restart the training in the same processes; a killed rank is left to the launcher."""
     pytest.importorskip(PACKAGE)
     monkeypatch.setenv(VARIABLE, "1")
     losses = {}
-    model: dict[str, FlagValue] = {"fp64": True, "train_iters": 22, "save_interval": 5, "log_interval": 1}
-    faults: dict[str, FlagValue] = {
-        "inprocess_restart": True,
-        "inject_fault": "exception@8:rank1,exception@14:rank0,kill@18:rank1",
-    }
+    model: Flags = {"fp64": True, "train_iters": 22, "save_interval": 5, "log_interval": 1}
+    faults: Flags = {"inprocess_restart": True, "inject_fault": "exception@8:rank1,exception@14:rank0,kill@18:rank1"}
     for name, flags in (("undisturbed", model), ("faulty", {**model, **faults})):
         (place := tmp_path / name).mkdir()
         with ended() as jobs:

@@ -20,6 +20,7 @@ from megatron.operation.causes import Cause
 from tests.end_to_end.run_process import (
     ENVIRONMENT,
     REPOSITORY,
+    Flags,
     FlagValue,
     assert_close,
     assert_same_tensors,
@@ -51,7 +52,7 @@ TRAINS_STEADILY = 10
 """From this iteration on, the watchdog has the limit of a step."""
 THREE = 12
 """A global batch of three replicas, and of two; the usual one has a third host for a spare."""
-TRAINING: dict[str, FlagValue | Path] = {**MODEL, "train_iters": ITERATIONS, "save_interval": SAVE_INTERVAL}
+TRAINING: Flags = {**MODEL, "train_iters": ITERATIONS, "save_interval": SAVE_INTERVAL}
 TRAINING |= {"eval_iters": 0, "hang_limit_s": LIMIT, "max_failed_attempts": 0}
 # The test has time between two iterations.
 TRAINING |= {"inject_fault": "delay@1+100000:0.1"}
@@ -60,7 +61,7 @@ TRAINING |= {"inject_fault": "delay@1+100000:0.1"}
 class Training:
     """A launcher with one rank on each of the hosts."""
 
-    def __init__(self, directory: Path, hosts: Sequence[Host], nodes: str, **changes: FlagValue | Path) -> None:
+    def __init__(self, directory: Path, hosts: Sequence[Host], nodes: str, **changes: FlagValue) -> None:
         self.directory, self.hosts, self.nodes = directory, hosts, nodes
         self.save, self.metrics = directory / "save", directory / "metrics.jsonl"
         places = {"save": self.save, "load": self.save, "metrics_jsonl": self.metrics}
@@ -274,7 +275,7 @@ def test_the_rendezvous_host_is_lost(tmp_path: Path, hosts: list[Host], power: b
 
 def test_a_host_comes_back(tmp_path: Path, hosts: list[Host]) -> None:
     """Three replicas, then two, then three; every loss is that of an undisturbed run."""
-    changes: dict[str, FlagValue] = {"global_batch_size": THREE, "fp64": True, "lr_decay_iters": 1000}
+    changes: Flags = {"global_batch_size": THREE, "fp64": True, "lr_decay_iters": 1000}
     training = Training(
         tmp_path, hosts, "2:3", **changes, train_iters=100_000, inject_fault="delay@1+100000:0.1:always"
     )

@@ -60,22 +60,18 @@ def jobs() -> Iterator[list[Job]]:
 @pytest.mark.slow(reason="kills a rank under each rendezvous; our launcher is below")
 @pytest.mark.parametrize("kind", ["c10d", "static", "standalone"])
 def test_a_rank_that_is_killed_comes_back_under_torchrun(
-    tmp_path: Path, jobs: list[Job], request: pytest.FixtureRequest, chance: random.Random, kind: str
+    tmp_path: Path, jobs: list[Job], chance: random.Random, kind: str
 ) -> None:
-    """Each time at the first attempt: gloo must not connect to addresses of dead ranks, which the store still has."""
-    kills = request.config.getoption("--kills")
-    flags = [*rendezvous(kind), "--max-restarts", str(kills)]
+    """At the first attempt: gloo must not connect to addresses of dead ranks, which the store still has."""
+    flags = [*rendezvous(kind), "--max-restarts", "1"]
     jobs.append(job := Job(tmp_path, flags, TORCHRUN, save_interval=5, max_failed_attempts=0))
     job.wait_for_training()
-    for number in range(kills):
-        before = job.ranks()
-        time.sleep(chance.uniform(0.0, 2.0))  # at any moment of an iteration or a save
-        started = time.monotonic()
-        os.kill(before[chance.randrange(2)], signal.SIGKILL)
-        job.wait_for_training(without=list(before.values()))
-        print(f"{kind}: kill {number + 1} of {kills}: back after {time.monotonic() - started:.1f} s")
-        restarts = {environment_of(pid)["TORCHELASTIC_RESTART_COUNT"] for pid in job.ranks().values()}
-        assert restarts == {str(number + 1)}, job.text()
+    before = job.ranks()
+    time.sleep(chance.uniform(0.0, 2.0))  # at any moment of an iteration or a save
+    os.kill(before[chance.randrange(2)], signal.SIGKILL)
+    job.wait_for_training(without=list(before.values()))
+    restarts = {environment_of(pid)["TORCHELASTIC_RESTART_COUNT"] for pid in job.ranks().values()}
+    assert restarts == {"1"}, job.text()
 
 
 @pytest.mark.parametrize("module", [TORCHRUN, LAUNCH])
@@ -129,8 +125,7 @@ def test_three_attempts_without_a_new_checkpoint_end_the_run(tmp_path: Path) -> 
     crash = {**flags, "lr": 1e38}  # a loss that is not finite, after an iteration or two
     *crashed, refused = [call_training(words_of(crash)) for _ in range(4)]
     assert [one.exit_code for one in crashed] == [1, 1, 1] and refused.exit_code == ExitCode.NO_PROGRESS
-    (sentence,) = refused.errors
-    assert "without a checkpoint" in sentence and "start once with a larger --max-failed-attempts" in sentence
+    refused.refusal("without a checkpoint", "start once with a larger --max-failed-attempts")
     # The limit is a flag, and a limit of 0 is none.
     assert call_training(words_of({**crash, "max_failed_attempts": 4})).exit_code == ExitCode.CRASH
     assert call_training(words_of(flags)).exit_code == ExitCode.NO_PROGRESS
@@ -226,11 +221,3 @@ def test_a_run_without_a_launcher_in_another_run_directory(tmp_path: Path) -> No
     assert attempts[1].second("step") == 0.0
     assert not (save / ATTEMPTS).exists() and len(list((run_dir / DIRECTORY).iterdir())) == 1
     assert all(0.0 < record["effective_time"] < 1.0 for record in iterations(metrics))
-
-
-def test_without_a_run_directory_nothing_is_written(tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    flags = {**MODEL, "train_iters": 2, "metrics_jsonl": metrics}
-    assert call_training(words_of(flags)).exit_code == ExitCode.COMPLETE
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert all("effective_time" not in record for record in iterations(metrics))

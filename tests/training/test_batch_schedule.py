@@ -129,8 +129,6 @@ def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:
         ({"step_batch_size_schedule": "0"}, "'0' is not TOKENS:BATCH_SIZE"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_the_flags_and_the_way_out(
-    flags: dict[str, Any], sentence: str
-) -> None:
+def test_what_cannot_be_honoured_is_refused_with_the_way_out(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         _build(**({"seq_length": 1} | flags))

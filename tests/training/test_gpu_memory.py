@@ -66,9 +66,7 @@ def test_a_cpu_is_refused(tmp_path: Path) -> None:
         start_memory_history(config_of(tmp_path / "a"), topology_of(3, "cpu"))
 
 
-def test_memory_outside_of_the_allocator_is_said_once_for_the_rank_with_the_most(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_outside_of_the_allocator_is_said_once_for_the_worst_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 57 * GIB)
     control = mock.Mock(**{"all_gather_object.side_effect": lambda own: [2 * GIB, own, GIB]})

@@ -158,9 +158,7 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], int, str | None]] = [
 
 
 @pytest.mark.parametrize(("flags", "facts", "iteration", "reason"), REASONS)
-def test_a_run_ends_for_a_reason(
-    flags: dict[str, Any], facts: dict[str, Any], iteration: int, reason: str | None
-) -> None:
+def test_why_a_run_ends(flags: dict[str, Any], facts: dict[str, Any], iteration: int, reason: str | None) -> None:
     assert stop(TrainingConfig(**flags), **facts).agree(iteration) == reason
 
 

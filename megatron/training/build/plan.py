@@ -8,12 +8,7 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.run import RunConfig
 from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
-from megatron.core.hyperparameters import (
-    LearningRateSchedule,
-    WeightDecaySchedule,
-    build_learning_rate_schedule,
-    build_weight_decay_schedule,
-)
+from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.core.topology import Topology
 from megatron.data.data_record import DataRecord, build_record, record_corpus
 from megatron.data.dataset_builder import Sources, read_sources
@@ -171,8 +166,3 @@ def build_learning_rate(config: RunConfig, plan: RunPlan) -> LearningRateSchedul
         planned_samples=plan.planned_samples,
         global_batch_size=plan.batches.final_batch_size,
     )
-
-
-def build_weight_decay(config: RunConfig, plan: RunPlan) -> WeightDecaySchedule | None:
-    """The weight-decay schedule; None where it is constant."""
-    return build_weight_decay_schedule(config.optimizer, config.training.train_samples or plan.planned_samples)

@@ -1,4 +1,5 @@
-"""Building a run: :func:`build_trainer` calls every step in order."""
+"""Building a run: :func:`build_trainer` calls every step in order; the list of listeners is the literal one of
+:func:`build_listeners`."""
 
 import dataclasses
 import os
@@ -8,35 +9,58 @@ from contextlib import ExitStack
 
 import torch
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.lock import RunLock
 from megatron.core.control import run_on_all_ranks, run_on_rank0
+from megatron.core.device import device_name
+from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.optimizer import Optimizer
 from megatron.core.precision import build_loss_scaler
+from megatron.data.evaluation_data import TokenBytes
 from megatron.features.faults.flags import LOAD
-from megatron.features.faults.listener import reach
-from megatron.features.known_product.listener import build_known_answer
-from megatron.features.replay.listener import build_replay_check
+from megatron.features.faults.listener import FaultInjection, reach
+from megatron.features.known_product.listener import KnownAnswer, build_known_answer
+from megatron.features.replay.listener import ReplayCheck, build_replay_check
+from megatron.features.replicas.listener import build_state_check
 from megatron.features.spikes.flags import UpdateGuard
-from megatron.features.spikes.listener import Return
+from megatron.features.spikes.listener import Return, Spikes
+from megatron.features.stragglers.listener import build_stragglers
 from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
-from megatron.training.build.run import build_listeners
+from megatron.training.build.plan import RunPlan, build_learning_rate, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start, with_train_epochs
-from megatron.training.checkpoints.saver import keep_tokenizer
+from megatron.training.checkpoints.saver import Saver, keep_tokenizer
 from megatron.training.checkpoints.state import RunState, resume, seed_random
 from megatron.training.context import RunContext, TrainModule
+from megatron.training.flops import resolve_peak
 from megatron.training.loop.data import Data
+from megatron.training.loop.listeners import (
+    Checkpoints,
+    Conclusion,
+    DataComparison,
+    Evaluation,
+    GarbageCollection,
+    MemoryRelease,
+    MemoryReport,
+    Metrics,
+)
 from megatron.training.loop.step import StopConditions
-from megatron.training.loop.trainer import Trainer
-from megatron.training.profiles import check_trace_path, start_memory_history
+from megatron.training.loop.trainer import Listener, Trainer
+from megatron.training.profiles import (
+    MemoryHistory,
+    PipelineProfile,
+    build_profile,
+    check_trace_path,
+    start_memory_history,
+)
+from megatron.training.run_files import effective_time_meter
 
 
 def build_trainer(
@@ -146,11 +170,63 @@ def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, 
         architecture=model.config,
         module=module,
         lr_schedule=build_learning_rate(config, plan),
-        weight_decay=build_weight_decay(config, plan),
+        weight_decay=build_weight_decay_schedule(
+            config.optimizer, config.training.train_samples or plan.planned_samples
+        ),
         progress=dataclasses.replace(plan.progress),
         data_stages=plan.stages.stages,
         guard=UpdateGuard(config.operation, config.training.check_for_nan_in_loss_and_grad),
     )
+
+
+def build_listeners(
+    context: RunContext,
+    plan: RunPlan,
+    architecture: TransformerConfig,
+    token_bytes: TokenBytes | None,
+    data: Data,
+    locks: Sequence[RunLock],
+    known_answer: KnownAnswer,
+    replay: ReplayCheck | None,
+    memory_history: MemoryHistory | None,
+) -> list[Listener]:
+    """The listeners of a run, features among them, in the order in which they receive an event."""
+    config, is_on_gpu = context.config, context.topology.device.type != "cpu"
+    logging, validation, training = config.logging, config.validation, config.training
+    saves, release_level = config.checkpoint.save_schedule, training.empty_unused_memory_level
+    device = device_name(context.topology.device)
+    peak, source_of_peak = resolve_peak(device, config.precision.product_name, logging.peak_tflops)
+    context.log_rank0(source_of_peak)
+    effective_time = effective_time_meter(context)
+    listeners = (
+        # First: no other listener sees an iteration after which the run stops or rolls back.
+        Spikes(),
+        # Before whatever reads the state, and before a save begins.
+        FaultInjection(context.faults, config.checkpoint) if context.faults.faults else None,
+        # Before evaluation, which also uses the pipeline: the profiles record only the iteration.
+        PipelineProfile(logging.profile_pipeline, logging.profile_pipeline_iteration, context.log_rank0)
+        if logging.profile_pipeline is not None
+        else None,
+        build_profile(config, context.topology.rank, context.topology.device, context.log_rank0),
+        memory_history,
+        MemoryReport() if is_on_gpu else None,
+        MemoryRelease(release_level) if is_on_gpu and release_level else None,
+        # Before the metrics, to which it adds one.
+        build_stragglers(context),
+        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak, effective_time),
+        Evaluation(validation.eval_interval, data.evaluated, token_bytes),
+        DataComparison(data.check),
+        # Replicas before the replay, which cannot tell wrong weights from wrong products.
+        known_answer,
+        build_state_check(context, known_answer),
+        replay,
+        # After evaluation, which may take long, so that no save is under way when a signal arrives in it.
+        Checkpoints(Saver(context, locks), saves) if config.checkpoint.save is not None else None,
+        GarbageCollection(training.manual_gc_interval, validation.eval_interval, saves) if training.manual_gc else None,
+        # Last, because it names the last checkpoint.
+        Conclusion(config, effective_time),
+    )
+    return [listener for listener in listeners if listener is not None]
 
 
 def after_rollback(context: RunContext, returned: Return) -> RunContext:

@@ -123,18 +123,16 @@ class Evaluation(Listener):
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if self._is_due(trainer):
-            self.evaluate(trainer, "validation", is_periodic=True, is_final=self._is_complete(trainer))
+            is_final = trainer.stop.is_complete(trainer.state.progress.iteration)
+            self.evaluate(trainer, "validation", is_periodic=True, is_final=is_final)
 
     def _is_due(self, trainer: Trainer) -> bool:
         return self.interval is not None and trainer.state.progress.iteration % self.interval == 0
 
-    def _is_complete(self, trainer: Trainer) -> bool:
-        return trainer.state.progress.iteration >= trainer.stop.train_iters
-
     def on_skipped_iteration(self, trainer: Trainer) -> None:
         # A resumed run continues after the samples of all evaluations up to its iteration, done or not.
-        for one in self._sets("validation") if self._is_due(trainer) else ():
-            for _ in range(one.num_microbatches if one.continues else 0):
+        for one in self.sets if self._is_due(trainer) else ():
+            for _ in range(one.num_microbatches if one.split == "validation" and one.continues else 0):
                 next_microbatch(one.microbatches, trainer.context.topology.rank)
 
     def on_skip_train(self, trainer: Trainer) -> None:
@@ -142,19 +140,16 @@ class Evaluation(Listener):
         self.evaluate(trainer, "test", is_periodic=False, is_final=True)
 
     def on_end(self, trainer: Trainer, reason: str) -> None:
-        if self._is_complete(trainer):
+        if trainer.stop.is_complete(trainer.state.progress.iteration):
             if self._validated_at != trainer.state.progress.iteration:
                 self.evaluate(trainer, "validation", is_periodic=False, is_final=True)
             self.evaluate(trainer, "test", is_periodic=False, is_final=True)
-
-    def _sets(self, split: Literal["validation", "test"]) -> list[EvaluationSet]:
-        return [one for one in self.sets if one.split == split]
 
     def evaluate(
         self, trainer: Trainer, split: Literal["validation", "test"], *, is_periodic: bool, is_final: bool
     ) -> None:
         """Report the losses of a split's sets, and over the tokens of all of them."""
-        sets = self._sets(split)
+        sets = [one for one in self.sets if one.split == split]
         if not sets:
             return
         # With --skip-train the moving average was loaded as the weights.

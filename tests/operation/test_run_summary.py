@@ -57,9 +57,7 @@ def test_a_fixed_interval_of_half_an_hour_by_the_approximate_form() -> None:
 
 
 @pytest.mark.parametrize(("num_gpus", "hours", "costs", "minutes", "share"), CASES)
-def test_the_simulator_agrees_with_the_closed_form(
-    num_gpus: int, hours: float, costs: Costs, minutes: float, share: float
-) -> None:
+def test_the_formula_is_simulated(num_gpus: int, hours: float, costs: Costs, minutes: float, share: float) -> None:
     interval = young_interval_s(costs)
     attempts = simulate(SimulatedJob(costs, interval, step_s=10.0), 5000 * costs.mtbf_s, seed=num_gpus)
     time = account(attempts)

@@ -62,9 +62,7 @@ UNSET = "unset CUDA_DEVICE_MAX_CONNECTIONS"
         (run_with(TP, activations=OFFLOAD), None, 8, "for --cpu-offloading-num-layers", LATE),
     ],
 )
-def test_the_layout_decides_the_number_of_hardware_queues_and_the_log_names_what_a_number_hinders(
-    config: RunConfig, given: str | None, connections: int, reason: str, remark: str
-) -> None:
+def test_queues_of_a_layout(config: RunConfig, given: str | None, connections: int, reason: str, remark: str) -> None:
     queues = choose_hardware_queues(config, given)
     assert queues.connections == connections
     assert queues.is_mistake == (UNSET in remark)
