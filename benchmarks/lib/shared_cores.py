@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 
+from benchmarks.lib.shared_cores import makespan_on_cores
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import Constants
+from megatron.planner.step_time.workload import Cluster
 from megatron.schedules.catalog import build_schedule
-from megatron.schedules.simulator import Durations, makespan_on_cores, simulate
+from megatron.schedules.simulator import Durations, simulate
 
 _ONCE = ("data parallelism", "optimizer")
 """Terms outside of the pipeline, to which all ranks come at the same time."""

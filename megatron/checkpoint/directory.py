@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar, cast
 
-from megatron.checkpoint.files import explained, sync_directory, write_text_durably
+from megatron.checkpoint.files import AnyPath, RemotePath, explained, sync_directory, write_text_durably
 from megatron.checkpoint.lock import check_token
-from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.errors import CheckpointError
 
 _logger = logging.getLogger(__name__)

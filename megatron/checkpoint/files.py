@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 
 import xxhash
 
-from megatron.checkpoint.remote_path import AnyPath, Progress
+from megatron.checkpoint.files import AnyPath, Progress
 from megatron.data.digests import BlockDigests
 from megatron.errors import CheckpointError
 

@@ -20,8 +20,17 @@ from megatron.checkpoint.directory import (
     iteration_of,
     saved_iterations,
 )
-from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile, check_unmodified, explained, files_of, verify_file
-from megatron.checkpoint.remote_path import BLOCK, Progress, RemotePath
+from megatron.checkpoint.files import (
+    BLOCK,
+    BLOCK_BYTES,
+    Progress,
+    RemotePath,
+    WrittenFile,
+    check_unmodified,
+    explained,
+    files_of,
+    verify_file,
+)
 from megatron.data.digests import BlockDigests, is_sealed, seal
 from megatron.errors import CheckpointError
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_digests import BLOCK_BYTES, CorpusDigests, check_file, check_size, damage_of, read_digests
+from megatron.data.corpus_digests import CorpusDigests, check_file, check_size, damage_of, read_digests
+from megatron.data.digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import BlendedDataset, CorpusDataset, Dataset, corpus_datasets
 from megatron.data.indexed_dataset import FILES_OF_CORPUS, IndexedDataset, allow_open_files
 

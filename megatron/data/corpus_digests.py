@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatron.data.build_lock import write_atomically
 from megatron.data.digests import BlockDigests, is_sealed, seal
-from megatron.data.storage import open_stored
+from megatron.data.storage import open_stored, write_atomically
 from megatron.errors import DataError
 
 BLOCK_BYTES = 1 << 20

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests, file_digests, new_digests
-from megatron.data.digests import DigestedWriter, Writable
+from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests, file_digests
+from megatron.data.digests import DigestedWriter, Writable, new_digests
 from megatron.data.indexed_dataset import (
     CODE_OF_DTYPE,
     INDEX_HEADER,

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.data.gpt_dataset import Dataset, Sample
-from megatron.data.loader_processes import POLL, UNLIMITED, Patience, Starts, started
+from megatron.data.loader import POLL, UNLIMITED, Patience, Starts, started
 from megatron.errors import DataError, LoaderError
 from megatron.operation.processes import die_with_parent
 

@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.build_lock import load_or_build_once, write_atomically
-from megatron.data.corpus_digests import BLOCK_BYTES, FileDigests, decode_file, encode_file, file_digests, new_digests
-from megatron.data.digests import DigestedWriter, is_sealed, seal
+from megatron.data.corpus_digests import decode_file, encode_file, file_digests
+from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, new_digests, seal
 from megatron.data.sample_order import IndexArray
+from megatron.data.storage import load_or_build_once, write_atomically
 from megatron.errors import DataError
 
 # An entry of the cache, KEY being the md5 of the description:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
-from megatron.data.build_lock import load_or_build_once, write_atomically
+from megatron.data.storage import load_or_build_once, write_atomically
 from megatron.errors import DataError
 from megatron.urls import is_url
 

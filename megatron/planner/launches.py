@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from megatron.core.activations import Recomputed
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
-from megatron.planner.fake_backend import CompletedWork, ShapeTracker
+from megatron.planner.simulated_rank import CompletedWork, ShapeTracker
 from megatron.torch_compat import (
     local_scalar,
     operator_schema,

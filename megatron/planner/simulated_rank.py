@@ -1,6 +1,6 @@
 """One training step of one rank under a memory tracker, with the functions of real training.
 
-With a :class:`~megatron.planner.fake_backend.SimulatedTopology` and fake tensors nothing is allocated, computed or
+With a :class:`~megatron.planner.simulated_rank.SimulatedTopology` and fake tensors nothing is allocated, computed or
 sent. With a real topology and real tensors the same code measures a real step.
 """
 
@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import ActionRecorder
 from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
-from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.memory import MemoryTracker
+from megatron.planner.simulated_rank import simulated_kernels
 from megatron.schedules.schedule import Action
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import TrainModule

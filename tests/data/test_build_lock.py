@@ -17,9 +17,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron.data.build_lock import load_or_build_once
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.storage import load_or_build_once
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("corpora")]
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from megatron.data.corpus_check import (
+from megatron.data.corpus_digests import (
     BackgroundComparison,
     BlockComparison,
     Damage,
@@ -22,8 +22,9 @@ from megatron.data.corpus_check import (
     block_uses,
     check_indexes,
     corpora_of,
+    digests_path,
 )
-from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
+from megatron.data.digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError

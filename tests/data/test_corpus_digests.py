@@ -11,18 +11,17 @@ import xxhash
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.data import corpus_digests
 from megatron.data.corpus_digests import (
-    BLOCK_BYTES,
     check_file,
     compute_digests,
     corpus_fingerprint,
     digests_path,
     encode_digests,
     file_digests,
-    new_digests,
     read_digests,
     write_digests,
 )
 from megatron.data.corpus_writer import IndexedDatasetWriter
+from megatron.data.digests import BLOCK_BYTES, new_digests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus

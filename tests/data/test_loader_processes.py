@@ -17,7 +17,7 @@ from torch.utils.data import get_worker_info
 
 from megatron.data import loader as loader_module
 from megatron.data.gpt_dataset import Sample
-from megatron.data.loader_processes import GRACE, POLL, LoaderProcesses, LoaderStalledError, Patience, Wait
+from megatron.data.loader import GRACE, POLL, LoaderProcesses, LoaderStalledError, Patience, Wait
 from megatron.errors import DataError, LoaderError
 from tests.data.corpora import load
 

@@ -17,10 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.corpus_check import block_uses
-from megatron.data.corpus_digests import BLOCK_BYTES, encode_file, file_digests, new_digests
+from megatron.data.corpus_digests import block_uses, encode_file, file_digests
 from megatron.data.corpus_writer import IndexedDatasetWriter
-from megatron.data.digests import seal
+from megatron.data.digests import BLOCK_BYTES, new_digests, seal
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import load_or_build

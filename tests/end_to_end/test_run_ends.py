@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron.commands import pretrain_llama
-from megatron.data import loader_processes
+from megatron.data import loader as loader_processes
 from tests.end_to_end.run_process import (
     REPOSITORY,
     Corpus,

@@ -19,8 +19,8 @@ from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.topology import single_process
-from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
+from megatron.planner.simulated_rank import simulated_kernels
 
 STALE = 1e6
 """What the last step left in a gradient buffer."""

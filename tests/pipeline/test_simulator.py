@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.lib.shared_cores import makespan_on_cores
 from megatron.schedules.catalog import ScheduleName, build_schedule
 from megatron.schedules.catalog.one_f_one_b import interleaved
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
@@ -14,7 +15,6 @@ from megatron.schedules.simulator import (
     Durations,
     Timeline,
     execution_order,
-    makespan_on_cores,
     peak_live_activations,
     simulate,
     verify,

@@ -26,7 +26,7 @@ from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.ranks import watch_signals
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run
 from megatron.training.build.plan import plan_run

@@ -24,7 +24,7 @@ from megatron.commands.pages.plan_charts import (
 )
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command
-from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
 from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane

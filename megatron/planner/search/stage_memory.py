@@ -23,9 +23,9 @@ from megatron.core.parameter import ParameterInfo
 from megatron.core.precision import number_formats
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
-from megatron.planner.search import state_memory
+from megatron.planner.search import stage_memory as state_memory
 from megatron.planner.search.layout import Layout
-from megatron.planner.search.state_memory import StateMemory, UnitBuffers, Weight
+from megatron.planner.search.stage_memory import StateMemory, UnitBuffers, Weight
 from megatron.schedules.catalog import SCHEDULES, placement_of
 from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid

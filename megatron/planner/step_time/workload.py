@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Cluster
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
