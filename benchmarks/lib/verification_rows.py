@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.lib.data_rows import Row
 from megatron.config.data import DataConfig
-from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
-from megatron.data.corpus_digests import new_digests
+from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.corpus_writer import IndexedDatasetWriter
+from megatron.data.digests import new_digests
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import load_or_build

@@ -26,10 +26,9 @@ import tyro
 from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work, output_of
 from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
-from megatron.data.build_lock import load_or_build_once
 from megatron.data.corpus_digests import SUFFIX
 from megatron.data.corpus_writer import merge_datasets, warn_of_overwriting
-from megatron.data.storage import SourceFile
+from megatron.data.storage import SourceFile, load_or_build_once
 from megatron.data.text_inputs import (
     DATASET_PREFIX,
     InputFormat,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron.config.data import DataConfig
-from megatron.data.corpus_check import Share, check_indexes
+from megatron.data.corpus_digests import Share, check_indexes
 from megatron.data.dataset_builder import Blend, Sources, build_datasets, parse_data_path, read_sources
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset, check_document_ends

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import packed_dataset
-from megatron.data.corpus_check import block_uses
+from megatron.data.corpus_digests import block_uses
 from megatron.data.gpt_dataset import SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset, best_fit_decreasing, build_packed_order, cut_documents

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.corpus_digests import BLOCK_BYTES, digests_path
+from megatron.data.corpus_digests import digests_path
 from megatron.data.corpus_writer import IndexedDatasetWriter
+from megatron.data.digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ExitCode

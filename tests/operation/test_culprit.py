@@ -73,7 +73,7 @@ SLEEPING = (Frame("corpus.py", 3, "read"), Frame("pretrain_llama.py", 90, "<modu
             True,
         ),
         (
-            (Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader_processes.py", 9, "f")),
+            (Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader.py", 9, "f")),
             False,
         ),
         ((Frame("megatron/core/transport.py", 310, "_wait_until"), *WAITING[1:]), True),

@@ -11,8 +11,8 @@ from megatron.config.data import DataConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.control import ControlGroup
-from megatron.data.corpus_check import BlockComparison, SampleRange, Share, block_uses, check_indexes
-from megatron.data.corpus_digests import BLOCK_BYTES
+from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, block_uses, check_indexes
+from megatron.data.digests import BLOCK_BYTES
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import cyclic_microbatches, single_pass_microbatches

@@ -14,12 +14,11 @@ from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel.attention import ContextSplit
 from megatron.core.control import run_on_all_ranks
-from megatron.data.corpus_check import BlockComparison, SampleRange, Share, check_indexes
+from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
-from megatron.data.loader import Microbatch, build_loader
-from megatron.data.loader_processes import Patience
+from megatron.data.loader import Microbatch, Patience, build_loader
 from megatron.data.packed_dataset import describe_packing
 from megatron.data.text_inputs import InputFormat
 from megatron.data.tokenizers import describe_tokenizer

@@ -9,8 +9,15 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
-from megatron.data.corpus_check import BackgroundComparison, BlockComparison, Digests, Integers, SampleRange
-from megatron.data.corpus_digests import digests_path, remedy_of
+from megatron.data.corpus_digests import (
+    BackgroundComparison,
+    BlockComparison,
+    Digests,
+    Integers,
+    SampleRange,
+    digests_path,
+    remedy_of,
+)
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError
 from megatron.training.batch_schedule import BatchSchedule
