@@ -22,9 +22,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.directory import MANIFEST, commit
+from megatron.checkpoint.directory import MANIFEST, Attempt, Housekeeping, commit
 from megatron.checkpoint.files import (
     DigestedFile,
+    RemotePath,
     WrittenFile,
     check_unmodified,
     explained,
@@ -33,8 +34,6 @@ from megatron.checkpoint.files import (
     verify_file,
 )
 from megatron.checkpoint.lock import check_token
-from megatron.checkpoint.remote_path import RemotePath
-from megatron.checkpoint.upload import Attempt, Housekeeping
 from megatron.console import protect_console
 from megatron.data.digests import seal
 from megatron.errors import CheckpointError, UserError

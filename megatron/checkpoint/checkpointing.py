@@ -47,9 +47,8 @@ from megatron.checkpoint.directory import (
     new_saving_directory,
     remove_checkpoint,
 )
-from megatron.checkpoint.files import WrittenFile, explained, sync_directory
+from megatron.checkpoint.files import AnyPath, WrittenFile, explained, sync_directory
 from megatron.checkpoint.manifest import JSON, Chunk, Manifest, chunk_key, encode_manifest, read_checkpoint
-from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import VerifiedSafetensors, write_safetensors
 from megatron.checkpoint.save_plan import SavePlanner
 from megatron.core.control import ControlGroup

@@ -16,9 +16,8 @@ from megatron.checkpoint.directory import (
     locate_checkpoint,
     saved_iterations,
 )
-from megatron.checkpoint.files import explained, verify_file
+from megatron.checkpoint.files import AnyPath, RemotePath, explained, verify_file
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.remote_path import AnyPath, RemotePath
 from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.errors import CheckpointError
 

@@ -12,8 +12,7 @@ import torch
 
 from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
-from megatron.checkpoint.files import WrittenFile, explained
-from megatron.checkpoint.remote_path import AnyPath
+from megatron.checkpoint.files import AnyPath, WrittenFile, explained
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
 from megatron.checkpoint.schema import FORMAT_VERSION, READABLE_VERSIONS
 from megatron.data.digests import is_sealed, seal

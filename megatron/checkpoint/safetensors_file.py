@@ -16,8 +16,15 @@ import xxhash
 from torch import Tensor
 
 from megatron.checkpoint.boxes import Place, overlap
-from megatron.checkpoint.files import BLOCK_BYTES, DigestedFile, WrittenFile, check_file, damaged_block, explained
-from megatron.checkpoint.remote_path import AnyPath
+from megatron.checkpoint.files import (
+    BLOCK_BYTES,
+    AnyPath,
+    DigestedFile,
+    WrittenFile,
+    check_file,
+    damaged_block,
+    explained,
+)
 from megatron.errors import CheckpointError
 
 DTYPE_NAMES = {

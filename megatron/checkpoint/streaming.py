@@ -23,7 +23,7 @@ from megatron.checkpoint.directory import (
     new_saving_directory,
     remove_checkpoint,
 )
-from megatron.checkpoint.files import WrittenFile, explained
+from megatron.checkpoint.files import AnyPath, WrittenFile, explained
 from megatron.checkpoint.manifest import (
     JSON,
     MASTER,
@@ -34,7 +34,6 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_checkpoint,
 )
-from megatron.checkpoint.remote_path import AnyPath
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
 from megatron.core.initialization import initialize_range
 from megatron.core.parameter import Box, ParameterInfo

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.directory import fresh_directory, locate_checkpoint
-from megatron.checkpoint.files import explained, sync_directory, sync_file, write_text_durably
+from megatron.checkpoint.files import AnyPath, RemotePath, explained, sync_directory, sync_file, write_text_durably
 from megatron.checkpoint.hugging_face.config import (
     TOKENIZER_CONFIG,
     TOKENIZER_FILES,
@@ -22,8 +22,7 @@ from megatron.checkpoint.hugging_face.config import (
     TOKENIZER_MODEL,
     read_json_object,
 )
-from megatron.checkpoint.hugging_face.write import write_json
-from megatron.checkpoint.remote_path import AnyPath, RemotePath
+from megatron.checkpoint.hugging_face.weights import write_json
 from megatron.checkpoint.schema import SavedState
 from megatron.config.data import TokenizerConfig
 from megatron.data.data_record import tokenizer_digest

@@ -58,7 +58,7 @@ class Average:
 def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
-    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.files import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import AveragedModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of

@@ -33,7 +33,7 @@ from megatron.flags import require_at_least
 from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.hugging_face.write import HuggingFaceExport
+    from megatron.checkpoint.hugging_face.weights import HuggingFaceExport
     from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint
     from megatron.checkpoint.schema import SavedState
     from megatron.data.tokenizers import Tokenizer
@@ -179,7 +179,7 @@ Command = (
 def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
-    from megatron.checkpoint.hugging_face.read import HuggingFaceImport
+    from megatron.checkpoint.hugging_face.weights import HuggingFaceImport
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer
 
     source, root = Path(config.hf), Path(config.save)
@@ -217,8 +217,8 @@ def tokenizer_of(source: Path, copied: Path, vocab_size: int) -> TokenizerConfig
 def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import check_free, fresh_directory
-    from megatron.checkpoint.hugging_face.write import HuggingFaceExport, write_weights
-    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.files import path_of
+    from megatron.checkpoint.hugging_face.weights import HuggingFaceExport, write_weights
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
@@ -257,7 +257,7 @@ def write_description(
     """Write config.json and the tokenizer's files; returns lines about them for the user."""
     from megatron.checkpoint.files import explained, write_text_durably
     from megatron.checkpoint.hugging_face.config import CONFIG, GENERATION_CONFIG, config_fields
-    from megatron.checkpoint.hugging_face.write import write_json
+    from megatron.checkpoint.hugging_face.weights import write_json
     from megatron.checkpoint.tokenizer_files import write_tokenizer
 
     bos, eos = (None, None) if tokenizer is None else (tokenizer.bos, tokenizer.eod)
@@ -341,7 +341,7 @@ def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[Tok
 def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
-    from megatron.checkpoint.remote_path import path_of
+    from megatron.checkpoint.files import path_of
     from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import UpcycledModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of

@@ -108,8 +108,8 @@ def defaults_of(saved: "SavedState", given: RunConfig) -> RunConfig:
 
 def read_saved_state(config: RunConfig) -> "SavedState":
     """The state of the checkpoint of ``--load``, with the place where its tokenizer is now."""
+    from megatron.checkpoint.files import path_of
     from megatron.checkpoint.finding import missing_checkpoint
-    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.tokenizer_files import tokenizer_of
     from megatron.training.checkpoints.saved_run import look_up_saved_run
 

@@ -16,8 +16,8 @@ from megatron.flags import require_at_least
 from megatron.urls import check_place
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.files import AnyPath
     from megatron.checkpoint.manifest import Manifest
-    from megatron.checkpoint.remote_path import AnyPath
     from megatron.checkpoint.safetensors_file import Entry
 
 _LAYOUT = {
@@ -49,9 +49,9 @@ class InspectConfig:
 def inspect(config: InspectConfig) -> dict[str, Any]:
     """The content of the report, as JSON."""
     from megatron.checkpoint.directory import locate_checkpoint
+    from megatron.checkpoint.files import path_of
     from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, missing_checkpoint
     from megatron.checkpoint.manifest import read_manifest
-    from megatron.checkpoint.remote_path import path_of
 
     root = path_of(config.load)
     iteration = find_checkpoint(root, config.ckpt_step)

@@ -147,8 +147,8 @@ def tokenizer_size(flags: TokenizerConfig) -> int | None:
 
 def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
     """The checkpoint of ``--load``, compared with its digests; raises :class:`CheckpointError`."""
+    from megatron.checkpoint.files import path_of
     from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
-    from megatron.checkpoint.remote_path import path_of
     from megatron.checkpoint.streaming import SavedTensors
 
     root = path_of(load)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, read_run_state
-from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
-from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.hugging_face.weights import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.tokenizer_files import tokenizer_of
 from megatron.config.data import TokenizerConfig
 from megatron.config.inference import LoadedModelConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields
 from megatron.checkpoint.hugging_face.mapping import Copy
-from megatron.checkpoint.hugging_face.read import HuggingFaceImport
+from megatron.checkpoint.hugging_face.weights import HuggingFaceImport
 
 LLAMA = TransformerConfig(
     num_layers=2,

@@ -18,8 +18,8 @@ from megatron.checkpoint.directory import (
     iteration_directory,
     new_saving_directory,
 )
+from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, verify_share
-from megatron.checkpoint.remote_path import path_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError

@@ -20,7 +20,7 @@ from megatron.checkpoint.boxes import Place
 from megatron.checkpoint.directory import fresh_directory
 from megatron.checkpoint.hugging_face.config import INDEX, SINGLE, config_fields, describe_directory
 from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
-from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
+from megatron.checkpoint.hugging_face.weights import HuggingFaceWeights, fill_from_hugging_face
 from megatron.checkpoint.safetensors_file import packed
 from megatron.checkpoint.tokenizer_files import copy_tokenizer
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint.remote_path import path_of
+from megatron.checkpoint.files import path_of
 from megatron.checkpoint.schema import DataStage, SavedState
 from megatron.checkpoint.tokenizer_files import COPY, keep_copy, tokenizer_of
 from megatron.config.data import TokenizerConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.files import RemotePath
 from megatron.checkpoint.finding import missing_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.remote_path import RemotePath
 from megatron.commands import evaluate, inspect_checkpoint
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.checkpoint import CheckpointConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
 from megatron.checkpoint.hugging_face.config import transformer_config_of
-from megatron.checkpoint.hugging_face.read import HuggingFaceWeights, fill_from_hugging_face
+from megatron.checkpoint.hugging_face.weights import HuggingFaceWeights, fill_from_hugging_face
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.core.context_parallel.attention import ContextParallel

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.boxes import Place, overlap
 from megatron.checkpoint.hugging_face.mapping import GlobalTensor, HuggingFaceMapping
-from megatron.checkpoint.hugging_face.read import WeightsImport
+from megatron.checkpoint.hugging_face.weights import WeightsImport
 from megatron.checkpoint.megatron_lm.safe_pickle import Global, Record, printable
 from megatron.checkpoint.megatron_lm.torch_dist import COMMON, Rows, SavedTensor, TorchDistCheckpoint
 from megatron.checkpoint.safetensors_file import Entry

@@ -15,9 +15,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import explained
+from megatron.checkpoint.files import SeekableFile, explained
 from megatron.checkpoint.megatron_lm.safe_pickle import MAX_BYTES, Global, PersistentId, Record, printable, read_pickle
-from megatron.checkpoint.remote_path import SeekableFile
 from megatron.checkpoint.safetensors_file import Entry
 from megatron.errors import CheckpointError
 

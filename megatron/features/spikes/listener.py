@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, saved_iterations, set_aside
+from megatron.checkpoint.files import RemotePath
 from megatron.checkpoint.finding import list_checkpoints
-from megatron.checkpoint.remote_path import RemotePath
 from megatron.checkpoint.schema import DataStage, Rollback
 from megatron.core.control import run_on_rank0
 from megatron.core.optimizer.loss_scaler import LossScaler

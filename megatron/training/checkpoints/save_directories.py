@@ -12,9 +12,9 @@ from pathlib import Path
 from megatron.checkpoint.background import BackgroundProcess, CopyTask, Retained, UploadTask
 from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import Retention, iteration_directory, locate_checkpoint, remove_checkpoint
+from megatron.checkpoint.files import RemotePath, UnreachableError
 from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
-from megatron.checkpoint.remote_path import RemotePath, UnreachableError
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.operation.signals import StopRequested

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.directory import iteration_of, saved_iterations
+from megatron.checkpoint.files import AnyPath, path_of
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.remote_path import AnyPath, path_of
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.optimizer import LearningRateConfig

@@ -8,9 +8,8 @@ from pathlib import Path
 from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
 from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.directory import clear_leftovers, iteration_directory
-from megatron.checkpoint.files import explained
+from megatron.checkpoint.files import explained, path_of
 from megatron.checkpoint.lock import RunLock
-from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError, UserError

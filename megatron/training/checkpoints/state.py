@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save_checkpoint
+from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import directory_below
-from megatron.checkpoint.hugging_face.read import HuggingFaceModel, fill_from_hugging_face
+from megatron.checkpoint.hugging_face.weights import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
-from megatron.checkpoint.remote_path import path_of
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
