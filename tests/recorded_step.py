@@ -7,10 +7,9 @@ from typing import cast
 import torch
 
 from megatron.core.models.transformer import TransformerChunk
-from megatron.planner.fake_backend import SimulatedTopology
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
 from megatron.planner.plan import Run, fake_processes
-from megatron.planner.simulated_rank import build_rank, run_step
+from megatron.planner.simulated_rank import SimulatedTopology, build_rank, run_step
 from megatron.torch_compat import FakeTensorMode
 
 

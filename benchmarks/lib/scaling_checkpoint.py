@@ -34,9 +34,8 @@ from megatron.checkpoint.save_plan import (
     own_share,
 )
 from megatron.config.command_line import parse_command_line
-from megatron.planner.fake_backend import ShapeTracker
 from megatron.planner.plan import Run, fake_processes
-from megatron.planner.simulated_rank import build_rank
+from megatron.planner.simulated_rank import ShapeTracker, build_rank
 from megatron.torch_compat import FakeTensorMode
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.checkpoints.tensors import model_tensors, optimizer_tensors

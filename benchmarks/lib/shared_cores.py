@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import Constants
+from megatron.planner.step_time.workload import Cluster
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, makespan_on_cores, simulate
 

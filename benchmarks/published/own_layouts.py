@@ -14,8 +14,8 @@ from benchmarks.published.table import TABLE
 from megatron.config.command_line import parse_command_line
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
-from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.prices import load_fitted
+from megatron.planner.step_time.workload import read_cluster
 from megatron.training.initialize import rank_grid
 
 _SOURCES = ("nemo-25xx", "dgxc-benchmarking")

@@ -71,7 +71,7 @@ def calibrate(config: CalibrateConfig) -> str | None:
     from megatron.config.parallel import ParallelConfig
     from megatron.planner.calibration.fit import calibrated, cluster_file
     from megatron.planner.calibration.measure import Effort, Plan, Ranks, measure, number_of_operations
-    from megatron.planner.step_time.cluster import read_cluster
+    from megatron.planner.step_time.workload import read_cluster
     from megatron.training.build.vocabulary import planned_vocabulary
     from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 

@@ -31,7 +31,7 @@ from megatron.flags import require_at_least, require_positive, values_of
 from megatron.planner.search.accuracy import measured_level
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job, Operation
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.workload import read_cluster
 from megatron.urls import refuse_urls
 
 # What needs torch is imported once the job is known to have layouts.

@@ -21,12 +21,11 @@ from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import pipeline_schedule
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology, with_local_layers
+from megatron.planner.launches import Link, Traffic, is_in_node
 from megatron.planner.memory import CUDA_BLOCK, MemoryUse
 from megatron.planner.rehearsal.extrapolation import Extrapolation
 from megatron.planner.rehearsal.records import Division, Map, divide
-from megatron.planner.simulated_rank import build_rank, run_step
-from megatron.planner.traffic import Link, Traffic, is_in_node
+from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology, build_rank, run_step, with_local_layers
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.torch_compat import FakeTensorMode, fake_store

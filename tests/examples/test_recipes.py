@@ -19,7 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.core.optimizer.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.workload import read_cluster
 from megatron.training.batch_schedule import build_batch_schedule
 from tests.end_to_end.run_process import call_training
 

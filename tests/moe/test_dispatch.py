@@ -29,7 +29,7 @@ from megatron.core.moe.layer import MoELayer
 from megatron.core.moe.routing import Routing, RoutingRule, balanced_routing
 from megatron.core.ops.grouped import RowCounts
 from megatron.core.topology import RankGrid, Topology
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import FakeTensorMode
 from tests.late_transport import LateTopology
 from tests.rank_pool import RankPool

@@ -20,8 +20,8 @@ from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupe
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import LaunchRecorder
+from megatron.planner.simulated_rank import simulated_kernels
 
 STALE = 1e6
 """What the last step left in a gradient buffer."""

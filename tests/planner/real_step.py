@@ -8,10 +8,10 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.topology import Topology
+from megatron.planner.launches import Traffic
 from megatron.planner.memory import Kind, MemoryTracker
 from megatron.planner.plan import Run
 from megatron.planner.simulated_rank import build_rank, run_step
-from megatron.planner.traffic import Traffic
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
 

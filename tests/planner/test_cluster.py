@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.errors import ConfigError
-from megatron.planner.step_time.cluster import CLUSTERS, Cluster, cluster_names, read_cluster
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import Machines, load_fitted, pod_share
-from megatron.planner.step_time.workload import Run, Software, Workload
+from megatron.planner.step_time.workload import CLUSTERS, Cluster, Run, Software, Workload, cluster_names, read_cluster
 
 GPUS = ("a100-80gb", "h100", "h200", "b200", "gb200")
 NO_CONSTANTS = {"name", "sources", "constants"}

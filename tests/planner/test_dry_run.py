@@ -12,11 +12,11 @@ from megatron.commands.dry_run import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
-from megatron.planner.fake_backend import with_local_layers
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.simulated_rank import with_local_layers
+from megatron.planner.step_time.workload import read_cluster
 from megatron.reports.svg import gib
 from megatron.training.build.vocabulary import planned_vocabulary
 from tests.end_to_end.megatron_recipe import recipe

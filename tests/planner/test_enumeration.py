@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.enumeration import LONGEST_MICROBATCH, SHORTEST_PART, enumerate_layouts
 from megatron.planner.search.layout import Layout
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.workload import read_cluster
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
 DENSE = (

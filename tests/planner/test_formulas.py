@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.published.fit import errors
 from benchmarks.published.table import TABLE
-from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.formulas import ExpertShapes, StepTimeModel, accesses_between, dispatch_seconds
 from megatron.planner.step_time.prices import CONSTANTS, load_fitted
 from megatron.planner.step_time.published import read_published
-from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload
+from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload, read_cluster
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.core.topology import single_process
-from megatron.planner.fake_backend import simulated_kernels
 from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
 from megatron.planner.plan import Run
+from megatron.planner.simulated_rank import simulated_kernels
 from megatron.training.build.vocabulary import planned_vocabulary
 from tests.recorded_step import record_step
 

@@ -17,8 +17,8 @@ from megatron.commands.pages.dry_run_report import groups
 from megatron.core.moe.experts import Experts
 from megatron.core.topology import RankGrid, Topology
 from megatron.planner import simulated_rank
+from megatron.planner.launches import axis_of, expert_placement_advice
 from megatron.planner.plan import Plan, Run, largest_fitting_load, make_plan, simulate_rank
-from megatron.planner.traffic import axis_of, expert_placement_advice
 from tests.end_to_end.run_process import call_training
 from tests.planner.real_step import TINY, config_of, real_step, run_of
 from tests.rank_pool import RankPool

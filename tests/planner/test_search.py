@@ -20,11 +20,10 @@ from megatron.planner.search.layout import Job, Layout, Operation, given_fields
 from megatron.planner.search.result import TIE, PlannedLayout, command, first_of_families, num_dimensions, rank
 from megatron.planner.search.search import find_layouts, price_layouts, unit_records
 from megatron.planner.search.stage_memory import StageMemory
-from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.published import NEMO
-from megatron.planner.step_time.workload import Run, Workload
+from megatron.planner.step_time.workload import Run, Workload, read_cluster
 from tests.tools import sample_search
 
 LLAMA_70B = ("--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16")

@@ -10,7 +10,7 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.ops.attention import VarlenKernel
-from megatron.planner.fake_backend import ShapeTracker, simulated_kernels
+from megatron.planner.launches import Traffic
 from megatron.planner.memory import MemoryTracker
 from megatron.planner.plan import (
     Run,
@@ -21,8 +21,7 @@ from megatron.planner.plan import (
     make_plan,
     simulate_rank,
 )
-from megatron.planner.simulated_rank import build_rank
-from megatron.planner.traffic import Traffic
+from megatron.planner.simulated_rank import ShapeTracker, build_rank, simulated_kernels
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 from tests.planner.real_step import RANKS, TINY, VOCABULARY, real_step, run_of
 from tests.rank_pool import RankPool

@@ -11,9 +11,8 @@ from megatron.planner.launches import Group, Launch
 from megatron.planner.rehearsal.launch_prices import LaunchPrices
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, followed_makespan, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
-from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.prices import load_fitted
-from megatron.planner.step_time.workload import TERMS
+from megatron.planner.step_time.workload import TERMS, Cluster, read_cluster
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.initialize import rank_grid

@@ -10,14 +10,12 @@ from torch import Tensor
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import MLP, SequencePositions, TransformerLayer
-from megatron.planner.launches import Launch
+from megatron.planner.launches import Launch, axis_of
 from megatron.planner.plan import Run
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
-from megatron.planner.step_time.cluster import read_cluster
 from megatron.planner.step_time.prices import load_fitted, optimizer_seconds
-from megatron.planner.step_time.workload import TERMS
-from megatron.planner.traffic import axis_of
+from megatron.planner.step_time.workload import TERMS, read_cluster
 from megatron.training.build.vocabulary import planned_vocabulary
 from megatron.training.initialize import rank_grid
 from tests.recorded_step import record_step

@@ -9,7 +9,7 @@ from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout, Operation
 from megatron.planner.search.result import PlannedLayout, SearchResult
 from megatron.planner.search.search import scale_point
-from megatron.planner.step_time.cluster import read_cluster
+from megatron.planner.step_time.workload import read_cluster
 
 GIB = 2**30
 

@@ -37,8 +37,8 @@ from megatron.planner.calibration.operations import (
     with_layers,
 )
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
-from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.prices import load_fitted
+from megatron.planner.step_time.workload import Cluster, read_cluster
 from tests.rank_pool import RankPool
 
 SMALL = (

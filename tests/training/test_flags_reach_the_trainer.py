@@ -27,7 +27,7 @@ from megatron.core.offload import Offloaded
 from megatron.core.recompute import Recomputed
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.signals import watch_signals
-from megatron.planner.fake_backend import ShapeTracker, SimulatedTopology
+from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run
 from megatron.training.build.plan import plan_run

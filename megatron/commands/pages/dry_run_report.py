@@ -12,9 +12,9 @@ from rich.text import Text
 from megatron.commands.pages.stage_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure, schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
+from megatron.planner.launches import Link, expert_placement_advice, is_in_node
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import Plan, StagePlan
-from megatron.planner.traffic import Link, expert_placement_advice, is_in_node
 from megatron.reports import page as html
 from megatron.reports.charts import Bar, Part, stacked_bars
 from megatron.reports.svg import gib, nice_ticks

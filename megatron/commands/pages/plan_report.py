@@ -21,7 +21,7 @@ from megatron.commands.pages.plan_charts import (
 from megatron.commands.pages.stage_charts import Tail, equal_neighbours, memory_figure, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command
-from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
 from megatron.reports.charts import Axis, plane

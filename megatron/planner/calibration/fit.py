@@ -21,7 +21,6 @@ from megatron.planner.calibration.operations import (
     with_layers,
 )
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import (
     BACKWARD_ATTENTION,
     Constants,
@@ -31,7 +30,7 @@ from megatron.planner.step_time.prices import (
     product_seconds,
     product_traffic,
 )
-from megatron.planner.step_time.workload import Array
+from megatron.planner.step_time.workload import Array, Cluster
 
 _SIZES = ("rows", "columns", "depth")
 

@@ -22,7 +22,7 @@ from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
 from megatron.planner.rehearsal.price import PlannedStep, attention_kind
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
-from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Cluster
 from megatron.training.initialize import rank_grid
 from megatron.training.loop.step import train_step
 from megatron.training.train_module import TrainModule

@@ -8,11 +8,10 @@ import numpy as np
 import torch
 
 from megatron.core.topology import RankGrid
-from megatron.planner.launches import Group, Launch, ProductShape
+from megatron.planner.launches import Group, Launch, ProductShape, axis_of
 from megatron.planner.step_time import prices
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import Constants
-from megatron.planner.traffic import axis_of
+from megatron.planner.step_time.workload import Cluster
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RINGS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}

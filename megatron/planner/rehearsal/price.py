@@ -22,7 +22,6 @@ from megatron.core.topology import RankGrid
 from megatron.planner.rehearsal.launch_prices import LaunchPrices, Product, together
 from megatron.planner.rehearsal.records import UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import (
     Constants,
     Machines,
@@ -36,7 +35,7 @@ from megatron.planner.step_time.prices import (
     reduction_window,
     ring_rate,
 )
-from megatron.planner.step_time.workload import TERMS, Array, Attention, StepTime
+from megatron.planner.step_time.workload import TERMS, Array, Attention, Cluster, StepTime
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Result
 from megatron.schedules.simulator import execution_order

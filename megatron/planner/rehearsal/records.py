@@ -10,8 +10,8 @@ import torch
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.topology import RankGrid
-from megatron.planner.fake_backend import with_local_layers
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
+from megatron.planner.simulated_rank import with_local_layers
 from megatron.planner.step_time.workload import Attention
 from megatron.schedules.registry import SCHEDULES, placement_of
 from megatron.schedules.schedule import Placement

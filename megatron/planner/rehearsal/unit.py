@@ -27,7 +27,6 @@ from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import number_formats
 from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.topology import RankGrid
-from megatron.planner.fake_backend import SimulatedTopology, simulated_kernels
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
 from megatron.planner.memory import CUDA_BLOCK
 from megatron.planner.rehearsal.layer import (
@@ -38,6 +37,7 @@ from megatron.planner.rehearsal.layer import (
     RehearsalSetting,
     RehearsedLayer,
 )
+from megatron.planner.simulated_rank import SimulatedTopology, simulated_kernels
 from megatron.schedules.registry import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage

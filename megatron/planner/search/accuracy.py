@@ -13,8 +13,8 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
 from megatron.planner.search.layout import Job
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import load_record
+from megatron.planner.step_time.workload import Cluster
 
 _ERRORS, _MEASURED = load_record()["errors"], load_record()["measured"]
 

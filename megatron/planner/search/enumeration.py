@@ -17,7 +17,7 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.layout import Job, Layout, divides_layers
-from megatron.planner.step_time.cluster import Cluster
+from megatron.planner.step_time.workload import Cluster
 from megatron.schedules.registry import SCHEDULES
 from megatron.training.batch_schedule import build_batch_schedule
 

@@ -17,8 +17,8 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
-from megatron.planner.step_time.cluster import Cluster
 from megatron.planner.step_time.prices import load_fitted
+from megatron.planner.step_time.workload import Cluster
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
 
 FULL_RECOMPUTE: dict[str, RecomputeMethod] = {"full": "block", "uniform": "uniform"}

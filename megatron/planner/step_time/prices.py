@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.planner.step_time.cluster import Cluster
-from megatron.planner.step_time.workload import Array
+from megatron.planner.step_time.workload import Array, Cluster
 
 Constants = Mapping[str, float]
 

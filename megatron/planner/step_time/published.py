@@ -17,10 +17,18 @@ from typing import Any
 from megatron.architectures.layer_pattern import parse_layer_pattern
 from megatron.architectures.registry import PRESETS
 from megatron.errors import ConfigError
-from megatron.planner.step_time.cluster import Cluster, read_cluster
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import Constants
-from megatron.planner.step_time.workload import Array, Recompute, Run, Schedule, Software, Workload
+from megatron.planner.step_time.workload import (
+    Array,
+    Cluster,
+    Recompute,
+    Run,
+    Schedule,
+    Software,
+    Workload,
+    read_cluster,
+)
 
 Row = Mapping[str, str]
 
