@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 
+from benchmarks.lib.shared_cores import makespan_on_cores
 from megatron.schedules.catalog.interleaved import interleaved
 from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
@@ -15,7 +16,6 @@ from megatron.schedules.simulator import (
     Span,
     Timeline,
     execution_order,
-    makespan_on_cores,
     peak_live_activations,
     simulate,
     verify,
