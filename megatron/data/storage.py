@@ -55,10 +55,6 @@ class SourceFile(NamedTuple):
     size: int  # bytes, as stored
 
 
-def is_compressed(path: str) -> bool:
-    return path.endswith(_COMPRESSIONS)
-
-
 def without_compression(path: str) -> str:
     for suffix in _COMPRESSIONS:
         path = path.removesuffix(suffix)
