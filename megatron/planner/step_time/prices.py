@@ -104,7 +104,7 @@ _BACKWARD_SHARE = 0.6  # of a microbatch: the backward pass, behind which gradie
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward pass relative to the forward pass: five products instead of two."""
 FP32_SHARE = 1 / 16
-"""Share of the bf16 peak that a product in fp32 has, without tensor cores: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100
+"""A product in fp32, without tensor cores, relative to the bf16 peak: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100
 (NVIDIA data sheets)."""
 EXPOSED_RING = 0.2
 """Share of the ring of context parallelism that attention does not hide."""
