@@ -95,6 +95,8 @@ def cyclic_microbatches(
         epoch, start = epoch + 1, 0
 
 
+# --- loader processes ---------------------------------------------------------------------------------------
+
 #   loader processes --pipe, shared memory--> thread: next(batches) --replies--> rank: __next__
 #                                                    ^---------- requests -----------'
 #
@@ -295,6 +297,9 @@ def started(start: Callable[[Starts], Any], num_workers: int, patience: Patience
         yield from batches
     finally:
         batches.close()
+
+
+# --- microbatches ------------------------------------------------------------------------------------------
 
 
 def build_loader(

@@ -201,6 +201,8 @@ class RemoteFile:
         return DataError(f"{self.url} cannot be read ({reason}): check the address, the network and your credentials.")
 
 
+# --- results that are built once ----------------------------------------------------------------------------
+
 # Two processes need the same result:
 #
 #   A   load: nothing   create STEM.lock   load again, build and store        remove STEM.lock
