@@ -193,7 +193,7 @@ def save_with_a_hole(root: Path, control: ControlGroup) -> str:
     return "no error"
 
 
-FAILURES = {
+FAILURES: dict[Callable[[Path, ControlGroup], str], str] = {
     save_where_one_rank_cannot_write: r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away",
     save_where_nobody_can: r"Rank 0: Cannot write .*Not a directory.*choose another directory",
     load_where_one_rank_is_another_model: r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this",
