@@ -38,28 +38,27 @@ from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, line
 from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig, TokenDispatcherType
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import Exchange, ParallelConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.config.training import OptimizerConfig
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import wrap_data_parallel
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.grouped import PaddedGroupedGemm
 from megatron.core.ops.matmul import linear
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.precision import NumberFormats
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import LossScaler, NumberFormats
 from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.stages import split_evenly
+from megatron.training.context import TrainModule
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 CPU = torch.device("cpu")
 BATCH, LENGTH = 16, 256

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from benchmarks.lib.step_timing import Clock
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.gradient import MainGrad, attach_main_grad
-from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import SwiGLULinear
-from megatron.core.moe.experts import Experts, ExpertShard
+from megatron.core.moe.layer import Experts, ExpertShard
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
+from megatron.core.parameter import initialize_parameters
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 from megatron.core.topology import single_process

@@ -27,7 +27,7 @@ import tyro
 from benchmarks.benchmark_cpu import MODEL
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.inference import GenerationConfig
-from megatron.core.initialization import initialize_parameters
+from megatron.core.parameter import initialize_parameters
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least

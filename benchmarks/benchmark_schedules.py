@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
 from benchmarks.lib.local_ranks import parse, run_ranks
-from megatron.core.pipeline_parallel.executor import ActionRecorder
-from megatron.schedules.registry import SCHEDULES
+from megatron.core.pipeline_parallel import ActionRecorder
+from megatron.schedules.catalog import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, simulate
 from megatron.training.initialize import Process, prepare_cpu

@@ -33,7 +33,7 @@ from benchmarks.lib.peers.processes import PACKAGES, ContenderError, RankProcess
 from benchmarks.lib.results import error_line
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from megatron.urls import refuse_urls
 
 CHECKED_STEPS = 3

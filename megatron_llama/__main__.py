@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.commands.verbs import PROGRAM, start
 from megatron_llama import __version__
+from megatron_llama.commands import PROGRAM, start
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -3,8 +3,8 @@
 import signal
 import sys
 
-from megatron.commands.verbs import PROGRAM, VERBS, start, unknown
 from megatron.errors import ConfigError
+from megatron_llama.commands import PROGRAM, VERBS, start, unknown
 
 
 def command(verb: str, *words: str | float) -> None:

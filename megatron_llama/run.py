@@ -25,15 +25,13 @@ from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
 from megatron.flags import words_of as flag_words
 from megatron.inference.loading import load_model
-from megatron.metrics.record import EvaluationRecord
-from megatron.metrics.writer import MetricsWriter
-from megatron.operation.environment import prepare_environment
+from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.processes import available_cores
-from megatron.operation.signals import SignalWatch
+from megatron.operation.processes import available_cores, prepare_environment
+from megatron.operation.ranks import SignalWatch
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
-from megatron.training.checkpoints.tensors import random_tensors, restore_random
+from megatron.training.checkpoints.state import random_tensors, restore_random
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.loop.listeners import Evaluation as EvaluationListener

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.activations import HostCopies, TensorPair
 from megatron.core.communication import Communicator
-from megatron.core.offload import HostCopies, TensorPair
 from megatron.core.topology import Topology
 from megatron.core.transport import Message, Reduction, Transport
 
@@ -151,7 +151,7 @@ class LateCopy:
 
 
 class LateCopies:
-    """A copy stream (:class:`megatron.core.offload.CopyStream`) that is never ahead of its events."""
+    """A copy stream (:class:`megatron.core.activations.CopyStream`) that is never ahead of its events."""
 
     def copy(self, pairs: Sequence[TensorPair]) -> LateCopy:
         return LateCopy(pairs)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.activations import HostCopies, TensorPair
 from megatron.core.communication import Communicator
-from megatron.core.offload import HostCopies, TensorPair
 from megatron.core.topology import Topology
 from megatron.core.transport import Message, Reduction, Transport
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs ``megatron/commands/evaluate_tasks.py``; ``--help`` says what it does."""
+"""Runs ``megatron/commands/evaluate.py``; ``--help`` says what it does."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.evaluate_tasks import run
+from megatron.commands.evaluate import run
 
 if __name__ == "__main__":
     run()

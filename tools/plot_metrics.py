@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs ``megatron/commands/plot_metrics.py``; ``--help`` says what it does."""
+"""Runs ``megatron/commands/loss_curves.py``; ``--help`` says what it does."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.plot_metrics import main
+from megatron.commands.loss_curves import main
 
 if __name__ == "__main__":
     sys.exit(main())

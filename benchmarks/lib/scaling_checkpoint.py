@@ -38,8 +38,8 @@ from megatron.planner.plan import Run, fake_processes
 from megatron.planner.simulated_rank import ShapeTracker, build_rank
 from megatron.torch_compat import FakeTensorMode
 from megatron.training.build.vocabulary import Vocabulary
-from megatron.training.checkpoints.tensors import model_tensors, optimizer_tensors
-from megatron.training.train_module import TrainModule
+from megatron.training.checkpoints.state import model_tensors, optimizer_tensors
+from megatron.training.context import TrainModule
 
 VOCABULARY = 128256
 FLAGS = (

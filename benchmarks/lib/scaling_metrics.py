@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import TextIO
 
 from benchmarks.lib.scaling_curve import Curve, Point, in_fresh_process, memory, reset_peak
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.metrics.jsonl import JsonlWriter, ValidationHistory, read_history
-from megatron.metrics.record import EvaluationRecord, IterationRecord
 from megatron.metrics.tensorboard import TensorBoardWriter
 from megatron.metrics.timers import Timers, combine, format_timer_report
-from megatron.metrics.writer import ReportedRun, build_writers
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, ReportedRun, build_writers
 
 _FLAT = 0.3  # order of growth of what does not grow, on a busy machine
 _TIMED = 1000  # iterations, of which the mean counts

@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.lib.scaling_checkpoint import layouts_fsdp, simulated_module
 from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
-from megatron.commands import plan_layout, pretrain_llama
+from megatron.commands import planning as plan_layout
+from megatron.commands import pretrain_llama
 from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid, Topology
 

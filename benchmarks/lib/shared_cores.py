@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.prices import Constants
 from megatron.planner.step_time.workload import Cluster
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Result, Schedule
 from megatron.schedules.simulator import Durations, simulate
 

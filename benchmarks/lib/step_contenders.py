@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from benchmarks.lib.rank_slice import SliceConfig
 from benchmarks.lib.step_bound import BareAttention, BareFp8Products, BareProducts, linear_shapes
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import TorchAttention
 from megatron.core.ops.matmul import linear
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
 from megatron.errors import ConfigError
 
 _LEARNING_RATE = 1e-4

@@ -28,7 +28,7 @@ from megatron.checkpoint.directory import new_saving_directory, remove_checkpoin
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.core.offload import CudaCopyStream, PlainCopies, TensorPair
+from megatron.core.activations import CudaCopyStream, PlainCopies, TensorPair
 
 _logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, TypeVar
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule
+from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 
 FORMAT_VERSION = 9

@@ -35,8 +35,7 @@ from megatron.checkpoint.manifest import (
     read_checkpoint,
 )
 from megatron.checkpoint.safetensors_file import Entry, SafetensorsStream, VerifiedSafetensors, aligned, packed
-from megatron.core.initialization import initialize_range
-from megatron.core.parameter import Box, ParameterInfo
+from megatron.core.parameter import Box, ParameterInfo, initialize_range
 from megatron.errors import CheckpointError
 
 FILE_BYTES = 4 << 30

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.commands.plot_metrics import read_curve
+from megatron.commands.loss_curves import read_curve
 from megatron.commands.tool import run_tool
 from megatron.errors import ConfigError, DataError
 from megatron.urls import refuse_urls

@@ -10,10 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron.commands.pages.dry_run_report import as_json, dry_run_page, print_report
-from megatron.config.activations import ActivationConfig
+from megatron.config.compute import ActivationConfig
 from megatron.config.dry_run import DryRunConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.pipeline import PipelineConfig
+from megatron.config.parallel import ParallelConfig, PipelineConfig
 from megatron.config.run import RunConfig
 from megatron.config.words import without_flags
 from megatron.errors import ConfigError

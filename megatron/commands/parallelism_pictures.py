@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.commands.rank_groups import COLORS
+from megatron.commands.rank_pictures import COLORS
 from megatron.commands.tool import run_tool, write_file
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.context_parallel import ContextSplit
 from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import RankGrid

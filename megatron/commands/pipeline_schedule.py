@@ -14,7 +14,7 @@ from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import ConfigError, DataError
 from megatron.flags import require_at_least, values_of
-from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate, verify
 from megatron.training.pipeline_trace import from_chrome_trace, median_durations

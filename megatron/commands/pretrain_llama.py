@@ -18,12 +18,17 @@ from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
 from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
-from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
-from megatron.operation.environment import prepare_environment
 from megatron.operation.failure import record_own_failure
 from megatron.operation.heartbeat import Heartbeat, RunSettings
-from megatron.operation.processes import LAUNCHER, available_cores, collection_paused, die_with_parent
-from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.operation.processes import (
+    LAUNCHER,
+    available_cores,
+    collection_paused,
+    die_with_parent,
+    prepare_environment,
+)
+from megatron.operation.ranks import ELASTIC, Spares, usable_world_size
+from megatron.training.checkpoints.comparison import with_hugging_face
 from megatron.training.run_files import StartedCommand, words_of_process
 
 
@@ -34,7 +39,7 @@ def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> Non
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
     assert config.dry_run.num_gpus is not None
     check_run(config, config.dry_run.num_gpus)
-    from megatron.commands.dry_run import plan_and_report
+    from megatron.commands.planning import plan_and_report
 
     plan_and_report(config, arguments)
 
@@ -46,7 +51,7 @@ def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
         raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
     if config.dry_run.num_gpus is None:
         raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
-    from megatron.commands.plan_layout import plan_run
+    from megatron.commands.planning import plan_run
 
     plan_run(config, arguments)
 

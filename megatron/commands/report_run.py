@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from megatron.commands.pages.run_charts import Curves, Report
-from megatron.commands.pages.run_report import report_page, report_text
+from megatron.commands.report_run import report_page, report_text
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import DataError, ExitCode
 from megatron.metrics.jsonl import History, Record, read_history

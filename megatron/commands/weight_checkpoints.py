@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig, preset
-from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, UserError
 from megatron.flags import changed_words
 

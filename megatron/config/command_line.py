@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.dry_run import FlagFileConfig
@@ -17,8 +17,17 @@ from megatron.config.help import docstrings, help_text
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import read_run_yaml
-from megatron.config.words import Given, fields_by_flag, is_switch, one_of, split_words, suggestion, surplus, value_of
+from megatron.config.words import (
+    Given,
+    fields_by_flag,
+    is_switch,
+    one_of,
+    read_run_yaml,
+    split_words,
+    suggestion,
+    surplus,
+    value_of,
+)
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from megatron.architectures.catalog import PRESET_VOCABULARIES, PRESETS, ModelName
 from megatron.architectures.layer_pattern import (
     NO_LAYER,
     PatternError,
@@ -12,7 +13,6 @@ from megatron.architectures.layer_pattern import (
     parse_layer_pattern,
     parse_nope_pattern,
 )
-from megatron.architectures.registry import PRESET_VOCABULARIES, PRESETS, ModelName
 from megatron.architectures.transformer_config import (
     YARN_FIELDS,
     PositionEmbeddingType,

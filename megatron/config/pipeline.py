@@ -7,7 +7,7 @@ import tyro
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, flag_of, require_at_least, require_flag, values_of
-from megatron.schedules.registry import SCHEDULES, ScheduleName
+from megatron.schedules.catalog import SCHEDULES, ScheduleName
 from megatron.schedules.stages import (
     VirtualStage,
     check_that_no_rank_idles,

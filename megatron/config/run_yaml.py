@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.config.words import all_spellings, fields_by_flag, is_switch, suggestion

@@ -33,7 +33,7 @@ class Box:
 
 InitialValues = Callable[[int, Tensor], Tensor]
 """The initial values of a parameter, in fp64, from the key of its random numbers (of seed and name) and the indices of
-elements in the flattened global tensor, int64: equal in every layout (:mod:`megatron.core.initialization`)."""
+elements in the flattened global tensor, int64: equal in every layout (:mod:`megatron.core.parameter`)."""
 
 Division = tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]
 """Global shape, local shape, and the boxes of the local tensor."""

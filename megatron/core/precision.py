@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.communication import Communicator, Work
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

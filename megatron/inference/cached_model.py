@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.core.models.parallelize import activation_format, build_executor
 from megatron.core.models.transformer import OutputLayer, TransformerModel
 from megatron.core.topology import Topology
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 
 _LOGITS_AT_ONCE = 2**24
 

@@ -7,8 +7,15 @@ from typing import Literal, TextIO
 
 from tqdm import tqdm
 
-from megatron.metrics.record import EvaluationRecord, IterationRecord, is_detail
-from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags, print_above_bar
+from megatron.metrics.writer import (
+    EvaluationRecord,
+    IterationRecord,
+    MetricsWriter,
+    ReportedRun,
+    WriterFlags,
+    is_detail,
+    print_above_bar,
+)
 from megatron.reports.svg import duration
 
 _THROUGHPUT = ("tflops_per_gpu", "tokens_per_s_per_gpu", "mfu")

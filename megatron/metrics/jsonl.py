@@ -15,8 +15,14 @@ from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError, DataError
 from megatron.flags import values_of
-from megatron.metrics.record import EvaluationRecord, IterationRecord
-from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
+from megatron.metrics.writer import (
+    EvaluationRecord,
+    IterationRecord,
+    MetricsWriter,
+    NeverFatal,
+    ReportedRun,
+    WriterFlags,
+)
 from megatron.urls import refuse_urls
 
 # Key of the description of the run in the first record of a process.

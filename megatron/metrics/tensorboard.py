@@ -9,15 +9,18 @@ from typing import Any, BinaryIO
 
 from megatron.errors import ConfigError
 from megatron.flags import values_of
-from megatron.metrics.record import (
+from megatron.metrics.writer import (
     EvaluationRecord,
     IntervalGate,
     IterationRecord,
+    MetricsWriter,
+    NeverFatal,
+    ReportedRun,
+    WriterFlags,
     evaluation_scalars,
     has_sample_axis,
     iteration_scalars,
 )
-from megatron.metrics.writer import MetricsWriter, NeverFatal, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 
 _VS_SAMPLES = " vs samples"  # ends the tags of points over samples

@@ -11,14 +11,16 @@ from typing import Any
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag, values_of
-from megatron.metrics.record import (
+from megatron.metrics.writer import (
     EvaluationRecord,
     IntervalGate,
     IterationRecord,
+    MetricsWriter,
+    ReportedRun,
+    WriterFlags,
     evaluation_scalars,
     iteration_scalars,
 )
-from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags
 from megatron.urls import refuse_urls
 
 _MODES_WITHOUT_KEY = frozenset({"offline", "dryrun", "disabled"})

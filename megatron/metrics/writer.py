@@ -9,7 +9,7 @@ from typing import Any, Protocol, TextIO
 
 from tqdm import tqdm
 
-from megatron.metrics.record import EvaluationRecord, IterationRecord
+from megatron.metrics.writer import EvaluationRecord, IterationRecord
 
 
 class MetricsWriter(Protocol):
@@ -58,7 +58,7 @@ def print_above_bar(stream: TextIO, text: str) -> None:
 
 @dataclass(frozen=True)
 class WriterFlags:
-    """The flags of one writer; a base class of ``LoggingConfig`` (megatron/config/logging.py)."""
+    """The flags of one writer; a base class of ``LoggingConfig`` (megatron/config/operation.py)."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for an invalid value."""

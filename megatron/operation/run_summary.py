@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron.operation.attempts import Attempt, RunTime, account, gaps, newest_run, read_attempts, read_current, settle
 from megatron.operation.causes import Cause
-from megatron.operation.effective_time import (
+from megatron.operation.failure import DIRECTORY, read_failure
+from megatron.operation.run_summary import (
     Costs,
     daly_interval_s,
     effective_time,
@@ -20,7 +21,6 @@ from megatron.operation.effective_time import (
     nvidia_interval_s,
     young_interval_s,
 )
-from megatron.operation.failure import DIRECTORY, read_failure
 
 _SAME_FAILURE_SECONDS = 120.0
 

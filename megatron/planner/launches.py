@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron.core.activations import Recomputed
 from megatron.core.communication import CollectiveRecord, Communicator, Observer
-from megatron.core.recompute import Recomputed
 from megatron.core.topology import RankGrid
 from megatron.planner.simulated_rank import CompletedWork, ShapeTracker
 from megatron.torch_compat import (

@@ -17,13 +17,12 @@ from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator, Observer, Work
 from megatron.core.data_parallel.buffered import shards_weights
 from megatron.core.device import Machine
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.models.parallelize import parallelize
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import ActionRecorder
-from megatron.core.precision import QuantizedTensor
+from megatron.core.optimizer import Optimizer
+from megatron.core.pipeline_parallel import ActionRecorder
+from megatron.core.precision import QuantizedTensor, build_loss_scaler
 from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import Message, Reduction, Transport
@@ -32,8 +31,8 @@ from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
 from megatron.torch_compat import disable_dispatch_modes, local_scalar
 from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")

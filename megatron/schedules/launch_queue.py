@@ -101,7 +101,7 @@ def _dispatch(
 def pipeline_launches(
     schedule: Schedule, stage: int, durations: Mapping[Kind, float], send: float, overlap: bool
 ) -> Iterator[Launch]:
-    """The launches of ``stage``, in the order of the executor (:mod:`megatron.core.pipeline_parallel.executor`).
+    """The launches of ``stage``, in the order of the executor (:mod:`megatron.core.pipeline_parallel`).
 
     With ``overlap`` the input of the next action is received while an action runs. A receive waits for no computation;
     a send waits for the action that it follows. Every channel between two stages has a stream.

@@ -8,7 +8,7 @@ from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.signals import SignalWatch
+from megatron.operation.ranks import SignalWatch
 from megatron.operation.waits import MeteredTopology
 
 _logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, get_args
 
 from megatron.errors import DataError
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from megatron.schedules.schedule import Action, Kind, Placement, Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline
 

@@ -21,12 +21,10 @@ from megatron.features.faults.listener import build_fault_injector, reach
 from megatron.features.preflight.run import check_nodes
 from megatron.features.spikes.listener import RollbackRequested, go_back
 from megatron.metrics.writer import print_above_bar
-from megatron.operation.environment import HardwareQueues
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.processes import LAUNCHER
-from megatron.operation.signals import StopRequested, watch_signals
+from megatron.operation.processes import LAUNCHER, HardwareQueues
+from megatron.operation.ranks import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
-from megatron.training.attempts import attempt_recorded
 from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.build.vocabulary import load_vocabulary
 from megatron.training.checkpoints.comparison import check_architecture, given_architecture
@@ -34,7 +32,7 @@ from megatron.training.checkpoints.save_directories import save_directories_lock
 from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
 from megatron.training.context import RunContext
 from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
-from megatron.training.run_files import StartedCommand, run_files_written
+from megatron.training.run_files import StartedCommand, attempt_recorded, run_files_written
 
 FlagsOver = Callable[[ModelConfig], RunConfig]
 """Parses the command line again with other defaults of the model's flags."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from megatron import torch_compat
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.core.pipeline_parallel.executor import ActionRecorder, NamedActions
+from megatron.core.pipeline_parallel import ActionRecorder, NamedActions
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError
 from megatron.schedules.simulator import Timeline

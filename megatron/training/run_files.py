@@ -1,7 +1,7 @@
 """The files of a run directory that say what was started: the command, the flags, the versions, and the code.
 
     RUN_DIR/command.sh         the command, to run again
-    RUN_DIR/run.yaml           the flags that differ from their defaults (megatron/config/run_yaml.py)
+    RUN_DIR/run.yaml           the flags that differ from their defaults (megatron/config/words.py)
     RUN_DIR/environment.json   versions, GPU driver, commit, variables of NCCL and CUDA
     RUN_DIR/changes.patch      what differs from the commit, if it is small
     RUN_DIR/earlier/0001/      the same files of earlier attempts, if they were different
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import run_yaml
+from megatron.config.words import run_yaml
 from megatron.operation.heartbeat import run_directory
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from torch import Tensor
 from megatron.core.communication import Work
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.moe.balance import ExpertBalance
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.moe.routing import ExpertBalance
+from megatron.core.optimizer import Optimizer
+from megatron.core.pipeline_parallel import PipelineExecutor
+from megatron.core.precision import LossScaler
 from megatron.core.topology import Topology
 
 

@@ -11,14 +11,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import ActivationConfig, PrecisionConfig, RecomputeMethod, RecomputeModule
+from megatron.core.activations import HostCopies, Offloaded, PlainCopies, TensorPair
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import DeferredWeightGrad, compute_deferred
 from megatron.core.models.layer import TransformerLayer
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerChunk, TransformerModel
-from megatron.core.offload import HostCopies, Offloaded, PlainCopies, TensorPair
 from megatron.core.topology import single_process
 from megatron.schedules.stages import VirtualStage
 from tests.parallel.layout_run import CPU, Layout, context

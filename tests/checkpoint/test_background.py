@@ -29,7 +29,7 @@ from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
 from megatron.checkpoint.manifest import Manifest, SavedTensor, read_manifest
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.core.offload import CudaCopyStream, TensorPair
+from megatron.core.activations import CudaCopyStream, TensorPair
 from tests.checkpoint.directories import acquire
 from tests.end_to_end.run_process import wait_until
 from tests.forked import fork_context

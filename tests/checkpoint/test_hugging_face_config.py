@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
+from megatron.architectures.catalog import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.commands.weight_checkpoints import model_flags

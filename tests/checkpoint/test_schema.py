@@ -18,7 +18,7 @@ from megatron.checkpoint.schema import (
     upgrade,
 )
 from megatron.config.data import TokenizerConfig
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule
+from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from tests.checkpoint.frozen_checkpoints import FROZEN, SAVED_AT
 from tests.checkpoint.models import LLAMA

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from megatron.architectures.catalog import PRESET_VOCABULARIES
 from megatron.architectures.layer_pattern import PatternError, describe_layers, parse_layer_pattern
-from megatron.architectures.registry import PRESET_VOCABULARIES
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.schema import FORMAT_VERSION, upgrade
 from megatron.config.checks import check_run

@@ -20,7 +20,7 @@ from megatron.config.model import preset
 from megatron.config.words import fields_by_flag
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from tests.messages import assert_helpful, assert_names
 
 GOOD = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.commands.pretrain_llama import main, name_flags_without_effect
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line, parse_line

@@ -10,12 +10,12 @@ import yaml
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron.architectures.registry import PRESETS
+from megatron.architectures.catalog import PRESETS
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml
+from megatron.config.words import changed_values, read_run_yaml, run_yaml
 from megatron.errors import ConfigError
 
 TEXTS = st.one_of(

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from megatron.commands.verbs import VERBS, Verb, help_text, run, start, unknown
 from megatron_llama.__main__ import main
+from megatron_llama.commands import VERBS, Verb, help_text, run, start, unknown
 
 REPOSITORY = Path(__file__).parents[2]
 WITHOUT_VERB = {"flag_reference"}
@@ -31,7 +31,7 @@ def functions(source: Path) -> set[str]:
 
 
 def test_every_command_has_a_verb() -> None:
-    """A new command needs a line in VERBS of megatron/commands/verbs.py."""
+    """A new command needs a line in VERBS of megatron_llama/commands.py."""
     commands = {path.stem for path in (REPOSITORY / "megatron/commands").glob("*.py") if "main" in functions(path)}
     assert {f"megatron.commands.{name}" for name in commands - WITHOUT_VERB} == {
         verb.module for verb in VERBS if verb.module.startswith("megatron.commands.")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.config.parallel import ContextParallelType, Exchange
 from megatron.core.communication import Communicator
-from megatron.core.context_parallel.attention import (
+from megatron.core.context_parallel import (
     AllGatherAttention,
     ContextParallel,
     ContextSplit,

@@ -7,21 +7,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CONTEXT_PARALLEL_TYPES, ContextParallelType, ParallelConfig
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.config.training import OptimizerConfig
+from megatron.core.context_parallel import ContextSplit
 from megatron.core.data_parallel.buffered import wrap_data_parallel
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.ops.documents import Documents
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.precision import NumberFormats
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import LossScaler, NumberFormats
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import CPU, Layout, context
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.core.control import CONTROL_TIMEOUT, ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.topology import RankGrid, Topology
-from megatron.operation.environment import prepare_environment
+from megatron.operation.processes import prepare_environment
 from megatron.torch_compat import fake_store, ranks_store, set_group_timeout
 from tests.forked import fork_context
 from tests.rank_pool import RankPool

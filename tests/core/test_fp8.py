@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
+from megatron.core.activations import Recomputed
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
 from megatron.core.kernels.selection import LayerKernels
@@ -41,7 +42,6 @@ from megatron.core.ops.fp8 import (
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.precision import Layout, QuantizedTensor
-from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
 

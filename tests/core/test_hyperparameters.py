@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
-from megatron.core.optimizer.hyperparameters import (
+from megatron.config.training import LearningRateConfig, OptimizerConfig
+from megatron.core.hyperparameters import (
     LearningRateSchedule,
     build_learning_rate_schedule,
     build_weight_decay_schedule,

@@ -13,13 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.core.initialization import (
+from megatron.core.parameter import (
+    ParameterInfo,
+    columns_box,
+    empty_parameter,
     initialize_parameters,
     initialize_range,
     normal_of_bits,
+    padded_rows_box,
     random_bits,
+    sharded_boxes,
 )
-from megatron.core.parameter import ParameterInfo, columns_box, empty_parameter, padded_rows_box, sharded_boxes
 
 MASK = (1 << 64) - 1
 STD = 0.02

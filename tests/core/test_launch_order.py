@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator, Work
-from megatron.core.context_parallel.attention import RingAttention
+from megatron.core.context_parallel import RingAttention
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import accumulate_main_grad
 from megatron.core.ops.attention import AttentionInputs, AttentionOutput, Gradients
@@ -19,7 +19,7 @@ from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import P2POverlap
 from megatron.core.topology import RankGrid
-from megatron.schedules.launch_queue import Launch, run_launches
+from megatron.schedules.simulator import Launch, run_launches
 from tests.core.buckets import NUMBERS, Unit, build_buckets
 
 T = TypeVar("T")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.config.precision import PrecisionConfig
-from megatron.core.optimizer.loss_scaler import DynamicLossScaler, LossScaler, build_loss_scaler
+from megatron.config.compute import PrecisionConfig
+from megatron.core.precision import DynamicLossScaler, LossScaler, build_loss_scaler
 
 
 def reference_scales(config: PrecisionConfig, overflows: list[bool]) -> Iterator[float]:

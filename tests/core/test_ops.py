@@ -27,7 +27,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     choose_attention_kernel,
 )
-from megatron.core.ops.cross_entropy import CompiledCrossEntropy, EagerCrossEntropy
 from megatron.core.ops.matmul import linear, weight_gradient
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, rms_norm
 from megatron.core.ops.rope import (
@@ -39,7 +38,11 @@ from megatron.core.ops.rope import (
     rotate_reference,
 )
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.cross_entropy import (
+    CompiledCrossEntropy,
+    EagerCrossEntropy,
+    vocab_parallel_cross_entropy,
+)
 from tests.rank_pool import RankPool
 from tests.storage_watch import PeakWatch
 

@@ -9,13 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import main_grad_of
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.kernels import OptimizerKernels, torch_adam, torch_squared_norm
-from megatron.core.optimizer.optimizer import Optimizer, StepResult, clip_coefficient
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.optimizer import (
+    Optimizer,
+    OptimizerKernels,
+    StepResult,
+    clip_coefficient,
+    torch_adam,
+    torch_squared_norm,
+)
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import single_process

@@ -180,7 +180,7 @@ def test_the_death_of_a_forgotten_worker_is_not_reported() -> None:
 
 OPTIMIZERS_WITHOUT_COMPILER = """
 import sys, torch
-from megatron.core.optimizer.kernels import torch_adam
+from megatron.core.optimizer import torch_adam
 weight = torch.ones(2, requires_grad=True)
 optimizer = torch_adam([{"params": [weight]}], (0.9, 0.95), 1e-8)
 weight.grad = torch.ones(2)

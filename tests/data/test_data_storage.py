@@ -20,7 +20,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from megatron.commands.inspect_dataset import InspectConfig, inspect
+from megatron.commands.datasets import InspectConfig, inspect
 from megatron.data.corpus_writer import merge_datasets
 from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset

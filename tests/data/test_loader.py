@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import get_worker_info
 
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.context_parallel import ContextSplit
 from megatron.data import loader as loader_module
 from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, Sample
 from megatron.data.indexed_dataset import IndexedDataset

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.commands.merge_datasets import find_prefixes
+from megatron.commands.datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.preprocess_work import Counts, EncodedKey, EncodeTask, Work, encode_batch
 from megatron.config.data import TokenizerConfig

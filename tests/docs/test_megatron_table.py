@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megatron.commands.flag_reference import MegatronFlag, accepted_flags, megatron_flags
+from megatron.commands.explain_flags import MegatronFlag, accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.help import Flag

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megatron.commands.flag_reference import accepted_flags, megatron_flags
+from megatron.commands.explain_flags import accepted_flags, megatron_flags
 from megatron.config.help import Flag, flags_of
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.catalog import ARCHITECTURES
 from megatron.checkpoint import streaming
 from megatron.checkpoint.checkpointing import save_checkpoint
 from megatron.checkpoint.directory import MANIFEST

@@ -15,7 +15,7 @@ from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace,
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, UserError
-from megatron.training.build.hugging_face_flags import with_hugging_face
+from megatron.training.checkpoints.comparison import with_hugging_face
 from tests.end_to_end.run_process import Corpus, call_training, losses
 
 transformers: Any = pytest.importorskip("transformers")

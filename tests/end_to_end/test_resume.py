@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.errors import ExitCode
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.training.pipeline_trace import from_chrome_trace
 from tests.end_to_end.run_process import (
     PROMPT,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron.errors import ExitCode
-from megatron.metrics.record import is_detail
+from megatron.metrics.writer import is_detail
 from tests.end_to_end.run_process import (
     MOCK_RUN,
     REPOSITORY,

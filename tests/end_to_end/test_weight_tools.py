@@ -9,12 +9,12 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
-from megatron.commands import average_checkpoints, convert_checkpoint
-from megatron.commands.average_checkpoints import Average
+from megatron.commands import convert_checkpoint
+from megatron.commands import weight_checkpoints as average_checkpoints
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
-from megatron.commands.weight_checkpoints import Progress
+from megatron.commands.weight_checkpoints import Average, Progress
 from megatron.config.model import ModelConfig
-from megatron.core.initialization import normal_numbers, parameter_key
+from megatron.core.parameter import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
 from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, words_of

@@ -16,7 +16,7 @@ import pytest
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
+from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
 from megatron.planner.step_time.workload import read_cluster

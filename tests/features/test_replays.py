@@ -9,8 +9,7 @@ import torch
 from megatron.config.training import TrainingConfig
 from megatron.core.topology import RankGrid
 from megatron.features.replay.listener import RankReplay, judge, neighbour, neighbour_distance, why_not_replayed
-from megatron.training.context import RunContext
-from megatron.training.train_module import TrainModule
+from megatron.training.context import RunContext, TrainModule
 
 
 def test_replays_need_kernels_that_repeat_their_bits_and_scales_that_they_do_not_change() -> None:

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.ops.cross_entropy import EagerCrossEntropy
 from megatron.core.ops.fp8 import E4M3, DelayedQuantization, EagerQuantization, Fp8Format, dequantize
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.cross_entropy import EagerCrossEntropy
 from tests.gpu.kernels_of_runs import assert_close, implementations, kernels_with, on_cpu, random
 
 # Tokens, rows, width: of runs, and one that no vector width divides.

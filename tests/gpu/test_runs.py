@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core.offload import OffloadedTensors
+from megatron.core.activations import OffloadedTensors
 from megatron.core.transport import Transport
 from tests.parallel.comparison import one_process
 from tests.parallel.layout_run import Layout, assemble, train

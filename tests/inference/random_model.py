@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.catalog import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.initialization import initialize_parameters
 from megatron.core.models.transformer import TransformerModel
+from megatron.core.parameter import initialize_parameters
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.loading import build_model

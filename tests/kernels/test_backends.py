@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.backends import apex, transformer_engine
-from megatron.core.backends.flash_attention import FlashAttention3
 from megatron.core.device import Unavailable, load
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import check_kernels_agree
 from megatron.core.kernels.trials import TrialSizes, random, try_attention, try_weight_gradient
 from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention_kernels import FlashAttention3
 from megatron.core.ops.norm import EagerRMSNorm
-from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
+from megatron.core.optimizer import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.errors import ConfigError
 from megatron.training.pretrain import deterministic_algorithms
 from tests.end_to_end.run_process import call_training, losses

@@ -24,7 +24,6 @@ from megatron.core.kernels.trials import (
 )
 from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput, AttentionShape, Gradients
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
-from megatron.core.ops.cross_entropy import EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Span
 from megatron.core.ops.fp8 import (
     E5M2,
@@ -40,6 +39,7 @@ from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
 from megatron.core.precision import QuantizedTensor
+from megatron.core.tensor_parallel.cross_entropy import EagerCrossEntropy
 from tests.parallel.layout_run import MODEL
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16

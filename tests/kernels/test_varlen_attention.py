@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.activations import ActivationConfig
-from megatron.core.backends.flash_attention import FlashAttention3
+from megatron.config.compute import ActivationConfig
 from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import (
     AttentionInputs,
@@ -22,7 +21,7 @@ from megatron.core.ops.attention import (
     LocalAttention,
     fused_attention,
 )
-from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, ReferenceAttention
+from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, FlashAttention3, ReferenceAttention
 from megatron.core.ops.documents import AttentionSpans, Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode

@@ -3,8 +3,7 @@
 import io
 from typing import Any
 
-from megatron.metrics.record import EvaluationRecord, IterationRecord
-from megatron.metrics.writer import ReportedRun
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, ReportedRun
 
 
 def iteration_record(iteration: int = 5, **changes: Any) -> IterationRecord:

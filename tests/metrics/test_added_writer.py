@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.config import command_line
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.optimizer import Optimizer, StepResult
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.optimizer import Optimizer, StepResult
 from megatron.errors import ConfigError
-from megatron.metrics.record import EvaluationRecord, IterationRecord
-from megatron.metrics.writer import MetricsWriter, ReportedRun, WriterFlags
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, MetricsWriter, ReportedRun, WriterFlags
 from megatron.training.build import run
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megatron.metrics.record import (
+from megatron.metrics.timers import Timers, combine, format_timer_report
+from megatron.metrics.writer import (
     EvaluationRecord,
     IntervalGate,
     evaluation_scalars,
     has_sample_axis,
     iteration_scalars,
 )
-from megatron.metrics.timers import Timers, combine, format_timer_report
 from tests.metrics.reported_run import iteration_record
 
 

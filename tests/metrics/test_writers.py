@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.metrics.console import (
     CompactConsoleWriter,

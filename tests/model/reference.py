@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.architectures.registry import ARCHITECTURES, architecture_of
+from megatron.architectures.catalog import ARCHITECTURES, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.parameter import ParameterInfo, info_of

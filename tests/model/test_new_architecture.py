@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.architectures.registry import ARCHITECTURES
+from megatron.architectures.catalog import ARCHITECTURES
 from megatron.architectures.spec import ArchitectureSpec, HFTensor, WeightMapping, dense_layer
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import transformer_config_of

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from megatron.architectures.registry import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS
+from megatron.architectures.catalog import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS
 from megatron.checkpoint.hugging_face.config import config_fields
 from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
 from megatron.config.model import MoEConfig, preset

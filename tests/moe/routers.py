@@ -8,8 +8,15 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.moe import routing
-from megatron.core.moe.balance import BalanceRule, BalancingLoss, ExpertBalance, RouterBalance
-from megatron.core.moe.routing import RoutingRule, balancing_probabilities, route
+from megatron.core.moe.routing import (
+    BalanceRule,
+    BalancingLoss,
+    ExpertBalance,
+    RouterBalance,
+    RoutingRule,
+    balancing_probabilities,
+    route,
+)
 
 CPU = torch.device("cpu")
 ALONE = Communicator((0,), 0)

@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.compute import PrecisionConfig
 from megatron.config.model import MoEConfig
-from megatron.config.precision import PrecisionConfig
-from megatron.core.moe.balance import BalanceRule, ExpertBalance, RouterBalance
-from megatron.core.moe.routing import RoutingRule, count_choices, route
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import StepResult
-from megatron.core.recompute import Recomputed
+from megatron.core.activations import Recomputed
+from megatron.core.moe.routing import BalanceRule, ExpertBalance, RouterBalance, RoutingRule, count_choices, route
+from megatron.core.optimizer import StepResult
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import RankGrid, Topology, single_process
 from megatron.metrics.timers import Timers
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology
 from tests.moe.routers import (
     ALONE,

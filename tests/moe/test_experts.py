@@ -9,14 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.activations import Recomputed
 from megatron.core.gradient import MainGrad, WeightGradStore, attach_main_grad, compute_deferred
-from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import LayerKernels
-from megatron.core.moe.experts import Experts, ExpertShard
+from megatron.core.moe.layer import Experts, ExpertShard
 from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
-from megatron.core.parameter import info_of
-from megatron.core.recompute import Recomputed
+from megatron.core.parameter import info_of, initialize_parameters
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import LayerContext
 from megatron.core.topology import single_process

@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass
 
 from megatron.operation.attempts import Attempt, TimeClass
-from megatron.operation.effective_time import Costs
+from megatron.operation.run_summary import Costs
 
 
 @dataclass(frozen=True)

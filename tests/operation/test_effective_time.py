@@ -9,16 +9,21 @@ from pathlib import Path
 import pytest
 
 from megatron.operation.attempts import Attempt, account, append_attempt, settle, write_current
-from megatron.operation.effective_time import (
+from megatron.operation.run_summary import (
     Costs,
+    RecordedRun,
+    cause_of,
     daly_interval_s,
     effective_time,
+    host_of,
     job_mtbf_s,
     mean_bounds,
     nvidia_interval_s,
+    read_run,
+    summarize,
+    to_json,
     young_interval_s,
 )
-from megatron.operation.run_summary import RecordedRun, cause_of, host_of, read_run, summarize, to_json
 from tests.operation.simulated_job import SimulatedJob, simulate
 
 SETTINGS = ((60.0, 900.0), (5.0, 900.0), (5.0, 300.0), (2.0, 120.0))

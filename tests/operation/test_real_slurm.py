@@ -8,7 +8,7 @@ import pytest
 
 from megatron.operation.attempts import failures_without_progress, read_attempts
 from tests.end_to_end.run_process import REPOSITORY, iterations, wait_until
-from tests.operation.slurm_cluster import Cluster, reason_not_to_have_slurm, slurm_cluster
+from tests.operation.hosts import Cluster, reason_not_to_have_slurm, slurm_cluster
 
 REASON = reason_not_to_have_slurm()
 pytestmark = [

@@ -24,7 +24,16 @@ def say(label: str, outcome: object) -> None:
 
 def main(directory: Path, flags: Sequence[str]) -> None:
     """Train with ``flags``, and with each flag that needs a package."""
-    from megatron.commands import inspect_dataset, plot_metrics, pretrain_llama, schedule_drawing
+    from megatron.commands import (
+        datasets as inspect_dataset,
+    )
+    from megatron.commands import (
+        loss_curves as plot_metrics,
+    )
+    from megatron.commands import (
+        pretrain_llama,
+        schedule_drawing,
+    )
     from megatron.data.storage import decompressed
     from megatron.data.text_inputs import InputFormat, SourceRange, _open_dataset, _read_parquet
     from megatron.errors import UserError

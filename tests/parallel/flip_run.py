@@ -10,12 +10,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
+from megatron.config.training import OptimizerConfig
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.errors import SilentCorruptionError
 from megatron.features.known_product.listener import KnownAnswer
@@ -23,9 +23,9 @@ from megatron.features.replicas.listener import StateCheck, training_state
 from megatron.features.replicas.state import GRADIENT, HeldTensor
 from megatron.metrics.timers import Timers
 from megatron.training.checkpoints.saved_run import Progress
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
 from megatron.training.loop.trainer import IterationResult, Trainer
-from megatron.training.train_module import TrainModule
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, Trace, build, microbatches, place_in
 
 FP32 = Task(OptimizerConfig(weight_decay=0.1), precision=PrecisionConfig())

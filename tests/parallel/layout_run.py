@@ -18,41 +18,38 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.activations import ActivationConfig
+from megatron.config.compute import ActivationConfig, PrecisionConfig
 from megatron.config.model import MoEConfig, TokenDispatcherType
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig
+from megatron.core.activations import HostCopies
 from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
-from megatron.core.context_parallel.attention import ContextParallel, ContextSplit
+from megatron.core.context_parallel import ContextParallel, ContextSplit
 from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
-from megatron.core.moe.balance import ExpertBalance
 from megatron.core.moe.layer import Router
-from megatron.core.moe.routing import Routing
-from megatron.core.offload import HostCopies
+from megatron.core.moe.routing import ExpertBalance, Routing
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer, StepResult
+from megatron.core.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, flat_range_boxes
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
-from megatron.core.precision import number_formats
+from megatron.core.pipeline_parallel import PipelineExecutor
+from megatron.core.precision import build_loss_scaler, number_formats
 from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel, TPOverlap
 from megatron.core.topology import RankGrid, Topology
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import ScheduleName, build_schedule, placement_of
+from megatron.schedules.catalog import ScheduleName, build_schedule, placement_of
 from megatron.schedules.stages import split_by_layout, split_evenly
+from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 from tests.late_transport import LateTopology, late_host_copies
 from tests.moe.routers import selection_margin
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu

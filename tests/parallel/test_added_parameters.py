@@ -11,12 +11,11 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.initialization import constant, initialize_range, normal, parameter_key, random_bits
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
 from megatron.core.models.parallelize import build_model, freeze
-from megatron.core.parameter import info_of
+from megatron.core.parameter import constant, info_of, initialize_range, normal, parameter_key, random_bits
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
 from tests.parallel.comparison import compare_traces

@@ -14,19 +14,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.config.model import MoEConfig
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.config.precision import PrecisionConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import ReplicaGroups
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerChunk, TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import info_of
 from megatron.core.precision import number_formats
 from megatron.core.tensor_parallel.collectives import TensorParallel

@@ -15,13 +15,13 @@ from zlib import crc32
 import pytest
 from torch import nn
 
-from megatron.config.activations import ActivationConfig, RecomputeModule
+from megatron.config.compute import ActivationConfig, RecomputeModule
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.moe.layer import Router
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.topology import Topology
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from tests.parallel.comparison import compare_balance, compare_traces, compare_with_one_process, one_process
 from tests.parallel.layout_run import BATCH, Layout, Task, assemble, train
 from tests.parallel.rows import Case, identifier, rows_of

@@ -14,12 +14,12 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron.config.activations import ActivationConfig, RecomputeModule
+from megatron.config.compute import ActivationConfig, RecomputeModule
 from megatron.config.parallel import Exchange, ShardingStrategy
 from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
-from megatron.schedules.registry import SCHEDULES, ScheduleName
+from megatron.schedules.catalog import SCHEDULES, ScheduleName
 from tests.parallel.comparison import TOLERANCE, compare_with_one_process, one_process
 from tests.parallel.covering import combinations_of
 from tests.parallel.layout_run import (

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron.config.activations import ActivationConfig
+from megatron.config.compute import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.comparison import TOLERANCE, compare_balance, compare_with_one_process, one_process
 from tests.parallel.layout_run import Layout, Task, Trace, assemble, microbatches, train

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
+from megatron.config.training import OptimizerConfig
 from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, overflow_on_last_rank, train
 from tests.rank_pool import RankPool
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.features.replay.listener import Replay, Verdict
 from tests.parallel.flip_run import FP32, Run, bits_of
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches

@@ -10,9 +10,9 @@ import torch
 from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.training.checkpoints.tensors import bias_tensors, model_tensors, optimizer_tensors
+from megatron.training.checkpoints.state import bias_tensors, model_tensors, optimizer_tensors
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     DEEP_TIED_MODEL,

@@ -17,10 +17,10 @@ from unittest import mock
 
 import pytest
 
-from megatron.config.activations import ActivationConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.compute import ActivationConfig
+from megatron.config.training import OptimizerConfig
+from megatron.core.activations import OffloadedTensors
 from megatron.core.data_parallel.bucket import WeightBucket
-from megatron.core.offload import OffloadedTensors
 from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import Layout, Task, train
 from tests.parallel.rows import Case

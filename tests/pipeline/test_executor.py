@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.config.activations import ActivationConfig
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.compute import ActivationConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.models.parallelize import build_executor, build_model
 from megatron.core.ops.documents import Documents
-from megatron.core.pipeline_parallel.executor import ActionRecorder, Chunk, P2PCommunicator, PipelineExecutor, _Pass
+from megatron.core.pipeline_parallel import ActionRecorder, Chunk, P2PCommunicator, PipelineExecutor, _Pass
 from megatron.core.topology import Topology, single_process
 from megatron.data.loader import Microbatch
-from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Action, Schedule, ScheduleError
 from megatron.schedules.simulator import peak_live_activations
 from tests.parallel.layout_run import (

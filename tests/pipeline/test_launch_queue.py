@@ -5,10 +5,16 @@ from contextlib import suppress
 
 import pytest
 
-from megatron.schedules.launch_queue import Launch, needs_receives_ahead, pipeline_launches, run_launches
-from megatron.schedules.registry import SCHEDULES, build_schedule
+from megatron.schedules.catalog import SCHEDULES, build_schedule
 from megatron.schedules.schedule import Kind, Schedule, ScheduleError
-from megatron.schedules.simulator import Durations, simulate
+from megatron.schedules.simulator import (
+    Durations,
+    Launch,
+    needs_receives_ahead,
+    pipeline_launches,
+    run_launches,
+    simulate,
+)
 
 TIMES: dict[Kind, float] = {"F": 1.0, "B": 1.0, "W": 1.0}
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron.config.optimizer import OptimizerConfig
-from megatron.config.pipeline import PipelineConfig
-from megatron.schedules.registry import SCHEDULES, build_schedule
+from megatron.config.parallel import PipelineConfig
+from megatron.config.training import OptimizerConfig
+from megatron.schedules.catalog import SCHEDULES, build_schedule
 from megatron.schedules.schedule import Action, ScheduleSpec, Shape, alternate
 from megatron.schedules.simulator import Durations, peak_live_activations, simulate, verify
 from tests.parallel.comparison import compare_with_one_process

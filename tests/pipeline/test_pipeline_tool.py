@@ -17,7 +17,7 @@ import pytest
 from megatron.commands import pipeline_schedule
 from megatron.commands.tool import write_file
 from megatron.errors import DataError
-from megatron.schedules.registry import ScheduleName, build_schedule
+from megatron.schedules.catalog import ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, Span, Timeline, peak_live_activations, simulate
 from megatron.training.pipeline_trace import from_chrome_trace, median_durations, to_chrome_trace

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.pipeline import PipelineConfig
-from megatron.schedules.catalog.interleaved import microbatch_groups
-from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.config.parallel import PipelineConfig
+from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog.one_f_one_b import microbatch_groups
 from megatron.schedules.schedule import Action, Placement, Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import execution_order, peak_live_activations, verify
 from tests.pipeline.token_game import TokenGame, places_in_layer_order

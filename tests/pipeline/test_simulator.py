@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 
 from benchmarks.lib.shared_cores import makespan_on_cores
-from megatron.schedules.catalog.interleaved import interleaved
-from megatron.schedules.registry import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
+from megatron.schedules.catalog.one_f_one_b import interleaved
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import (
     Durations,

@@ -19,7 +19,7 @@ from megatron.planner.arithmetic import (
     training_seconds,
 )
 from megatron.planner.step_time.workload import read_cluster
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 from tests.end_to_end.run_process import REPOSITORY
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron.architectures.registry import PRESETS
-from megatron.commands.dry_run import plan_command
+from megatron.architectures.catalog import PRESETS
 from megatron.commands.pages.dry_run_report import groups
+from megatron.commands.planning import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE

@@ -28,7 +28,7 @@ from megatron.planner.step_time.workload import (
     cluster_names,
     read_cluster,
 )
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 
 EXPERTS = Path(__file__).with_name("published_experts.csv")

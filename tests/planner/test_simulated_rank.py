@@ -18,7 +18,7 @@ from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
-from megatron.core.moe.experts import Experts
+from megatron.core.moe.layer import Experts
 from megatron.core.ops.attention import VarlenKernel
 from megatron.core.topology import Topology
 from megatron.planner import simulated_rank

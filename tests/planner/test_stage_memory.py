@@ -17,7 +17,7 @@ from megatron.planner.plan import Run, live_peaks, simulate_rank
 from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.stage_memory import StageMemory, moments_of
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.training.build.vocabulary import Vocabulary
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"

@@ -13,7 +13,7 @@ from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import TERMS, Cluster, read_cluster
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.initialize import rank_grid
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.reports import charts, svg
-from megatron.reports.charts import Axis, Bar, Box, Limit, Part, boxes_over_time, plane, stacked_bars
-from megatron.reports.svg import Scale, dot
+from megatron.reports import svg
+from megatron.reports import svg as charts
+from megatron.reports.svg import Axis, Bar, Box, Limit, Part, Scale, boxes_over_time, dot, plane, stacked_bars
 
 COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey")
 CSS = (Path(charts.__file__).parent / "charts.css").read_text()

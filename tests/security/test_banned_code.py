@@ -59,10 +59,10 @@ _FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/sec
 ALLOWED = {
     ("megatron/core/control.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
     ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
-    ("megatron/commands/verbs.py", COMPUTED_IMPORT): "imports the modules of its own table",
+    ("megatron_llama/commands.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
-    ("megatron/schedules/registry.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
+    ("megatron/schedules/catalog.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
     ("benchmarks/lib/peers/megatron_core.py", COMPUTED_IMPORT): "its callers name modules of megatron-core by literals",
     ("megatron/update_rules/rule.py", COMPUTED_IMPORT): "imports the modules of its own room",
     ("benchmarks/gpu_lines/__main__.py", COMPUTED_IMPORT): "imports what its own tables of lines name",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import compare_losses, plot_metrics
+from megatron.commands import loss_curves as compare_losses
+from megatron.commands import loss_curves as plot_metrics
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import read_history
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.commands import evaluate_tasks, generate_text
+from megatron.commands import evaluate as evaluate_tasks
+from megatron.commands import generate_text
 from megatron.commands.generate_text import GenerateConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.run_process import fork_training

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from megatron.commands import flag_reference
-from megatron.commands.flag_reference import MegatronFlag, ReferenceConfig
+from megatron.commands import explain_flags as flag_reference
+from megatron.commands.explain_flags import MegatronFlag, ReferenceConfig
 from megatron.config.help import describe_values
 from megatron.config.megatron_lm import NOT_SUPPORTED
 from megatron.config.words import fields_by_flag

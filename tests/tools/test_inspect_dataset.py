@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands.inspect_dataset import InspectConfig, inspect
+from megatron.commands.datasets import InspectConfig, inspect
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint
 from megatron.errors import ConfigError, DataError

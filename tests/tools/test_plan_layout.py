@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron.commands import plan_layout, pretrain_llama
+from megatron.commands import planning as plan_layout
+from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
 from megatron.config.words import without_flags
 from megatron.errors import ConfigError, ExitCode

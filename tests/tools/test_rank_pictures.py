@@ -8,9 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron.commands import parallelism_pictures
-from megatron.commands.parallelism_pictures import PICTURES, RANKS, SHARDED, bytes_kept
-from megatron.commands.rank_groups import RankGroupsConfig, describe, draw, grid_of
+from megatron.commands import rank_pictures as parallelism_pictures
+from megatron.commands.rank_pictures import (
+    PICTURES,
+    RANKS,
+    SHARDED,
+    RankGroupsConfig,
+    bytes_kept,
+    describe,
+    draw,
+    grid_of,
+)
 from megatron.config.parallel import ParallelConfig
 from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError

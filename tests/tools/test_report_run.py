@@ -12,8 +12,7 @@ from megatron.commands import report_run
 from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
 from megatron.operation.attempts import CURRENT, Attempt, append_attempt, write_current
-from megatron.operation.effective_time import Costs
-from megatron.operation.run_summary import read_run
+from megatron.operation.run_summary import Costs, read_run
 from tests.operation.simulated_job import SimulatedJob, simulate
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser
 

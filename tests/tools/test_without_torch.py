@@ -18,7 +18,7 @@ class NoTorch:
         if name.partition(".")[0] == "torch":
             raise AssertionError("torch is imported")
 
-from megatron.commands.verbs import VERBS, run
+from megatron_llama.commands import VERBS, run
 
 sys.meta_path.insert(0, NoTorch())  # after megatron, which looks whether torch is installed
 ended = []

@@ -19,14 +19,13 @@ from torch import nn
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
+from megatron.core.activations import Offloaded, Recomputed
 from megatron.core.control import ControlGroup
 from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.core.offload import Offloaded
-from megatron.core.recompute import Recomputed
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.signals import watch_signals
+from megatron.operation.ranks import watch_signals
 from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron import torch_compat
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.training.loop.listeners import MemoryReport
 from megatron.training.loop.trainer import Trainer

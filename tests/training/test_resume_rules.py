@@ -9,7 +9,7 @@ from megatron.checkpoint.schema import DataStage
 from megatron.data.data_record import DataRecord
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import build_batch_schedule, samples_of_tokens
-from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
+from megatron.training.checkpoints.saved_run import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
 
 # --- data stages, as a function of the checkpoint and the flags -----------------------------------------------
 

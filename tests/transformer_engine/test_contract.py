@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
+from megatron.core.activations import Recomputed
 from megatron.core.backends.transformer_engine import (
     TransformerEngine,
     TransformerEngineAttention,
@@ -31,7 +32,6 @@ from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table
 from megatron.core.parameter import info_of
-from megatron.core.recompute import Recomputed
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.stand_ins import transformer_engine

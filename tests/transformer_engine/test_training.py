@@ -15,13 +15,13 @@ from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.core.backends.transformer_engine import TransformerEngine, build_recipe
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import Unavailable
 from megatron.core.kernels.selection import share_buffers
 from megatron.errors import RankError
-from megatron.training.checkpoints.tensors import fp8_tensors, model_tensors, optimizer_tensors
+from megatron.training.checkpoints.state import fp8_tensors, model_tensors, optimizer_tensors
 from tests.end_to_end.run_process import (
     Corpus,
     FlagValue,

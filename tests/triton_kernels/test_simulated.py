@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from megatron.core.backends.triton.elementwise import TritonRMSNorm, TritonSwiGLU
-from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient, TritonQuantization
+from megatron.core.backends.triton_elementwise import TritonRMSNorm, TritonSwiGLU
+from megatron.core.backends.triton_fp8 import TritonFp8WeightGradient, TritonQuantization
 from megatron.core.kernels.candidates import (
     SimulatedFp8WeightGradient,
     SimulatedQuantization,

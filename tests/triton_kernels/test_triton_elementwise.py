@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.core.backends.triton.elementwise import TritonRMSNorm, TritonSwiGLU, rotate
+from megatron.core.backends.triton_elementwise import TritonRMSNorm, TritonSwiGLU, rotate
 from megatron.core.ops.fp8 import E4M3, E5M2, DelayedQuantization, EagerQuantization, Fp8Format
 from megatron.core.ops.norm import normalise
 from megatron.core.ops.rope import rotary_frequencies, rotary_table, rotate_

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad
@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
 def triton_quantization() -> Quantization:
-    from megatron.core.backends.triton.fp8 import TritonQuantization
+    from megatron.core.backends.triton_fp8 import TritonQuantization
 
     return TritonQuantization()
 
@@ -323,7 +323,7 @@ def test_a_scale_is_divided_exactly(compiler: TritonProcess) -> None:
 
 
 def triton_gemm() -> Fp8WeightGradientKernel:
-    from megatron.core.backends.triton.fp8 import TritonFp8WeightGradient
+    from megatron.core.backends.triton_fp8 import TritonFp8WeightGradient
 
     return TritonFp8WeightGradient()
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffer import ParameterSplit
-from megatron.core.optimizer.kernels import AdamBuilder, torch_adam
-from megatron.core.optimizer.optimizer import WholeMatrices
+from megatron.core.optimizer import AdamBuilder, WholeMatrices, torch_adam
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.update_rules.rule import Group, ParameterFacts, Shard, UpdateContext, build_rule

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.update_rules import rule
 from megatron.update_rules.adam import BF16_SPACING
 from megatron.update_rules.rule import Group

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.update_rules.rule import Flags, Shard, UpdateRule, update_rules
 from tests.parallel.layout_run import Layout, Task, Trace, assemble, build, place_in, train
 from tests.rank_pool import RankPool

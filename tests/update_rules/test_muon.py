@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError

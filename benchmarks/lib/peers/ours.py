@@ -10,31 +10,30 @@ from torch import Tensor
 from benchmarks.lib.peers.job import LEARNING_RATE, Job, Step
 from megatron.checkpoint.hugging_face.config import transformer_config_of
 from megatron.checkpoint.hugging_face.weights import HuggingFaceWeights, fill_from_hugging_face
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.config.training import OptimizerConfig
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import whole_params
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_executor, build_model, chunks_of_stage
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.ops.cross_entropy import CompiledCrossEntropy
 from megatron.core.ops.norm import CompiledRMSNorm
 from megatron.core.ops.swiglu import CompiledSwiGLU
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import LossScaler
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.precision import NumberFormats
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import LossScaler, NumberFormats
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import CompiledCrossEntropy
 from megatron.core.topology import RankGrid, Topology
 from megatron.metrics.timers import Timers
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.stages import split_evenly
+from megatron.training.context import TrainModule
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 
 def build(job: Job) -> Step:

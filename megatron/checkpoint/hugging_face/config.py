@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.architectures.registry import ARCHITECTURES, architecture_of
+from megatron.architectures.catalog import ARCHITECTURES, architecture_of
 from megatron.architectures.spec import FEATURES, ArchitectureSpec, Fields, MultimodalModel, flag, number, size
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.files import explained

@@ -9,15 +9,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.commands.pages.stage_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure, schedule_figure
+from megatron.commands.pages.plan_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure, schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
 from megatron.planner.launches import Link, expert_placement_advice, is_in_node
 from megatron.planner.memory import KINDS, Kind
 from megatron.planner.plan import Plan, StagePlan
 from megatron.reports import page as html
-from megatron.reports.charts import Bar, Part, stacked_bars
-from megatron.reports.svg import gib, nice_ticks
+from megatron.reports.svg import Bar, Part, gib, nice_ticks, stacked_bars
 
 _COLORS: dict[Kind, str] = {
     "weights": "blue",

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
 from megatron.reports import svg
-from megatron.reports.charts import Axis, Bar, Part, horizontal_axis, plane, stacked_bars
 from megatron.reports.page import Lane, figure, lanes, legend, paragraph
-from megatron.reports.svg import Point, Scale, duration, gib
+from megatron.reports.svg import Axis, Bar, Part, Point, Scale, duration, gib, horizontal_axis, plane, stacked_bars
 
 TERMS: Mapping[str, str] = {
     "products": "teal",

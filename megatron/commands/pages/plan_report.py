@@ -7,26 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.commands.pages.plan_charts import (
+    Tail,
     choices,
     compared,
     days,
+    equal_neighbours,
     link_of,
+    memory_figure,
     pareto_figure,
     recompute_of,
     scaling_figure,
+    schedule_figure,
     seconds,
     short,
     time_figure,
 )
-from megatron.commands.pages.stage_charts import Tail, equal_neighbours, memory_figure, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command
 from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
-from megatron.reports.charts import Axis, plane
-from megatron.reports.svg import Point, Scale, duration, gib, percentage
-from megatron.schedules.registry import build_schedule
+from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
 

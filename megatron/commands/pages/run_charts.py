@@ -11,9 +11,8 @@ from megatron.metrics.jsonl import History, Record
 from megatron.operation.attempts import Attempt, TimeClass, gaps
 from megatron.operation.run_summary import RecordedRun, RunSummary, SaveIntervals, cause_of, host_of
 from megatron.reports import svg
-from megatron.reports.charts import Axis, horizontal_axis
 from megatron.reports.page import Lane, lanes, legend, plural
-from megatron.reports.svg import Point, Scale, Thinned, duration, percentage
+from megatron.reports.svg import Axis, Point, Scale, Thinned, duration, horizontal_axis, percentage
 
 _TALL, _LOW, _MARKS = 190.0, 84.0, 13.0
 """Heights of charts, in pixels."""

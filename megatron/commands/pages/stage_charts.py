@@ -5,9 +5,21 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from megatron.planner.memory import KINDS
-from megatron.reports.charts import Axis, Bar, Box, Limit, Part, boxes_over_time, seconds_axis, stacked_bars
 from megatron.reports.page import figure, legend, paragraph
-from megatron.reports.svg import Scale, duration, gib, nice_ticks
+from megatron.reports.svg import (
+    Axis,
+    Bar,
+    Box,
+    Limit,
+    Part,
+    Scale,
+    boxes_over_time,
+    duration,
+    gib,
+    nice_ticks,
+    seconds_axis,
+    stacked_bars,
+)
 from megatron.schedules.schedule import Kind, Schedule
 from megatron.schedules.simulator import Durations, Timeline, simulate
 

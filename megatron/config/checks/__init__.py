@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 
-from megatron.config.checks import layout, model, operation, precision, training
+from megatron.config.checks import layout, model, training
+from megatron.config.checks import model as precision
+from megatron.config.checks import training as operation
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 

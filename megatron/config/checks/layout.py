@@ -6,7 +6,7 @@ from megatron.config.parallel import CONTEXT_PARALLEL_TYPES
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import values_of
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 
 
 def check_tensor_parallel(run: RunConfig, world_size: int) -> None:

@@ -1,10 +1,10 @@
 """Checks of number formats and of forced kernels against the optimizer, the layout and the sizes of the model."""
 
-from megatron.config.precision import FP8_UNITS
+from megatron.config.compute import FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import require_flag
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 
 
 def check_formats(run: RunConfig, world_size: int) -> None:

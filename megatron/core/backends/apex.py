@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.core.device import load
 from megatron.core.ops.norm import NormThenQuantization
-from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
+from megatron.core.optimizer import AdamBuilder, SquaredNorm
 
 
 class RMSNorm(NormThenQuantization):

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
 from megatron.core.backends.apex import fused_adam, multi_tensor_norm
 from megatron.core.communication import Communicator
 from megatron.core.device import Unavailable, load
@@ -26,7 +26,7 @@ from megatron.core.fp8 import Fp8Layers
 from megatron.core.gradient import MainGrad, accumulate_main_grad, main_grad_of
 from megatron.core.ops.attention import AttentionInputs, AttentionOutput, AutogradAttention, HalfPrecisionGpuKernel
 from megatron.core.ops.norm import NormThenQuantization
-from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm
+from megatron.core.optimizer import AdamBuilder, SquaredNorm
 from megatron.core.parameter import ParameterInfo
 from megatron.core.tensor_parallel.layers import LayerContext
 

@@ -44,7 +44,7 @@ class ParamGathers:
 
     With ``overlap`` the all-gather of the next bucket starts when one is waited for, so that at most two are under way:
     with one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``) an all-gather that waits for another one blocks the
-    computation that is launched after it (:mod:`megatron.schedules.launch_queue`).
+    computation that is launched after it (:mod:`megatron.schedules.simulator`).
     """
 
     def __init__(self, buckets: Sequence[WeightBucket], overlap: bool) -> None:

@@ -20,8 +20,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.bucket import GradientBucket, GradientConsumer
 from megatron.core.data_parallel.buffer import ParameterSplit, ParamShard
-from megatron.core.initialization import initialize_range
-from megatron.core.parameter import ParameterInfo, RowDivision, info_of
+from megatron.core.parameter import ParameterInfo, RowDivision, info_of, initialize_range
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError

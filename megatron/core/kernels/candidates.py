@@ -20,12 +20,6 @@ from megatron.core.ops.attention_kernels import (
     TorchAttention,
     attention_kernels,
 )
-from megatron.core.ops.cross_entropy import (
-    GPU_CHUNK_BYTES,
-    CompiledCrossEntropy,
-    CrossEntropyKernel,
-    EagerCrossEntropy,
-)
 from megatron.core.ops.fp8 import (
     DelayedQuantization,
     EagerQuantization,
@@ -40,8 +34,14 @@ from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradie
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu_reference
-from megatron.core.optimizer.kernels import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
+from megatron.core.optimizer import AdamBuilder, SquaredNorm, torch_adam, torch_squared_norm
 from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.cross_entropy import (
+    GPU_CHUNK_BYTES,
+    CompiledCrossEntropy,
+    CrossEntropyKernel,
+    EagerCrossEntropy,
+)
 from megatron.torch_compat import onednn_linear
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 _ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
     "flash3": (
         "made for Hopper",
-        lambda: load("megatron.core.backends.flash_attention", "FlashAttention 3").FlashAttention3(),
+        lambda: load("megatron.core.ops.attention_kernels", "FlashAttention 3").FlashAttention3(),
     ),
     "cudnn": ("cuDNN's kernel for Hopper", CudnnAttention),
     "flash": ("torch's FlashAttention 2", CudaFlashAttention),
@@ -338,7 +338,7 @@ def _of_triton(
 
 
 class SimulatedSwiGLU(CompiledSwiGLU):
-    """:class:`~megatron.core.backends.triton.elementwise.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
+    """:class:`~megatron.core.backends.triton_elementwise.TritonSwiGLU`: the reciprocal of the scale, and one kernel."""
 
     def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
         eagerly = replace(quantization, quantization=EagerQuantization())
@@ -353,7 +353,7 @@ class SimulatedSwiGLU(CompiledSwiGLU):
 
 
 class SimulatedRMSNorm(CompiledRMSNorm):
-    """:class:`~megatron.core.backends.triton.elementwise.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
+    """:class:`~megatron.core.backends.triton_elementwise.TritonRMSNorm`: the reciprocal of the scale, a kernel for the
     inverse RMS and the rows, and one for the transpose."""
 
     def quantized(
@@ -379,7 +379,7 @@ class SimulatedRMSNorm(CompiledRMSNorm):
 
 
 class SimulatedQuantization:
-    """:class:`~megatron.core.backends.triton.fp8.TritonQuantization`: one kernel, and under delayed scaling the
+    """:class:`~megatron.core.backends.triton_fp8.TritonQuantization`: one kernel, and under delayed scaling the
     reciprocal of the scale before."""
 
     def __init__(self, compiler: Compiler) -> None:
@@ -400,7 +400,7 @@ class SimulatedQuantization:
 
 
 class SimulatedFp8WeightGradient:
-    """:class:`~megatron.core.backends.triton.fp8.TritonFp8WeightGradient`: one kernel."""
+    """:class:`~megatron.core.backends.triton_fp8.TritonFp8WeightGradient`: one kernel."""
 
     def __init__(self, gemm: ScaledGemm, compiler: Compiler) -> None:
         self.write = compiler(SeparateFp8WeightGradient(gemm).write)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.compute import KernelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import KernelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.device import Machine, Unavailable
@@ -19,15 +19,15 @@ from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose
 from megatron.core.kernels.trials import BrokenDevice, TrialSizes, run_trial
 from megatron.core.ops.attention import AttentionKernel
-from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, gemm_for
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import WeightGradientKernel
 from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel
 from megatron.core.ops.rope import Rotation, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel
-from megatron.core.optimizer.kernels import OptimizerKernels
+from megatron.core.optimizer import OptimizerKernels
 from megatron.core.precision import number_formats
+from megatron.core.tensor_parallel.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError
 

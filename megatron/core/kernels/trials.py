@@ -22,7 +22,6 @@ from megatron.core.ops.attention import (
     fused_attention,
 )
 from megatron.core.ops.attention_kernels import ReferenceAttention
-from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.documents import AttentionSpans, Documents
 from megatron.core.ops.fp8 import (
     E4M3,
@@ -45,6 +44,7 @@ from megatron.core.ops.norm import EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import Rotation, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU, SwiGLUKernel, swiglu_reference
 from megatron.core.precision import Layout, QuantizedTensor
+from megatron.core.tensor_parallel.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 
 LENGTH = 192
 """Positions of a sequence in the trials of attention."""

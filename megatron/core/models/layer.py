@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.activations import SkippableLinear, last_linear_of
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
-from megatron.core.moe.experts import Experts
-from megatron.core.moe.layer import ExpertParallel, MoELayer, Router
+from megatron.core.moe.layer import ExpertParallel, Experts, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
@@ -29,7 +29,6 @@ from megatron.core.ops.norm import head_rms_norm, rms_norm
 from megatron.core.ops.rope import apply_rotary, scale_queries
 from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
 from megatron.core.precision import QuantizedActivation
-from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
 
 

@@ -8,34 +8,30 @@ from functools import partial
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.activations import ActivationConfig
+from megatron.config.compute import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
-from megatron.core.context_parallel.attention import ContextParallel
+from megatron.core.activations import HostCopies, LayerGroup, Recomputed, offload, recompute_modules
+from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.initialization import initialize_parameters
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.moe.balance import BalanceRule, ExpertBalance
 from megatron.core.moe.dispatch import dispatcher_groups, token_dispatcher
-from megatron.core.moe.experts import ExpertShard
-from megatron.core.moe.layer import ExpertParallel
-from megatron.core.moe.routing import RoutingRule
-from megatron.core.offload import HostCopies, offload
+from megatron.core.moe.layer import ExpertParallel, ExpertShard
+from megatron.core.moe.routing import BalanceRule, ExpertBalance, RoutingRule
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import supports_fp8
-from megatron.core.parameter import info_of
-from megatron.core.pipeline_parallel.executor import ActivationFormat, PipelineExecutor, ReadDocuments
+from megatron.core.parameter import info_of, initialize_parameters
+from megatron.core.pipeline_parallel import ActivationFormat, PipelineExecutor, ReadDocuments
 from megatron.core.precision import number_formats
-from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.tensor_parallel.collectives import TensorParallel, choose_overlap
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError
-from megatron.schedules.registry import build_schedule, placement_of
+from megatron.schedules.catalog import build_schedule, placement_of
 from megatron.schedules.schedule import Placement, Schedule
 from megatron.schedules.stages import VirtualStage
 

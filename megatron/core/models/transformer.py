@@ -12,7 +12,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
-from megatron.core.moe.balance import ExpertBalance
+from megatron.core.moe.routing import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import query_scales, rotary_frequencies, rotary_table, yarn_frequencies

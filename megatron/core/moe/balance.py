@@ -30,7 +30,7 @@ from megatron.core.moe.routing import (
     load_balancing_loss,
     z_loss,
 )
-from megatron.metrics.record import LAYER_METRICS
+from megatron.metrics.writer import LAYER_METRICS
 
 BalancingLoss = Literal["aux_loss", "seq_aux_loss"]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.activations import SkippableLinear, last_linear_of
 from megatron.core.communication import Work
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.kernels.selection import LayerKernels
@@ -22,7 +23,6 @@ from megatron.core.ops.grouped import GroupedGemm, RowCounts
 from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import Division, ParameterInfo, columns_box, sharded_boxes
 from megatron.core.precision import QuantizedTensor
-from megatron.core.recompute import SkippableLinear, last_linear_of
 from megatron.core.tensor_parallel.layers import LayerContext
 
 
@@ -124,7 +124,7 @@ class GroupedSwiGLULinear(nn.Module):
 
     @property
     def last_linear(self) -> GroupedLinear:
-        """See :class:`~megatron.core.recompute.Recomputed`."""
+        """See :class:`~megatron.core.activations.Recomputed`."""
         return self.linear
 
     def forward(self, gate_up: Tensor, counts: RowCounts) -> Tensor:  # [m, 2 f / etp]

@@ -16,10 +16,9 @@ from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.moe.balance import ExpertBalance
 from megatron.core.moe.dispatch import TokenDispatcher
-from megatron.core.moe.experts import Experts, ExpertShard
-from megatron.core.moe.routing import Routing, RoutingRule, balanced_routing, route
+from megatron.core.moe.layer import Experts, ExpertShard
+from megatron.core.moe.routing import ExpertBalance, Routing, RoutingRule, balanced_routing, route
 from megatron.core.parameter import ParameterInfo, sharded_boxes
 from megatron.core.tensor_parallel.layers import LayerContext
 

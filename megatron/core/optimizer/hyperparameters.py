@@ -4,7 +4,7 @@ a batch-size ramp does not speed up the schedules."""
 import math
 from dataclasses import dataclass
 
-from megatron.config.optimizer import LearningRateConfig, OptimizerConfig
+from megatron.config.training import LearningRateConfig, OptimizerConfig
 from megatron.errors import ConfigError
 
 

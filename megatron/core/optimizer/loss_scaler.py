@@ -6,7 +6,7 @@ Source: Mixed Precision Training (arXiv 1710.03740, section 3.2). The dynamic sc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.compute import PrecisionConfig
 
 
 @dataclass

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import OptimizerConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.kernels import OptimizerKernels
+from megatron.core.hyperparameters import Hyperparameters
+from megatron.core.optimizer import OptimizerKernels
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
 from megatron.update_rules.rule import SLICE, Group, ParameterFacts, Shard, UpdateContext, UpdateRule, build_rule

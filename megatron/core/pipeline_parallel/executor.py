@@ -28,9 +28,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.core.communication import Communicator, Work
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
-from megatron.schedules.launch_queue import needs_receives_ahead
 from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedule, Step
-from megatron.schedules.simulator import Span, verify
+from megatron.schedules.simulator import Span, needs_receives_ahead, verify
 
 Microbatch = Mapping[str, Tensor]
 """``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""

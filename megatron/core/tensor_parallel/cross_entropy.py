@@ -13,10 +13,10 @@ from torch.autograd import Function
 
 from megatron.core.communication import Communicator
 from megatron.core.gradient import accumulate_main_grad
-from megatron.core.ops.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 from megatron.core.ops.matmul import WeightGradientKernel, linear
 from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
+from megatron.core.tensor_parallel.cross_entropy import CrossEntropyKernel, EagerCrossEntropy
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class LayerContext:
         ``in_parallel_region`` says that it is used between a column-parallel and a row-parallel layer, where a rank has
         some of the heads or of the MLP's width. Elsewhere a rank has its part of the sequence, under sequence
         parallelism, or all of it. ``initial`` are its values, such as
-        :func:`~megatron.core.initialization.constant` and :func:`~megatron.core.initialization.normal`.
+        :func:`~megatron.core.parameter.constant` and :func:`~megatron.core.parameter.normal`.
         """
         assert len(shape) > 0, f"{name}: a single number has the shape (1,)"
         rank, size = (self.parallel.rank, self.parallel.size) if is_divided else (0, 1)

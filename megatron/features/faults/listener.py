@@ -24,7 +24,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.features.faults.flags import ITERATION, SAVE, Fault, FaultInjector, parse_faults
 from megatron.operation.heartbeat import Section

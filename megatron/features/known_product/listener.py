@@ -16,10 +16,9 @@ from torch import Tensor
 from megatron.core.control import ControlGroup
 from megatron.core.ops.matmul import linear
 from megatron.errors import SilentCorruptionError
-from megatron.training.context import RunContext
-from megatron.training.loop.stop import RankAlarm
+from megatron.training.context import RunContext, TrainModule
+from megatron.training.loop.step import RankAlarm
 from megatron.training.loop.trainer import Listener, Trainer
-from megatron.training.train_module import TrainModule
 
 ROWS, COLUMNS = 7, 5
 """Periods of the product."""
@@ -84,7 +83,7 @@ class KnownAnswer(Listener, RankAlarm):
 
     Creation is a collective, and raises :class:`SilentCorruptionError` on all ranks if the product of one is wrong.
     Later failures reach all ranks with the flags of the next step
-    (:class:`~megatron.training.loop.stop.StopConditions`), or with the check before a save.
+    (:class:`~megatron.training.loop.step.StopConditions`), or with the check before a save.
     """
 
     def __init__(

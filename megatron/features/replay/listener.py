@@ -24,10 +24,9 @@ from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replay.flags import INTERVAL
 from megatron.features.replicas.state import digest, key_of, list_ranks
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.training.checkpoints.tensors import random_tensors, restore_random
-from megatron.training.context import RunContext
+from megatron.training.checkpoints.state import random_tensors, restore_random
+from megatron.training.context import RunContext, TrainModule
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
-from megatron.training.train_module import TrainModule
 
 Kind = Literal["transient", "persistent", "data"]
 """transient: one rank computed different bits from the same input; persistent: a rank and its neighbour did; data: all

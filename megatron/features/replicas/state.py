@@ -23,8 +23,8 @@ from megatron.config.parallel import ShardingStrategy
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.data_parallel.strategy import DataParallel, whole_params
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
-from megatron.core.moe.balance import ExpertBalance
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.moe.routing import ExpertBalance
+from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo
 from megatron.core.topology import RankGrid, Topology
 

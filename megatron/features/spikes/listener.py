@@ -21,7 +21,7 @@ from megatron.checkpoint.files import RemotePath
 from megatron.checkpoint.finding import list_checkpoints
 from megatron.checkpoint.schema import DataStage, Rollback
 from megatron.core.control import run_on_rank0
-from megatron.core.optimizer.loss_scaler import LossScaler
+from megatron.core.precision import LossScaler
 from megatron.errors import CheckpointError, NotFiniteError, UnstableError
 from megatron.features.spikes.flags import Action, Verdict
 from megatron.training.batch_schedule import BatchSchedule

@@ -11,21 +11,21 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
 from megatron.core.communication import Communicator
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import parallelize
 from megatron.core.ops.attention import AttentionInputs, AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
-from megatron.core.optimizer.hyperparameters import Hyperparameters
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
 from megatron.planner.rehearsal.price import PlannedStep, attention_kind
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.workload import Cluster
+from megatron.training.context import TrainModule
 from megatron.training.initialize import rank_grid
 from megatron.training.loop.step import train_step
-from megatron.training.train_module import TrainModule
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from megatron.core.fp8 import Fp8Gemm
 from megatron.core.gradient import WeightGradStore, main_grad_of
 from megatron.core.models.layer import SequencePositions
 from megatron.core.models.transformer import TransformerChunk
-from megatron.core.pipeline_parallel.executor import PipelineExecutor
+from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.tensor_parallel.layers import LinearOp
 from megatron.planner.memory import HeldMemory, Kind, MemoryTracker
 from megatron.planner.rehearsal.layer import (

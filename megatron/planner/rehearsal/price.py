@@ -36,7 +36,7 @@ from megatron.planner.step_time.prices import (
     ring_rate,
 )
 from megatron.planner.step_time.workload import TERMS, Array, Attention, Cluster, StepTime
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Result
 from megatron.schedules.simulator import execution_order
 

@@ -13,7 +13,7 @@ from megatron.core.topology import RankGrid
 from megatron.planner.rehearsal.unit import GPU, Ends, UnitRecord, UnitRehearsals
 from megatron.planner.simulated_rank import with_local_layers
 from megatron.planner.step_time.workload import Attention
-from megatron.schedules.registry import SCHEDULES, placement_of
+from megatron.schedules.catalog import SCHEDULES, placement_of
 from megatron.schedules.schedule import Placement
 from megatron.schedules.stages import VirtualStage
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.run import RunConfig
+from megatron.core.activations import LayerGroup, Recomputed, recompute_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_context, build_executor
@@ -25,7 +26,6 @@ from megatron.core.models.transformer import PositionTables, TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import ParameterInfo, info_of
 from megatron.core.precision import number_formats
-from megatron.core.recompute import LayerGroup, Recomputed, recompute_modules
 from megatron.core.topology import RankGrid
 from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
 from megatron.planner.memory import CUDA_BLOCK
@@ -38,7 +38,7 @@ from megatron.planner.rehearsal.layer import (
     RehearsedLayer,
 )
 from megatron.planner.simulated_rank import SimulatedTopology, simulated_kernels
-from megatron.schedules.registry import build_schedule
+from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
 from megatron.torch_compat import FakeTensor, FakeTensorMode

@@ -8,7 +8,7 @@ from math import gcd, isqrt
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_run
-from megatron.config.checks.precision import (
+from megatron.config.checks.model import (
     check_transformer_engine,
     check_transformer_engine_buffers,
     check_transformer_engine_overlap,
@@ -18,7 +18,7 @@ from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.planner.search.layout import Job, Layout, divides_layers
 from megatron.planner.step_time.workload import Cluster
-from megatron.schedules.registry import SCHEDULES
+from megatron.schedules.catalog import SCHEDULES
 from megatron.training.batch_schedule import build_batch_schedule
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")

@@ -11,12 +11,12 @@ from functools import cache, cached_property
 from typing import Any, cast
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.command_line import parse_command_line
+from megatron.config.compute import RecomputeMethod, RecomputeModule
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.operation.effective_time import GPU_HOURS_PER_FAILURE
+from megatron.operation.run_summary import GPU_HOURS_PER_FAILURE
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import Cluster
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary

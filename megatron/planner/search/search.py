@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.config.dry_run import ALLOWANCE
 from megatron.errors import ConfigError
-from megatron.operation.effective_time import Costs, daly_interval_s, effective_time, job_mtbf_s
+from megatron.operation.run_summary import Costs, daly_interval_s, effective_time, job_mtbf_s
 from megatron.planner.arithmetic import DAY
 from megatron.planner.plan import Run, make_plan, parallel_map
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, pass_times

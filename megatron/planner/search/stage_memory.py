@@ -23,7 +23,7 @@ from megatron.core.precision import number_formats
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.rehearsal.unit import UnitRecord
 from megatron.planner.search.layout import Layout
-from megatron.schedules.registry import SCHEDULES, placement_of
+from megatron.schedules.catalog import SCHEDULES, placement_of
 from megatron.schedules.schedule import Action, Kind, Placement, Shape
 from megatron.training.initialize import rank_grid
 

@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.architectures.catalog import PRESETS
 from megatron.architectures.layer_pattern import parse_layer_pattern
-from megatron.architectures.registry import PRESETS
 from megatron.errors import ConfigError
 from megatron.planner.step_time.formulas import StepTimeModel
 from megatron.planner.step_time.prices import Constants

@@ -12,7 +12,7 @@ from megatron.checkpoint.schema import DataStage
 from megatron.config.inference import EvaluateConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
-from megatron.core.context_parallel.attention import ContextSplit
+from megatron.core.context_parallel import ContextSplit
 from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, check_indexes
 from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources

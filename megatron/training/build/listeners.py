@@ -12,7 +12,6 @@ from megatron.features.replay.listener import ReplayCheck
 from megatron.features.replicas.listener import build_state_check
 from megatron.features.spikes.listener import Spikes
 from megatron.features.stragglers.listener import build_stragglers
-from megatron.training.attempts import effective_time_meter
 from megatron.training.build.plan import RunPlan
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.context import RunContext
@@ -30,6 +29,7 @@ from megatron.training.loop.listeners import (
 )
 from megatron.training.loop.trainer import Listener
 from megatron.training.profiles import MemoryHistory, PipelineProfile, build_profile
+from megatron.training.run_files import effective_time_meter
 
 
 def build_listeners(

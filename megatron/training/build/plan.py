@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.optimizer import LearningRateConfig
 from megatron.config.run import RunConfig
+from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import (
+from megatron.core.hyperparameters import (
     LearningRateSchedule,
     WeightDecaySchedule,
     build_learning_rate_schedule,
@@ -21,8 +21,15 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError
 from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
 from megatron.training.build.vocabulary import Vocabulary
-from megatron.training.checkpoints.data_stages import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
-from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start
+from megatron.training.checkpoints.saved_run import (
+    Progress,
+    ResolvedStages,
+    SavedRun,
+    Start,
+    earlier_lengths,
+    first_stage,
+    resolve_data_stages,
+)
 from megatron.training.context import RunContext
 
 

@@ -12,8 +12,8 @@ from megatron.checkpoint.lock import RunLock
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.core.optimizer.loss_scaler import build_loss_scaler
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.optimizer import Optimizer
+from megatron.core.precision import build_loss_scaler
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import reach
 from megatron.features.known_product.listener import build_known_answer
@@ -26,20 +26,17 @@ from megatron.operation.heartbeat import Section
 from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
-from megatron.training.build.listeners import build_listeners
 from megatron.training.build.plan import RunPlan, build_learning_rate, build_weight_decay, plan_run
+from megatron.training.build.run import build_listeners
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
-from megatron.training.checkpoints.data_stages import with_train_epochs
-from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start
+from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start, with_train_epochs
 from megatron.training.checkpoints.saver import keep_tokenizer
-from megatron.training.checkpoints.state import RunState, resume
-from megatron.training.checkpoints.tensors import seed_random
-from megatron.training.context import RunContext
+from megatron.training.checkpoints.state import RunState, resume, seed_random
+from megatron.training.context import RunContext, TrainModule
 from megatron.training.loop.data import Data
-from megatron.training.loop.stop import StopConditions
+from megatron.training.loop.step import StopConditions
 from megatron.training.loop.trainer import Trainer
 from megatron.training.profiles import check_trace_path, start_memory_history
-from megatron.training.train_module import TrainModule
 
 
 def build_trainer(

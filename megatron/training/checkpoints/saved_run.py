@@ -15,12 +15,12 @@ from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, ver
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import DataStage, SavedState, upgrade
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.optimizer import LearningRateConfig
+from megatron.config.training import LearningRateConfig
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
-from megatron.core.optimizer.hyperparameters import LearningRateSchedule
+from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.checkpoints.data_stages import FIRST_STAGE
+from megatron.training.checkpoints.saved_run import FIRST_STAGE
 
 _logger = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import LocalParam
-from megatron.core.optimizer.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
-from megatron.core.optimizer.optimizer import OptimizerState
+from megatron.core.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
+from megatron.core.optimizer import OptimizerState
 from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture
 from megatron.training.checkpoints.saved_run import Progress, SavedRun, Start, resolve_lr_schedule
-from megatron.training.checkpoints.tensors import (
+from megatron.training.checkpoints.state import (
     bias_tensors,
     fp8_tensors,
     model_tensors,
@@ -32,8 +32,7 @@ from megatron.training.checkpoints.tensors import (
     renamed,
     restore_random,
 )
-from megatron.training.context import RunContext
-from megatron.training.train_module import TrainModule
+from megatron.training.context import RunContext, TrainModule
 
 
 @dataclass

@@ -12,8 +12,8 @@ from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.manifest import FP8, MODEL
 from megatron.core.data_parallel.strategy import LocalParam
 from megatron.core.fp8 import Fp8Layers
-from megatron.core.moe.balance import ExpertBalance
-from megatron.core.optimizer.optimizer import Optimizer
+from megatron.core.moe.routing import ExpertBalance
+from megatron.core.optimizer import Optimizer
 
 
 def model_tensors(

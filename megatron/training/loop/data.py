@@ -22,7 +22,7 @@ from megatron.data.loader import Microbatch
 from megatron.errors import DataError, RankError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.context import LogRank0
-from megatron.training.loop.stop import RankAlarm
+from megatron.training.loop.step import RankAlarm
 
 T = TypeVar("T")
 

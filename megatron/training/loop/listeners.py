@@ -17,14 +17,14 @@ import torch
 
 from megatron.checkpoint.directory import TRACKER, iteration_directory
 from megatron.checkpoint.schema import DataStage
-from megatron.config.logging import LoggingConfig
+from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_memory, memory_outside_allocator, peak_memory
 from megatron.data.evaluation_data import TokenBytes
 from megatron.flags import IntervalSchedule
 from megatron.metrics.jsonl import ValidationHistory
-from megatron.metrics.record import EvaluationRecord, IterationRecord, SetLoss
 from megatron.metrics.timers import combine, format_timer_report
+from megatron.metrics.writer import EvaluationRecord, IterationRecord, SetLoss
 from megatron.operation.attempts import EffectiveTimeMeter
 from megatron.operation.heartbeat import run_directory
 from megatron.reports.svg import duration, percentage

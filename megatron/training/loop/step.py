@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.evaluation_data import CountedBytes, TokenBytes
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
-from megatron.training.train_module import TrainModule
+from megatron.training.context import TrainModule
 
 # Microbatches of an evaluation between two visits of its section.
 _PORTION = 64

@@ -9,7 +9,7 @@ import torch
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
-from megatron.operation.signals import SignalWatch
+from megatron.operation.ranks import SignalWatch
 
 NO_DATA = "a rank has no more data"
 """The reason to stop if a rank has no microbatch."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron.core.optimizer.hyperparameters import Hyperparameters
+from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.loader import Microbatch
 from megatron.errors import DataError
 from megatron.metrics.timers import Timers
@@ -13,11 +13,9 @@ from megatron.metrics.writer import MetricsWriter
 from megatron.operation.heartbeat import Section
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.checkpoints.state import RunState
-from megatron.training.context import RunContext
+from megatron.training.context import RunContext, TrainModule
 from megatron.training.loop.data import Data, NoMicrobatchError, fetch, next_microbatch
-from megatron.training.loop.step import StepOutcome, train_step
-from megatron.training.loop.stop import NO_DATA, StopConditions
-from megatron.training.train_module import TrainModule
+from megatron.training.loop.step import NO_DATA, StepOutcome, StopConditions, train_step
 
 
 @dataclass(frozen=True)

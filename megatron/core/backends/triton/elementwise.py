@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.backends.triton.fp8 import SCALARS, TILE, magnitude_bits, own_tile, record_amax, tiles_of, to_fp8
+from megatron.core.backends.triton_fp8 import SCALARS, TILE, magnitude_bits, own_tile, record_amax, tiles_of, to_fp8
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.norm import CompiledRMSNorm
 from megatron.core.ops.swiglu import CompiledSwiGLU
