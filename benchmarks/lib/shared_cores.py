@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from benchmarks.lib.shared_cores import makespan_on_cores
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices
 from megatron.planner.step_time.prices import Constants
 from megatron.planner.step_time.workload import Cluster
 from megatron.schedules.catalog import build_schedule
+from megatron.schedules.schedule import Result, Schedule
 from megatron.schedules.simulator import Durations, simulate
 
 _ONCE = ("data parallelism", "optimizer")
@@ -39,3 +39,29 @@ def price_on_cores(step: PlannedStep, cluster: Cluster, constants: Constants, co
     # A stage that has more to do than the others shares its core less.
     slower = min(ranks_per_core, whole / busy)
     return {name: slower * one for name, one in seconds.items()} | once | {"bubble": whole - slower * busy}
+
+
+def makespan_on_cores(schedule: Schedule, durations: Durations, replicas: int, cores: int) -> float:
+    """The makespan of ``replicas`` equal pipelines in lockstep, with one process per stage, on too few ``cores``.
+
+    While more processes compute than there are cores, all of them progress more slowly and equally fast. ``durations``
+    are of passes on a core of their own; ``durations.send`` is ignored.
+    """
+    splits = schedule.splits_backward
+    queues = [list(reversed(actions)) for actions in schedule.actions]
+    done: set[Result] = set()
+    active: dict[int, float] = {}  # stage: what is left of its action
+    now = 0.0
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            if queue and stage not in active and done.issuperset(schedule.requirements(stage, queue[-1])):
+                virtual_stage = schedule.result(stage, queue[-1]).virtual_stage
+                active[stage] = durations.of(queue[-1].kind, virtual_stage, splits)
+        slower = max(1.0, replicas * len(active) / cores)
+        step = min(active.values())
+        now += slower * step
+        for stage in [stage for stage, left in active.items() if left == step]:
+            done.add(schedule.result(stage, queues[stage].pop()))
+            del active[stage]
+        active = {stage: left - step for stage, left in active.items()}
+    return now

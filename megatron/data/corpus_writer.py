@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests, file_digests
-from megatron.data.digests import DigestedWriter, Writable, new_digests
+from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests
+from megatron.data.digests import DigestedWriter, FileDigests, Writable, new_digests
 from megatron.data.indexed_dataset import (
     CODE_OF_DTYPE,
     INDEX_HEADER,
@@ -97,7 +97,7 @@ class NewCorpus:
                 index = DigestedWriter(index_file, new_digests())
                 write_index(index)
                 _close_on_disk(index_file)
-            self._rename(CorpusDigests(file_digests(self._tokens.digests), file_digests(index.digests)))
+            self._rename(CorpusDigests(FileDigests.of(self._tokens.digests), FileDigests.of(index.digests)))
         except OSError as error:
             raise self._cannot_write(error) from error
 

@@ -1,11 +1,14 @@
-"""XXH3 digests: of the blocks of a file, and of a JSON text in the text itself. Imports no torch."""
+"""XXH3 digests: of the blocks of a file, and of a JSON text in the text itself. Imports no torch and no NumPy."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, Literal, Protocol
 
 import xxhash
 
+BLOCK_BYTES = 1 << 20  # of the blocks of FileDigests
 _READ_BYTES = 4 << 20
+_DIGEST_BYTES = 8  # of XXH3-64
 
 
 class BlockDigests:
@@ -41,6 +44,48 @@ class BlockDigests:
         """The digests of all blocks; the last block may be shorter."""
         is_complete = self._block_bytes is not None and self.size % self._block_bytes == 0
         return self._digests if is_complete else [*self._digests, self._current.digest()]
+
+
+def new_digests() -> BlockDigests:
+    """The digests of a file's blocks, for :class:`FileDigests`."""
+    return BlockDigests(BLOCK_BYTES, "xxh3_64")
+
+
+@dataclass(frozen=True)
+class FileDigests:
+    """Size and digests of a file as it was written."""
+
+    size: int  # bytes
+    # XXH3-64 of each block of BLOCK_BYTES bytes, one after another; the last block may be shorter
+    digests: bytes
+
+    @classmethod
+    def of(cls, digests: BlockDigests) -> "FileDigests":
+        return cls(digests.size, b"".join(digests.finish()))
+
+    @classmethod
+    def decode(cls, record: dict[str, int | str]) -> "FileDigests":
+        """The inverse of :meth:`encode`; raises ``KeyError``, ``TypeError`` or ``ValueError`` for another object."""
+        size, digests = int(record["bytes"]), bytes.fromhex(str(record["blocks"]))
+        if len(digests) != -(-size // BLOCK_BYTES) * _DIGEST_BYTES:
+            raise ValueError(f"{len(digests) / _DIGEST_BYTES:g} blocks for {size} bytes")
+        return cls(size, digests)
+
+    def encode(self) -> dict[str, int | str]:
+        return {"bytes": self.size, "blocks": self.digests.hex()}
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.digests) // _DIGEST_BYTES
+
+    def range_of(self, block: int) -> tuple[int, int]:
+        """First byte and end of a block."""
+        start = block * BLOCK_BYTES
+        return start, min(start + BLOCK_BYTES, self.size)
+
+    def matches(self, block: int, content: bytes | bytearray | memoryview) -> bool:
+        start = block * _DIGEST_BYTES
+        return xxhash.xxh3_64_digest(content) == self.digests[start : start + _DIGEST_BYTES]
 
 
 class Writable(Protocol):

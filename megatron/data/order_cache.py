@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.corpus_digests import decode_file, encode_file, file_digests
 from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, new_digests, seal
 from megatron.data.sample_order import IndexArray
 from megatron.data.storage import load_or_build_once, write_atomically
@@ -112,7 +111,7 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
             file.flush()
             if os.fstat(file.fileno()).st_mtime < newer_than:  # the data's clock is ahead
                 os.utime(file.fileno(), (math.ceil(newer_than),) * 2)  # some file systems keep whole seconds
-            return encode_file(file_digests(writer.digests))
+            return FileDigests.of(writer.digests).encode()
 
         records[name] = write_atomically(f"{stem}-{name}.npy", save, sync=array.nbytes > BLOCK_BYTES)
     sealed = seal("digests", json.dumps({"format_version": _FORMAT_VERSION, "files": records})).encode()
@@ -165,7 +164,7 @@ def _read_digests(stem: str, has_arrays: bool) -> dict[str, FileDigests] | None:
         version = document["digests"]["format_version"]
         if version != _FORMAT_VERSION:
             raise _UnusableEntry(f"{path} has format version {version}, where this code reads {_FORMAT_VERSION}")
-        return {name: decode_file(record) for name, record in document["digests"]["files"].items()}
+        return {name: FileDigests.decode(record) for name, record in document["digests"]["files"].items()}
     except FileNotFoundError:
         if os.path.exists(f"{stem}.lock") or not has_arrays:  # it is being built, or there is none
             return None
@@ -184,7 +183,7 @@ class _VerifiedArray:
 
     def __init__(self, path: str, file: BinaryIO, digests: FileDigests) -> None:
         self._path, self._digests = path, digests
-        self._is_verified = bytearray(len(digests.blocks))
+        self._is_verified = bytearray(digests.num_blocks)
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._content = memoryview(content)
         self._verify(0)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
 
-from megatron.data.storage import SourceFile, decompressed, find_files, is_compressed, open_stored, without_compression
+from megatron.data.storage import SourceFile, decompressed, find_files, open_stored, without_compression
 from megatron.errors import DataError
 from megatron.urls import is_url
 
@@ -133,7 +133,7 @@ def _ranges_between(sources: list[SourceFile], begin: int, end: int, separation:
 
 
 def _can_be_cut(path: str, separation: Separation) -> bool:
-    if is_compressed(path) or path.endswith(".parquet") or path.startswith(DATASET_PREFIX):
+    if without_compression(path) != path or path.endswith(".parquet") or path.startswith(DATASET_PREFIX):
         return False
     return separation == "line" or not path.endswith(_TEXT_ENDINGS)
 

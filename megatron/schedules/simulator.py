@@ -95,32 +95,6 @@ def simulate(schedule: Schedule, durations: Durations) -> Timeline:
     return Timeline(schedule.placement.num_stages, tuple(spans))
 
 
-def makespan_on_cores(schedule: Schedule, durations: Durations, replicas: int, cores: int) -> float:
-    """The makespan of ``replicas`` equal pipelines in lockstep, with one process per stage, on too few ``cores``.
-
-    While more processes compute than there are cores, all of them progress more slowly and equally fast. ``durations``
-    are of passes on a core of their own; ``durations.send`` is ignored.
-    """
-    splits = schedule.splits_backward
-    queues = [list(reversed(actions)) for actions in schedule.actions]
-    done: set[Result] = set()
-    active: dict[int, float] = {}  # stage: what is left of its action
-    now = 0.0
-    while any(queues):
-        for stage, queue in enumerate(queues):
-            if queue and stage not in active and done.issuperset(schedule.requirements(stage, queue[-1])):
-                virtual_stage = schedule.result(stage, queue[-1]).virtual_stage
-                active[stage] = durations.of(queue[-1].kind, virtual_stage, splits)
-        slower = max(1.0, replicas * len(active) / cores)
-        step = min(active.values())
-        now += slower * step
-        for stage in [stage for stage, left in active.items() if left == step]:
-            done.add(schedule.result(stage, queues[stage].pop()))
-            del active[stage]
-        active = {stage: left - step for stage, left in active.items()}
-    return now
-
-
 def execution_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """(stage, action) in an order in which all stages can run; raises :class:`ScheduleError` for a deadlock."""
     done: set[Result] = set()

@@ -44,6 +44,16 @@ GRACE = 2.0
 ALONE = ControlGroup([0], 0)
 """A process without others."""
 
+
+def sentence(call: Callable[[], object]) -> str:
+    """What the :class:`CheckpointError` says that ``call`` raises; empty without."""
+    try:
+        call()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
 # --- what is saved -------------------------------------------------------------------------------------------
 
 SHAPES = {"rows": (64, 256), "columns": (96, 128), "replicated": (5000,)}

@@ -1,6 +1,7 @@
-"""Small models of several architectures, and their tensors on both sides of a conversion."""
+"""Small models of several architectures, and their tensors on both sides of a conversion; Megatron-LM's checkpoints."""
 
 import os
+import tarfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,3 +125,17 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return os.mkdir, (str(self.mark),)
+
+
+# --- the checkpoints that ``write_megatron_core.py`` wrote with megatron-core 0.16.1 ---------------------------
+
+TOKENS = [5, 17, 3, 2, 26, 8, 8, 21, 0, 28, 23, 11]
+"""Their input, with which ``logits.npy`` was computed."""
+ITERATION = "iter_0000007"
+
+
+def unpack_fixtures(target: Path) -> Path:
+    """The directory with a directory for every fixture."""
+    with tarfile.open(Path(__file__).with_name("megatron_core.tar.xz")) as archive:
+        archive.extractall(target, filter="data")
+    return target

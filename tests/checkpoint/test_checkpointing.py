@@ -27,6 +27,7 @@ from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.core.control import ControlGroup
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError
+from tests.checkpoint.fault_run import sentence
 from tests.rank_pool import RankPool
 
 WORLD_SIZE = 8
@@ -102,15 +103,6 @@ def global_shapes() -> dict[str, tuple[int, ...]]:
 
 
 # --- what the ranks do -------------------------------------------------------------------------------------
-
-
-def sentence(call: Callable[[], object]) -> str:
-    """The message of the :class:`CheckpointError` that ``call`` must raise."""
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return "no error"
 
 
 def save_all(root: Path, control: ControlGroup) -> str:
@@ -201,14 +193,15 @@ def save_with_a_hole(root: Path, control: ControlGroup) -> str:
     return "no error"
 
 
-FAILURES = [
-    save_where_one_rank_cannot_write,
-    save_where_nobody_can,
-    load_where_one_rank_is_another_model,
-    load_what_was_not_saved,
-    load_from_a_broken_file,
-    save_with_a_hole,
-]
+FAILURES: dict[Callable[[Path, ControlGroup], str], str] = {
+    save_where_one_rank_cannot_write: r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away",
+    save_where_nobody_can: r"Rank 0: Cannot write .*Not a directory.*choose another directory",
+    load_where_one_rank_is_another_model: r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this",
+    load_what_was_not_saved: r"^The checkpoint has no a \(nor 1 others\): it is from another model",
+    load_from_a_broken_file: r"Rank 6: .*rank_00006.safetensors has 100 bytes instead of",
+    save_with_a_hole: r"the ranks hold 7 of the 8 elements of holey",
+}
+"""What fails on some rank, and the sentence that all ranks say."""
 
 
 def work(root: Path) -> dict[str, object]:
@@ -287,23 +280,11 @@ def test_dtensors_and_boxes_read_each_other(ranks: Ranks) -> None:
     assert ranks.found("dtensor") == [[True, True]] * WORLD_SIZE
 
 
-@pytest.mark.parametrize(
-    ("failure", "told"),
-    [
-        (save_where_one_rank_cannot_write, r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away"),
-        (save_where_nobody_can, r"Rank 0: Cannot write .*Not a directory.*choose another directory"),
-        (load_where_one_rank_is_another_model, r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this"),
-        (load_what_was_not_saved, r"^The checkpoint has no a \(nor 1 others\): it is from another model"),
-        (load_from_a_broken_file, r"Rank 6: .*rank_00006.safetensors has 100 bytes instead of"),
-        (save_with_a_hole, r"the ranks hold 7 of the 8 elements of holey"),
-    ],
-)
-def test_all_ranks_learn_of_a_failure(ranks: Ranks, failure: Callable[[Path, int], str], told: str) -> None:
+@pytest.mark.parametrize("failure", FAILURES)
+def test_all_ranks_learn_of_a_failure(ranks: Ranks, failure: Callable[[Path, ControlGroup], str]) -> None:
     sentences = ranks.found(failure.__name__)
-    assert len(sentences) == WORLD_SIZE
-    assert len(set(sentences)) == 1
-    assert isinstance(sentences[0], str)
-    assert re.search(told, sentences[0]), sentences[0]
+    assert len(sentences) == WORLD_SIZE and len(set(sentences)) == 1
+    assert re.search(FAILURES[failure], str(sentences[0])), sentences[0]
 
 
 def test_a_failed_save_leaves_nothing_behind(ranks: Ranks) -> None:

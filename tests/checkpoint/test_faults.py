@@ -17,7 +17,6 @@ from megatron.checkpoint.directory import TRACKER, Retention, locate_checkpoint,
 from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import LOCK
 from megatron.core.control import run_on_all_ranks, run_on_rank0
-from megatron.errors import CheckpointError
 from tests.checkpoint.directories import acquire
 from tests.checkpoint.fault_run import (
     ALONE,
@@ -30,6 +29,7 @@ from tests.checkpoint.fault_run import (
     leftovers,
     load_newest,
     save,
+    sentence,
 )
 from tests.checkpoint.file_faults import (
     ALL,
@@ -60,15 +60,6 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 def save_alone(root: Path, saved: Saved) -> None:
     """Save a checkpoint from this process."""
     save("sync", root, saved, ALONE)
-
-
-def sentence(call: Callable[[], object]) -> str:
-    """What the :class:`CheckpointError` says that ``call`` raises; empty without."""
-    try:
-        call()
-    except CheckpointError as error:
-        return str(error)
-    return ""
 
 
 # --- killed at every step ------------------------------------------------------------------------------------

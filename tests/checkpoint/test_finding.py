@@ -26,6 +26,7 @@ from megatron.errors import CheckpointError
 from megatron.training.checkpoints.saved_run import find_saved_run
 from tests.checkpoint.directories import names, write_checkpoint
 from tests.checkpoint.fault_run import ALONE, Saved, load_newest, save
+from tests.data.file_damage import flip_a_bit, lose, zero_a_block
 from tests.rank_pool import RankPool
 
 
@@ -174,26 +175,6 @@ def resize(change: Callable[[int], int], path: Path, chance: random.Random) -> N
     os.truncate(path, change(path.stat().st_size))
 
 
-def flip_a_bit(path: Path, chance: random.Random) -> None:
-    """One bit anywhere."""
-    content = bytearray(path.read_bytes())
-    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
-    path.write_bytes(content)
-
-
-def lose_a_page(path: Path, chance: random.Random) -> None:
-    """A part that never reached the disk: zeros."""
-    content = path.read_bytes()
-    start = chance.randrange(len(content) // 2)
-    lost = content[start : start + 4096]
-    path.write_bytes(content.replace(lost, b"\0" * len(lost)))
-
-
-def lose(path: Path, chance: random.Random) -> None:
-    """The file is gone."""
-    path.unlink()
-
-
 def mistake(path: Path, chance: random.Random) -> None:
     """A file of the same name from another checkpoint."""
     content = path.read_bytes()
@@ -208,7 +189,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
     "a byte less": partial(resize, lambda size: size - 1),
     "a byte more": partial(resize, lambda size: size + 1),
     "a flipped bit": flip_a_bit,
-    "a page of zeros": lose_a_page,
+    "a page of zeros": zero_a_block,
     "missing": lose,
     "another save's": mistake,
 }

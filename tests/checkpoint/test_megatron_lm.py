@@ -39,8 +39,7 @@ from megatron.checkpoint.megatron_lm.torch_dist import Chunk, SavedTensor, Torch
 from megatron.commands.convert_checkpoint import FromMegatron, convert
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError, UserError
-from tests.checkpoint.megatron_core import ITERATION, TOKENS, unpack_fixtures
-from tests.checkpoint.models import assert_equal
+from tests.checkpoint.models import ITERATION, TOKENS, assert_equal, unpack_fixtures
 from tests.end_to_end.converted import our_model
 from tests.end_to_end.converted import tensors_of as global_tensors
 from tests.end_to_end.run_process import call_training

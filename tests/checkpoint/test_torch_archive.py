@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from megatron.checkpoint.megatron_lm.torch_archive import Range, TorchArchive, read_rows
 from megatron.checkpoint.megatron_lm.torch_dist import TorchDistCheckpoint
 from megatron.errors import CheckpointError
-from tests.checkpoint.megatron_core import ITERATION, unpack_fixtures
-from tests.checkpoint.models import Bomb
+from tests.checkpoint.models import ITERATION, Bomb, unpack_fixtures
 from tests.messages import assert_helpful
 
 DTYPES = (

@@ -27,8 +27,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -37,6 +35,8 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import experts, moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
 TOKENS = [5, 17, 3, 2, 26, 8, 8, 21, 0, 28, 23, 11]
 VOCABULARY, PADDED, LENGTH = 29, 32, 64

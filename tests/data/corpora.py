@@ -51,12 +51,12 @@ def settings_of(split: str = "100,0,0", cache: str | None = None, **other: Any) 
     )
 
 
-def build(*data_path: str, counts: Any = (12, 0, 0), **flags: Any) -> Any:
+def build(*data_path: str, counts: Any = (12, 0, 0), eod: int = 999, **flags: Any) -> Any:
     """The datasets of a run of golden corpora with such flags; of a ``data_path`` all documents are for training."""
     of_path = {"data_path": data_path, "split": "100,0,0"} if data_path else {}
     data = DataConfig(**{"seq_length": 8, **of_path, **flags})
     return build_datasets(
-        data, vocab_size=1000, eod=999, seed=1234, sample_counts=counts, tokenizer_description=NULL_TOKENIZER
+        data, vocab_size=eod + 1, eod=eod, seed=1234, sample_counts=counts, tokenizer_description=NULL_TOKENIZER
     )
 
 

@@ -1,47 +1,59 @@
-"""The digests beside a corpus: equal to a slow computation, made by every tool that writes one, and damage is named."""
+"""The digests beside a corpus are right and name damage; blocks are compared once, in the order of the samples."""
 
 import os
 import random
 import re
+import shutil
+import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import xxhash
 
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.data import corpus_digests
 from megatron.data.corpus_digests import (
+    BackgroundComparison,
+    BlockComparison,
+    Damage,
+    SampleRange,
+    Share,
+    block_uses,
     check_file,
+    check_indexes,
     compute_digests,
+    corpora_of,
     corpus_fingerprint,
     digests_path,
     encode_digests,
-    file_digests,
     read_digests,
     write_digests,
 )
 from megatron.data.corpus_writer import IndexedDatasetWriter
-from megatron.data.digests import BLOCK_BYTES, new_digests
+from megatron.data.digests import BLOCK_BYTES, FileDigests, new_digests
+from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
-from tests.data.file_damage import flip
+from tests.data.file_damage import DAMAGES, flip, flip_a_bit
 from tests.data.texts import LINES, NULL
 
-pytestmark = pytest.mark.processes
 
-
-def slow_digests(path: str) -> list[int]:
-    content = Path(path).read_bytes()
+def slow_digests(content: bytes) -> bytes:
     starts = range(0, len(content), BLOCK_BYTES)
-    return [xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES]) for start in starts]
+    return b"".join(xxhash.xxh3_64_digest(content[start : start + BLOCK_BYTES]) for start in starts)
 
 
 def assert_right(prefix: str) -> None:
     digests = read_digests(prefix)
     assert digests is not None
     for kind, file in ((".bin", digests.tokens), (".idx", digests.index)):
-        assert file.blocks.tolist() == slow_digests(prefix + kind)
+        assert file.digests == slow_digests(Path(prefix + kind).read_bytes())
         assert file.size == os.path.getsize(prefix + kind)
         check_file(prefix + kind, file)
     assert encode_digests(compute_digests(prefix)) == Path(digests_path(prefix)).read_text()
@@ -63,10 +75,9 @@ def test_digests_do_not_depend_on_how_a_file_is_given(sizes: list[int]) -> None:
     for piece in pieces:
         digester.update(piece)
     content = b"".join(pieces)
-    starts = range(0, len(content), BLOCK_BYTES)
-    wanted = [xxhash.xxh3_64_intdigest(content[start : start + BLOCK_BYTES]) for start in starts]
-    digests = file_digests(digester)
-    assert digests.blocks.tolist() == wanted and digests.size == len(content)
+    digests = FileDigests.of(digester)
+    assert digests.digests == slow_digests(content) and digests.size == len(content)
+    assert FileDigests.decode(digests.encode()) == digests
 
 
 def test_the_fingerprint_changes_with_any_byte(tmp_path: Path) -> None:
@@ -151,6 +162,7 @@ def test_no_reader_finds_old_digests_beside_new_tokens(tmp_path: Path, monkeypat
     assert steps == 6
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("more", [{}, {"partitions": 2, "workers": 2}])
 def test_the_tool_writes_digests_and_says_what_it_overwrites(
     tmp_path: Path, more: dict[str, int], caplog: pytest.LogCaptureFixture
@@ -171,3 +183,257 @@ def test_the_tool_writes_digests_and_says_what_it_overwrites(
     )
     assert re.search(f"WARNING: overwriting {wanted}", caplog.text)
     assert Path(digests_path(prefix)).read_bytes() == before
+
+
+# --- comparison, in the order of the samples --------------------------------------------------------------------
+
+ALONE = Share()
+SETTINGS = SampleSettings(seq_length=500, seed=1, split="1")
+
+
+class Watched(IndexedDataset):
+    """Notes which blocks are read."""
+
+    def runs(self, places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
+        for start, length in places:
+            for token in (*range(start, start + length, 100), start + length - 1):
+                self.seen.append(token * self.dtype.itemsize // BLOCK_BYTES)
+        return super().runs(list(places))
+
+    seen: list[int]
+
+
+def in_order(start: int, stop: int) -> npt.NDArray[np.int64]:
+    return np.arange(start, stop)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Corpora of six and of three blocks."""
+    folder = tmp_path_factory.mktemp("corpora")
+    write_corpus(folder / "a", 1, 3_000_000)
+    write_corpus(folder / "b", 2, 1_300_000)
+    return folder
+
+
+def one(prefix: Path | str) -> GPTDataset:
+    return GPTDataset(IndexedDataset(str(prefix)), 0, None, SETTINGS)
+
+
+def blend(folder: Path) -> BlendedDataset:
+    """The same corpus may be there twice."""
+    children = [one(folder / name) for name in ("a", "b", "a")]
+    return BlendedDataset(children, [0.5, 0.3, 0.2], 1500, 0)
+
+
+def slow_uses(dataset: Dataset, samples: Sequence[int]) -> list[tuple[int, str, int]]:
+    """(position, prefix, block), each block at the first sample whose tokens it holds, by reading the samples."""
+    found: dict[tuple[str, int], int] = {}
+    watched = []
+    for child in dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]:
+        assert isinstance(child, GPTDataset)
+        child.corpus = Watched(child.corpus.prefix)
+        watched.append(child.corpus)
+    for position, sample in enumerate(samples):
+        for corpus in watched:
+            corpus.seen = []
+        dataset[sample]
+        for corpus in watched:
+            for block in corpus.seen:
+                found.setdefault((corpus.prefix, block), position)
+    return sorted((position, prefix, block) for (prefix, block), position in found.items())
+
+
+@pytest.mark.parametrize("kind", ["one", "blend"])
+def test_the_blocks_of_samples_are_those_that_reading_them_touches(folder: Path, kind: str) -> None:
+    dataset: Dataset = one(folder / "a") if kind == "one" else blend(folder)
+    samples = np.random.default_rng(0).permutation(len(dataset))[:400]
+    uses = block_uses(dataset, samples)
+    prefixes = [corpus.prefix for corpus in corpora_of(dataset)]
+    found = sorted(zip(uses.positions.tolist(), (prefixes[n] for n in uses.corpora.tolist()), uses.blocks.tolist()))
+    assert found == slow_uses(dataset, samples.tolist())
+    assert uses.positions.tolist() == sorted(uses.positions.tolist())
+    assert len(found) == 6 + (kind == "blend") * 3
+
+
+def test_synthetic_data_has_no_blocks() -> None:
+    mock = MockDataset(1, 8, 100, 10)
+    assert corpora_of(mock) == [] and not len(block_uses(mock, np.arange(10)).blocks)
+
+
+def compare_all(dataset: Dataset, share: Share = ALONE, stop: int | None = None) -> list[Damage | int]:
+    digests = check_indexes([corpus.prefix for corpus in corpora_of(dataset)], None, share)
+    stop = len(dataset) if stop is None else stop
+    return list(BlockComparison(digests, share).compare(SampleRange("train", dataset, 0, stop, in_order)))
+
+
+def bytes_of(steps: Sequence[Damage | int]) -> list[int]:
+    return [step for step in steps if not isinstance(step, Damage) and step]
+
+
+def test_ranks_share_the_blocks_and_each_is_read_once(folder: Path) -> None:
+    dataset = blend(folder)
+    size = sum(os.path.getsize(folder / f"{name}.bin") for name in "ab")
+    assert sum(bytes_of(compare_all(dataset))) == size
+    shares = [bytes_of(compare_all(dataset, Share(rank, 4))) for rank in range(4)]
+    assert sum(map(sum, shares)) == size and max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_a_short_run_compares_what_it_reads_alone(tmp_path: Path) -> None:
+    """Two samples of a corpus of sixteen blocks."""
+    prefix = write_corpus(tmp_path / "large", 3, 8_000_000)
+    assert 1 <= len(bytes_of(compare_all(one(prefix), stop=2))) < 16
+
+
+def damaged(folder: Path, target: Path, kind: str, place: int) -> Path:
+    """A copy of the corpora in which one byte of ``a`` is another."""
+    shutil.copytree(folder, target)
+    flip(target / f"a{kind}", 8 * place + 2)
+    return target
+
+
+def test_every_damaged_block_is_found_by_one_rank_at_its_first_sample(folder: Path, tmp_path: Path) -> None:
+    for block in (0, 2, 5):
+        copy = damaged(folder, tmp_path / str(block), ".bin", block * BLOCK_BYTES + 7)
+        dataset = blend(copy)
+        wanted = {
+            (prefix, number): position for position, prefix, number in slow_uses(blend(copy), range(len(dataset)))
+        }
+        found = [step for rank in range(3) for step in compare_all(dataset, Share(rank, 3)) if isinstance(step, Damage)]
+        assert {damage.position for damage in found} == {wanted[str(copy / "a"), block]}
+        assert f"a.bin is damaged in bytes {block * BLOCK_BYTES} to " in found[0].description
+
+
+def test_a_damaged_index_is_found_by_one_rank_at_the_start(folder: Path, tmp_path: Path) -> None:
+    copy = damaged(folder, tmp_path / "copy", ".idx", os.path.getsize(folder / "a.idx") - 1000)
+    refused = 0
+    for rank in range(3):
+        try:
+            check_indexes([str(copy / "b"), str(copy / "a")], None, Share(rank, 3))
+        except DataError as error:
+            refused += "a.idx is damaged in bytes 0 to " in str(error)
+    assert refused == 1
+    os.truncate(copy / "b.bin", os.path.getsize(copy / "b.bin") + 1)  # behind what the index knows of
+    with pytest.raises(DataError, match=r"b\.bin has \d+ bytes instead of \d+"):
+        check_indexes([str(copy / "b")], None, ALONE)
+
+
+def test_a_corpus_without_digests_passes_and_is_known(folder: Path, tmp_path: Path) -> None:
+    copy = damaged(folder, tmp_path / "copy", ".bin", 5)
+    os.remove(digests_path(str(copy / "a")))
+    assert check_indexes([str(copy / "a")], None, ALONE) == {str(copy / "a"): None}
+    assert not any(isinstance(step, Damage) for step in compare_all(blend(copy)))
+
+
+def test_remote_corpora_are_compared_too(folder: Path, tmp_path: Path) -> None:
+    copy = damaged(folder, tmp_path / "copy", ".bin", 3 * BLOCK_BYTES)
+    for root, is_damaged in ((folder, False), (copy, True)):
+        corpus = IndexedDataset(f"file://{root}/a", index_cache=str(tmp_path / "cache"))
+        digests = check_indexes([corpus.prefix], str(tmp_path / "cache"), ALONE)
+        dataset = GPTDataset(corpus, 0, None, SETTINGS)
+        steps = BlockComparison(digests, ALONE).compare(SampleRange("train", dataset, 0, len(dataset), in_order))
+        assert any(isinstance(step, Damage) for step in steps) == is_damaged
+    copy = damaged(folder, tmp_path / "index", ".idx", 100)
+    with pytest.raises(DataError, match=r"file://.*a\.idx is damaged in bytes 0 to "):
+        check_indexes([f"file://{copy}/a"], str(tmp_path / "cache"), ALONE)
+
+
+# --- beside training -------------------------------------------------------------------------------------------
+
+
+def in_background(dataset: Dataset, bytes_per_s: float) -> tuple[BlockComparison, BackgroundComparison, SampleRange]:
+    digests = check_indexes([corpus.prefix for corpus in corpora_of(dataset)], None, ALONE)
+    comparison, wanted = BlockComparison(digests, ALONE), SampleRange("train", dataset, 0, len(dataset), in_order)
+    return comparison, BackgroundComparison(comparison, [wanted], bytes_per_s), wanted
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_thread_compares_all_and_ends(folder: Path) -> None:
+    comparison, background, _ = in_background(blend(folder), 1e12)
+    wait_for(lambda: not comparison.remaining)
+    wait_for(lambda: "compare-corpora" not in {thread.name for thread in threading.enumerate()})
+    assert background.found is None
+    background.close()
+
+
+def test_the_rate_is_kept_and_the_end_does_not_wait_for_it(folder: Path) -> None:
+    begun = time.monotonic()
+    comparison, background, wanted = in_background(blend(folder), 4e6)
+    wait_for(lambda: comparison.remaining <= 6)
+    assert time.monotonic() - begun > 2 * BLOCK_BYTES / 4e6  # three blocks, of which the last need not be waited for
+    background.finish([wanted])
+    assert not comparison.remaining and background.found is None
+
+
+def test_a_thread_says_what_it_finds_and_an_end_finds_what_it_has_not_reached(folder: Path, tmp_path: Path) -> None:
+    copy = damaged(folder, tmp_path / "copy", ".bin", 4 * BLOCK_BYTES)
+    _, background, _ = in_background(blend(copy), 1e12)
+    wait_for(lambda: background.found is not None)
+    assert isinstance(background.found, Damage) and "(block 4)" in background.found.description
+    _, slow, wanted = in_background(blend(copy), 1.0)
+    slow.finish([wanted])
+    assert slow.found == background.found
+    background.close()
+
+
+def test_a_thread_whose_file_cannot_be_read_any_more_says_so(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    dataset = blend(copy)
+    digests = check_indexes([str(copy / "a"), str(copy / "b")], None, ALONE)
+    os.truncate(copy / "b.bin", 10)
+    wanted = SampleRange("train", dataset, 0, len(dataset), in_order)
+    background = BackgroundComparison(BlockComparison(digests, ALONE), [wanted], 1e12)
+    wait_for(lambda: background.found is not None)
+    assert isinstance(background.found, DataError) and "b.bin was truncated" in str(background.found)
+    background.close()
+
+
+# --- many damaged corpora --------------------------------------------------------------------------------------
+
+
+def read_as_training_does(prefix: str) -> list[list[int]]:
+    """Samples in their order, compared and then read; :class:`DataError` where training would end."""
+    digests = check_indexes([prefix], None, ALONE)
+    dataset = GPTDataset(IndexedDataset(prefix), 0, None, SETTINGS)
+    count = min(100, len(dataset))
+    for step in BlockComparison(digests, ALONE).compare(SampleRange("train", dataset, 0, count, in_order)):
+        if isinstance(step, Damage):
+            raise DataError(f"{step.description}.")
+    return [dataset[index]["tokens"].tolist() for index in range(count)]
+
+
+@pytest.mark.parametrize("trials", [60, pytest.param(500, marks=pytest.mark.whole_matrix)])
+def test_of_damaged_corpora_none_feeds_other_tokens_and_none_gives_a_traceback(tmp_path: Path, trials: int) -> None:
+    good = write_corpus(tmp_path / "good", 7, 700_000)
+    wanted = read_as_training_does(good)
+    refused = 0
+    for trial in range(trials):
+        chance = random.Random(f"{trials} {trial}")
+        kind, damage = chance.choice((".bin", ".idx")), chance.choice(list(DAMAGES))
+        prefix = str(tmp_path / "damaged")
+        for suffix in (".bin", ".idx", ".digests.json"):
+            shutil.copy(good + suffix, prefix + suffix)
+        DAMAGES[damage](Path(prefix + kind), chance)
+        try:
+            assert read_as_training_does(prefix) == wanted, f"trial {trial}: {damage} of {kind} was read"
+        except DataError as error:
+            assert "\n" not in str(error) and "damaged" + kind in str(error)
+            refused += 1
+    print(f"{trials} damaged corpora: {refused} refused, {trials - refused} gave the tokens that were written")
+    assert refused > trials * 0.9
+
+
+def test_the_campaign_would_notice(tmp_path: Path) -> None:
+    """Without digests flipped bits are read as other tokens."""
+    prefix = write_corpus(tmp_path / "corpus", 7, 300_000)
+    wanted = read_as_training_does(prefix)
+    for seed in range(100):
+        flip_a_bit(Path(f"{prefix}.bin"), random.Random(seed))
+    os.remove(digests_path(prefix))
+    assert read_as_training_does(prefix) != wanted

@@ -73,15 +73,17 @@ def test_a_long_corpus_is_recorded_by_blocks_of_it(tmp_path: Path) -> None:
 # --- differences ---------------------------------------------------------------------------------------------
 
 
-def record_of(data: DataConfig, tokenizer: TokenizerConfig | None = None, splits: tuple[int, ...] = (0, 1)) -> Any:
-    """The record of a run, as a manifest gives it back."""
+def record_of(
+    *words: str, tokenizer: TokenizerConfig | None = None, splits: tuple[int, ...] = (0, 1), **flags: Any
+) -> Any:
+    """The record of a run on the corpora of ``words``, as a manifest gives it back."""
+    data = DataConfig(**{"data_path": words, "seq_length": 8, **flags})
     sources = read_sources(data)
-    corpora = {prefix: record_corpus(IndexedDataset(prefix)) for prefix in sources.prefixes}
     record = build_record(
         data,
         tokenizer or TokenizerConfig("NullTokenizer", vocab_size=999),
         sources,
-        corpora,
+        {prefix: record_corpus(IndexedDataset(prefix)) for prefix in sources.prefixes},
         used_splits=splits,
         seed=7,
         vocabulary_size=1000,
@@ -103,29 +105,24 @@ def blend(prefixes: list[str], *weights: float) -> tuple[str, ...]:
 
 
 def test_equal_data_have_no_differences(prefixes: list[str]) -> None:
-    saved = record_of(DataConfig(data_path=blend(prefixes, 0.7, 0.3), seq_length=8))
-    same = [
-        DataConfig(data_path=blend(prefixes, 70, 30), seq_length=8),
-        DataConfig(data_path=blend(prefixes, 0.7, 0.3), seq_length=8, split="969,30,1"),
-        DataConfig(data_path=blend(prefixes, 0.7, 0.3, 0), seq_length=8, num_workers=7, data_cache_path="elsewhere"),
-        DataConfig(data_path=blend(prefixes, 0.7, 0.3), seq_length=8, mmap_bin_files=False),
-    ]
-    for data in same:
-        assert training_differences(saved, record_of(data)) == []
-        assert evaluation_differences(saved, record_of(data)) == []
+    words = blend(prefixes, 0.7, 0.3)
+    for same in (
+        record_of(*blend(prefixes, 70, 30)),
+        record_of(*words, split="969,30,1"),
+        record_of(*blend(prefixes, 0.7, 0.3, 0), num_workers=7, data_cache_path="elsewhere"),
+        record_of(*words, mmap_bin_files=False),
+    ):
+        assert training_differences(record_of(*words), same) == []
+        assert evaluation_differences(record_of(*words), same) == []
 
 
 def test_corpora_may_lie_elsewhere(prefixes: list[str], tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
-    moved = [write(tmp_path / "moved" / f"{name}x", golden_documents(CORPUS_A, 100 * n)) for n, name in enumerate("ab")]
-    data = DataConfig(data_path=blend(prefixes, 0.7, 0.3), seq_length=8)
-    saved = record_of(data)
-    assert training_differences(saved, record_of(DataConfig(data_path=blend(moved, 0.7, 0.3), seq_length=8))) == []
-    swapped = [
-        write(tmp_path / "moved" / name, golden_documents(CORPUS_A, 100 * (1 - n))) for n, name in enumerate("ab")
-    ]
-    found = training_differences(saved, record_of(DataConfig(data_path=blend(swapped, 0.7, 0.3), seq_length=8)))
-    assert found == [
+    saved, corpora = record_of(*blend(prefixes, 0.7, 0.3)), [golden_documents(CORPUS_A, start) for start in (0, 100)]
+    moved = [write(tmp_path / "moved" / f"{name}x", corpus) for name, corpus in zip("ab", corpora)]
+    assert training_differences(saved, record_of(*blend(moved, 0.7, 0.3))) == []
+    swapped = [write(tmp_path / "moved" / name, corpus) for name, corpus in zip("ab", corpora[::-1])]
+    assert training_differences(saved, record_of(*blend(swapped, 0.7, 0.3))) == [
         f"weight of {swapped[1]}: 0.7 in the checkpoint, 0.3 now",
         f"weight of {swapped[0]}: 0.3 in the checkpoint, 0.7 now",
     ]
@@ -133,12 +130,12 @@ def test_corpora_may_lie_elsewhere(prefixes: list[str], tmp_path: Path) -> None:
 
 def test_a_difference_names_both_sides(prefixes: list[str]) -> None:
     a, b, c = prefixes
-    saved = record_of(DataConfig(data_path=("0.7", a, "0.3", b), seq_length=8))
+    same = ("0.7", a, "0.3", b)
+    saved = record_of(*same)
 
     def differences(*words: str, **changes: Any) -> list[str]:
-        return training_differences(saved, record_of(DataConfig(**{"data_path": words, "seq_length": 8, **changes})))
+        return training_differences(saved, record_of(*words, **changes))
 
-    same = ("0.7", a, "0.3", b)
     assert differences("0.5", a, "0.3", b) == [f"weight of {a}: 0.7 in the checkpoint, 0.5 now"]
     assert differences("0.7", a, "0.3", b, "0.1", c) == [f"corpus {c}: absent in the checkpoint, weight 0.1 now"]
     assert differences("0.7", a) == [f"corpus {b}: weight 0.3 in the checkpoint, absent now"]
@@ -154,12 +151,11 @@ def test_a_difference_names_both_sides(prefixes: list[str]) -> None:
     ]
     assert differences(*same, eod_mask_loss=True) == ["--eod-mask-loss: off in the checkpoint, on now"]
     assert differences(*same, dataloader_type="cyclic") == ["--dataloader-type: single in the checkpoint, cyclic now"]
-    assert differences(mock_data=True, data_path=()) == ["--mock-data: off in the checkpoint, on now"]
+    assert differences(mock_data=True) == ["--mock-data: off in the checkpoint, on now"]
 
 
 def test_every_setting_counts(prefixes: list[str]) -> None:
-    data = DataConfig(data_path=(prefixes[0],), seq_length=8, dataloader_type="cyclic")
-    saved = record_of(data)
+    saved = record_of(prefixes[0], dataloader_type="cyclic")
     settings = saved.keys() - {"corpora", "blends"}
     assert len(settings) == 16
     for name in settings:
@@ -172,62 +168,56 @@ def test_every_setting_counts(prefixes: list[str]) -> None:
 
 
 def test_other_content_under_the_same_name_is_named(prefixes: list[str]) -> None:
-    data = DataConfig(data_path=(prefixes[0],), seq_length=8)
-    saved = record_of(data)
+    saved = record_of(prefixes[0])
     tokens = Path(f"{prefixes[0]}.bin")
     numbers = np.frombuffer(tokens.read_bytes(), "<u2")
     tokens.write_bytes(numbers[::-1].tobytes())
     digests = [xxhash.xxh3_128_hexdigest(content.tobytes()) for content in (numbers, numbers[::-1])]
-    assert training_differences(saved, record_of(data)) == [
+    assert training_differences(saved, record_of(prefixes[0])) == [
         f"digest of sampled block 0 of {tokens} (1 of 1 blocks differ): {digests[0]} in the checkpoint, "
         f"{digests[1]} now"
     ]
     write(prefixes[0], golden_documents([*CORPUS_A[:-2], 5, 5]))
-    index = training_differences(saved, record_of(data))
-    assert any(
-        line.startswith(f"digest of {prefixes[0]}.idx: {saved['corpora'][0]['index_xxh3_128']}") for line in index
-    )
+    beginning = f"digest of {prefixes[0]}.idx: {saved['corpora'][0]['index_xxh3_128']}"
+    assert any(line.startswith(beginning) for line in training_differences(saved, record_of(prefixes[0])))
 
 
 def test_bytes_between_the_sampled_blocks_count_where_all_digests_are_known(tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(999, size=1_500_000)
     prefix = write(tmp_path / "a", [tokens.tolist()])
-    data = DataConfig(data_path=(prefix,), seq_length=8)
-    saved = record_of(data)
+    saved = record_of(prefix)
     first, second = sampled_blocks(2 * len(tokens), 2)[:2]
     tokens[(sum(first) + second[0]) // 4] ^= 1
     write(prefix, [tokens.tolist()])
-    (line,) = training_differences(saved, record_of(data))
+    (line,) = training_differences(saved, record_of(prefix))
     assert line.startswith(f"content of {digests_path(prefix)}: {saved['corpora'][0]['all_blocks']} in the checkpoint")
     Path(digests_path(prefix)).unlink()
-    assert training_differences(saved, record_of(data)) == []
+    assert training_differences(saved, record_of(prefix)) == []
 
 
 def test_another_tokenizer_file_of_the_same_size_is_named(prefixes: list[str], tmp_path: Path) -> None:
-    data = DataConfig(data_path=(prefixes[0],), seq_length=8)
     (tmp_path / "model").mkdir()
+
+    def record(path: Path) -> Any:
+        return record_of(prefixes[0], tokenizer=TokenizerConfig("HuggingFaceTokenizer", str(path)))
+
     for path in (tmp_path / "t.json", tmp_path / "model" / "tokenizer.json"):
         path.write_text("content 1")
-    saved = record_of(data, TokenizerConfig("HuggingFaceTokenizer", str(tmp_path / "t.json")))
-    moved = record_of(data, TokenizerConfig("HuggingFaceTokenizer", str(tmp_path / "model")))
-    assert training_differences(saved, moved) == []
+    saved = record(tmp_path / "t.json")
+    assert training_differences(saved, record(tmp_path / "model")) == []
     (tmp_path / "t.json").write_text("content 2")
-    (line,) = training_differences(
-        saved, record_of(data, TokenizerConfig("HuggingFaceTokenizer", f"{tmp_path}/t.json"))
-    )
+    (line,) = training_differences(saved, record(tmp_path / "t.json"))
     both = [xxhash.xxh3_128_hexdigest(text) for text in (b"content 1", b"content 2")]
     assert line == f"digest of the file of --tokenizer-model: {both[0]} in the checkpoint, {both[1]} now"
 
 
 def test_data_of_evaluation_are_apart(prefixes: list[str]) -> None:
     a, b, c = prefixes
-    saved, now = (
-        record_of(DataConfig(train_data_path=(a,), valid_data_path=(valid,), seq_length=8)) for valid in (b, c)
-    )
+    saved, now = (record_of(train_data_path=(a,), valid_data_path=(valid,)) for valid in (b, c))
     assert training_differences(saved, now) == []
     assert evaluation_differences(saved, now) == [
         f"valid split: corpus {b}: weight by number of samples in the checkpoint, absent now",
         f"valid split: corpus {c}: absent in the checkpoint, weight by number of samples now",
     ]
-    without = record_of(DataConfig(train_data_path=(a,), seq_length=8), splits=(0,))
+    without = record_of(train_data_path=(a,), splits=(0,))
     assert evaluation_differences(saved, without) == [] == evaluation_differences(without, now)

@@ -13,7 +13,7 @@ from megatron.checkpoint.tokenizer_files import write_tokenizer
 from megatron.config.data import TokenizerConfig
 from megatron.data.tokenizer_formats import sentencepiece_description
 from megatron.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
-from tests.data.texts import AWKWARD_TEXTS, NAMES, read_model, unlikely_texts
+from tests.data.texts import AWKWARD_TEXTS, CHARACTER_TEXTS, NAMES, read_model, unlikely_texts
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -98,11 +98,7 @@ def test_ids_and_text_of_llama3(llama3_model: str, tmp_path: Path) -> None:
     assert theirs("<|eot_id|>")["input_ids"] == [128_009]
     for text in TEXTS:
         assert theirs.decode(ours.tokenize(text)) == text
-    # Characters whose kind the libraries' regular expressions might see differently.
-    characters = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
-    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in characters]
-    for start in range(0, len(around), 500):
-        text = "".join(around[start : start + 500])
+    for text in CHARACTER_TEXTS:
         assert theirs(text)["input_ids"] == ours.tokenize(text)
 
 

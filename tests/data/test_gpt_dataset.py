@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.data import DataConfig
-from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import GPTDataset, MockDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import description_hash
+from tests.data.corpora import build as build_run
 from tests.data.corpora import write
 
 END, SYNTHETIC_END = 999, 7
@@ -41,10 +40,8 @@ def sample_settings(seq_length: int, document_end: int | None = END, **other: An
 
 def build(prefix: str | None, counts: tuple[int, int, int] = (40, 0, 0), **flags: Any) -> Any:
     """Datasets of a run with such flags, on the corpus (``None``: synthetic)."""
-    source: dict[str, Any] = {"mock_data": True} if prefix is None else {"data_path": (prefix,)}
-    data = DataConfig(**source, **flags, seq_length=LENGTH, split="60,20,20" if counts[1] else "1")
-    end = SYNTHETIC_END if prefix is None else END
-    return build_datasets(data, vocab_size=end + 1, eod=end, seed=5, sample_counts=counts, tokenizer_description=None)
+    flags |= {"counts": counts, "seq_length": LENGTH, "split": "60,20,20" if counts[1] else "1"}
+    return build_run(mock_data=True, eod=SYNTHETIC_END, **flags) if prefix is None else build_run(prefix, **flags)
 
 
 def starts_of(tokens: list[int], end: int = END) -> list[bool]:
@@ -145,12 +142,8 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
 
 
 def test_blends_hand_on_where_documents_begin(tmp_path: Path) -> None:
-    paths = [write(tmp_path / name, documents_of(lengths)) for name, lengths in (("a", LENGTHS), ("b", LENGTHS[::-1]))]
-    data = DataConfig(data_path=("2", paths[0], "1", paths[1]), seq_length=LENGTH, split="1", reset_position_ids=True)
-    dataset, _, _ = build_datasets(
-        data, vocab_size=END + 1, eod=END, seed=5, sample_counts=(30, 0, 0), tokenizer_description=None
-    )
-    assert dataset is not None
+    a, b = (write(tmp_path / name, documents_of(lengths)) for name, lengths in (("a", LENGTHS), ("b", LENGTHS[::-1])))
+    dataset, _, _ = build_run("2", a, "1", b, counts=(30, 0, 0), seq_length=LENGTH, reset_position_ids=True)
     for index in range(30):
         tokens, starts = (dataset[index][name].tolist() for name in ("tokens", "document_starts"))
         assert starts == starts_of(tokens)

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron.data.corpus_digests import block_uses, encode_file, file_digests
+from megatron.data.corpus_digests import block_uses
 from megatron.data.corpus_writer import IndexedDatasetWriter
-from megatron.data.digests import BLOCK_BYTES, new_digests, seal
+from megatron.data.digests import BLOCK_BYTES, FileDigests, new_digests, seal
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import load_or_build
@@ -146,7 +146,7 @@ def zero_digests(path: Path) -> dict[str, int | str]:
         first.update(file.read(BLOCK_BYTES))
     middle.update(bytes(BLOCK_BYTES))
     last.update(bytes(size % BLOCK_BYTES))
-    texts = [str(encode_file(file_digests(part))["blocks"]) for part in (first, middle, last)]
+    texts = [str(FileDigests.of(part).encode()["blocks"]) for part in (first, middle, last)]
     return {"bytes": size, "blocks": texts[0] + texts[1] * (size // BLOCK_BYTES - 1) + texts[2]}
 
 

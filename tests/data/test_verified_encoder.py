@@ -26,7 +26,7 @@ from megatron.data.verified_encoder import (
     fast_tokenizer_json,
 )
 from megatron.errors import TokenizerMismatchError
-from tests.data.texts import read_model, unlikely_texts
+from tests.data.texts import CHARACTER_TEXTS, CHARACTERS, read_model, unlikely_texts
 
 
 def assert_fast_ids_are_those_of_the_library(tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -89,11 +89,7 @@ def test_other_sentencepiece_models_are_left_to_the_library(
 
 
 def test_fast_ids_are_those_of_tiktoken(llama3_model: str) -> None:
-    """For every character in places where its kind matters, and for mixtures."""
-    tokenizer = TikTokenizer(llama3_model)
-    around = [f"{one},e {one}1234 the{one}'s\n{one}\n" for one in CHARACTERS]
-    texts = ["".join(around[start : start + 500]) for start in range(0, len(around), 500)]
-    assert_fast_ids_are_those_of_the_library(tokenizer, [*texts, *unlikely_texts(5000)])
+    assert_fast_ids_are_those_of_the_library(TikTokenizer(llama3_model), [*CHARACTER_TEXTS, *unlikely_texts(5000)])
 
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -132,8 +128,6 @@ def test_other_tokenizer_json_are_left_to_the_library(hugging_face_directory: Pa
 
 
 QWEN2_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-CHARACTERS = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
-"""What lies beyond has no kind that matters."""
 
 
 @pytest.mark.parametrize("case", ["GPT-2's split", LLAMA3_SPLIT, QWEN2_SPLIT, "merges in another order than ids"])

@@ -38,6 +38,15 @@ NAMES = ("<s>", "</s>", "<unk>", "<0x0A>", "<|end_of_text|>", "<|begin_of_text|>
 """Names of special tokens, which transformers finds in a text unless it is told to split them."""
 
 
+CHARACTERS = [chr(code) for code in range(0x33500) if not 0xD800 <= code < 0xE000]
+"""What lies beyond has no kind that matters."""
+CHARACTER_TEXTS = [
+    "".join(f"{one},e {one}1234 the{one}'s\n{one}\n" for one in CHARACTERS[start : start + 500])
+    for start in range(0, len(CHARACTERS), 500)
+]
+"""Every character in places where regular expressions of libraries might see its kind differently."""
+
+
 def random_texts(count: int) -> Iterator[str]:
     generator = random.Random(0)
     alphabet = "ab  \n\t09_(:\u00e9\u4e2d\U0001f600"

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from megatron.commands import pretrain_llama
-from megatron.data import loader as loader_processes
+from megatron.data import loader
 from tests.end_to_end.run_process import (
     REPOSITORY,
     Corpus,
@@ -80,7 +80,7 @@ def main(flags: Sequence[str], metrics: Path, rank: int, number: signal.Signals 
     clock = Clock()
     if int(os.environ["RANK"]) == rank:
         threading.Thread(target=then_signal, args=(metrics, number, clock), daemon=True).start()
-    with mock.patch.object(loader_processes, "Wait", partial(loader_processes.Wait, clock=clock)):
+    with mock.patch.object(loader, "Wait", partial(loader.Wait, clock=clock)):
         return pretrain_llama.main(flags)
 
 

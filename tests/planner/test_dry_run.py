@@ -3,15 +3,18 @@
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.architectures.catalog import PRESETS
+from megatron.commands.pages.dry_run_report import groups
 from megatron.commands.planning import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.dry_run import ALLOWANCE
+from megatron.core.topology import RankGrid
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
@@ -267,3 +270,18 @@ def test_layers_of_transformer_engine_are_planned_as_local_ones(recipe_name: str
     flags = f"{TINY} --transformer-impl transformer_engine --fp8-format hybrid --fp8-recipe {recipe_name}"
     config = with_local_layers(parse_command_line([*flags.split(), "--global-batch-size", "2"]))
     assert (config.model.transformer_impl, config.precision.fp8_recipe) == ("local", planned)
+
+
+def test_the_layout_says_whether_all_groups_stay_in_a_node() -> None:
+    """With three stages, those of the first are 0 1 6 7 12 13 18 19 …: the second EP group is on two nodes."""
+    grid = RankGrid(tp=2, pp=3, dp=8, ep=4)
+    assert grid.group(0, ("ep",)) == (0, 1, 6, 7)
+    architecture = SimpleNamespace(num_experts=4)
+    plan: Any = SimpleNamespace(
+        run=SimpleNamespace(grid=grid, architecture=architecture, node_size=8), stages=[SimpleNamespace(rank=0)]
+    )
+    layout = groups(plan)
+    assert layout["ep"] == {"size": 4, "groups": 12, "ranks": [0, 1, 6, 7], "in_node": False}
+    assert layout["tp"]["in_node"] and layout["etp"]["in_node"] and not layout["edp"]["in_node"]
+    architecture.num_experts = None
+    assert list(groups(plan)) == ["tp", "cp", "pp", "dp"]

@@ -1,8 +1,9 @@
 """The closed form of a step's time: against counts by hand, the schedule simulator, the bytes that docs/moe.md states,
-and published runs of models with experts."""
+and published runs of models with experts; and the files of the clusters that it prices."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,21 @@ from hypothesis import strategies as st
 
 from benchmarks.published.fit import errors
 from benchmarks.published.table import TABLE
+from megatron.errors import ConfigError
 from megatron.planner.step_time.formulas import ExpertShapes, StepTimeModel, accesses_between, dispatch_seconds
-from megatron.planner.step_time.prices import CONSTANTS, load_fitted
+from megatron.planner.step_time.prices import CONSTANTS, Machines, load_fitted, pod_share
 from megatron.planner.step_time.published import read_published
-from megatron.planner.step_time.workload import TERMS, Run, Schedule, Software, Workload, read_cluster
+from megatron.planner.step_time.workload import (
+    CLUSTERS,
+    TERMS,
+    Cluster,
+    Run,
+    Schedule,
+    Software,
+    Workload,
+    cluster_names,
+    read_cluster,
+)
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 
@@ -247,3 +259,115 @@ def test_published_runs_of_qwen3_are_within_thirty_percent() -> None:
     found = errors(usual, load_fitted())
     assert np.abs(found).max() <= 0.3
     assert np.median(np.abs(found)) <= 0.15
+
+
+# Clusters.
+
+GPUS = ("a100-80gb", "h100", "h200", "b200", "gb200")
+NO_CONSTANTS = {"name", "sources", "constants"}
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_every_constant_has_a_source_with_a_date(name: str) -> None:
+    cluster = read_cluster(name)
+    stated = {one.name for one in fields(Cluster) if getattr(cluster, one.name) != one.default}
+    assert set(cluster.sources) == stated - NO_CONSTANTS
+    for constant, source in cluster.sources.items():
+        assert re.search(r"\b20\d\d\b", source), f"{constant}: {source}"
+    assert cluster.node_size == (72 if "gb200" in name else 8)
+    # 419 unexpected interruptions in 54 days of 16,384 GPUs (Llama 3).
+    assert cluster.gpu_hours_per_failure == pytest.approx(54 * 24 * 16384 / 419, rel=1e-3)
+    assert {cluster: 1}[read_cluster(name)] == 1  # a cluster can be a key
+
+
+def test_there_is_a_file_for_each_gpu_with_either_network() -> None:
+    for gpu in GPUS:
+        assert {gpu, f"{gpu}-roce"} <= set(cluster_names())
+        roce = read_cluster(f"{gpu}-roce")
+        assert (roce.pod_size, roce.oversubscription) == (3072, 7.0)
+        same = replace(roce, name=gpu, pod_size=None, oversubscription=1.0, sources={})
+        assert same == replace(read_cluster(gpu), sources={})
+
+
+def test_what_is_no_cluster_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"There is no cluster h900: .* h100"):
+        read_cluster("h900")
+    assert "roce" not in cluster_names()
+    with pytest.raises(ConfigError, match="lacks"):
+        read_cluster(CLUSTERS / "fabrics" / "roce.toml")
+
+
+def write_cluster(directory: Path, name: str, text: str) -> str:
+    (directory / f"{name}.toml").write_text(text)
+    return str(directory / f"{name}.toml")
+
+
+def test_a_file_inherits_what_it_does_not_state(tmp_path: Path) -> None:
+    write_cluster(tmp_path, "mine", 'base = "h100"\nmemory_gib = 94.0\n[sources]\nmemory_gib = "measured, 2026"\n')
+    place = write_cluster(tmp_path, "ours", 'base = ["mine", "fabrics/roce"]\nnode_size = 4\n[constants]\nlink = 0.8\n')
+    cluster, h100 = read_cluster(place), read_cluster("h100")
+    assert (cluster.name, cluster.memory_gib, cluster.node_size, cluster.pod_size) == ("ours", 94.0, 4, 3072)
+    assert cluster.hbm_bytes_per_s == h100.hbm_bytes_per_s
+    assert cluster.sources["memory_gib"] == "measured, 2026"
+    assert cluster.sources["hbm_bytes_per_s"] == h100.sources["hbm_bytes_per_s"]
+    assert cluster.constants == {"link": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('base = "h100"\nnvlink = 3\n', ["nvlink"]),
+        ('base = "h101"\n', ["h101", "h100"]),
+        ("base = 3\n", ["3"]),
+        ('base = "wrong"\n', ["its own base"]),
+        ('generation = "hopper"\n', ["bf16_flops", "node_size"]),
+        ('base = "h100"\ngeneration = "volta"\n', ["volta", "hopper"]),
+        ('base = "h100"\nnode_size = 0\n', ["node_size", "0"]),
+        ('base = "h100"\nnode_size = "8"\n', ["node_size", "'8'"]),
+        ('base = "h100"\nsources = ["a data sheet"]\n', ["[sources]"]),
+        ('base = "h100"\n[constants]\nlink = -1\n', ["constants.link", "-1"]),
+        ("base = \n", ["not a TOML file"]),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, words: list[str]) -> None:
+    place = write_cluster(tmp_path, "wrong", text)
+    with pytest.raises(ConfigError) as raised:
+        read_cluster(place)
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def reference_share(ranks: int, distance: int, pod: int, oversubscription: float) -> float:
+    """By counting: all GPUs send at their full rate; how much of it the busiest pod's links to others can carry."""
+    gpus = range(ranks * distance)
+    pods = {place // pod for place in gpus}
+    sent = dict.fromkeys(pods, 0)
+    for rank in gpus:
+        following = (rank + distance) % len(gpus)  # each residue modulo the distance is a ring
+        sent[rank // pod] += following // pod != rank // pod
+    most = max(sent.values())
+    return 1.0 if most == 0 else min(1.0, pod / oversubscription / most)
+
+
+@pytest.mark.parametrize(("ranks", "distance"), [(128, 8), (8, 128), (4, 256), (16, 16), (2, 8), (64, 64), (2, 1024)])
+def test_rings_use_the_links_between_pods_once_per_pod(ranks: int, distance: int) -> None:
+    cluster = replace(read_cluster("h100-roce"), pod_size=256)
+    share = float(pod_share(Machines([cluster]), ranks, distance)[0])
+    assert share == pytest.approx(reference_share(ranks, distance, 256, 7.0))
+    unlimited = Machines([read_cluster("h100")])
+    assert float(pod_share(unlimited, ranks, distance)[0]) == 1.0
+
+
+def test_oversubscription_slows_down_stages_larger_than_pods_and_not_the_rings_of_llama_3() -> None:
+    def of_llama(cluster: Cluster) -> Mapping[str, float]:
+        run = replace(
+            LLAMA_8B, layers=128, hidden=16384, heads=128, ffn=53248, gpus=16384, tp=8, pp=16, dp=128,
+            global_batch_size=2048, software=replace(SOFTWARE, elementwise="eager"), cluster=cluster,
+        )  # fmt: skip
+        return terms(run, load_fitted())
+
+    roce, full = of_llama(read_cluster("h100-roce")), of_llama(H100)
+    assert roce["data parallelism"] == full["data parallelism"]
+    assert roce["pipeline messages"] / full["pipeline messages"] == pytest.approx(7.0 / 3)
+    # A stage has 1,024 GPUs: all of a small pod send to the next one.
+    small = of_llama(replace(read_cluster("h100-roce"), pod_size=1024))
+    assert small["pipeline messages"] / full["pipeline messages"] == pytest.approx(7.0)

@@ -1,4 +1,4 @@
-"""Recorded launches: their kinds, bytes, shapes of GEMMs, FLOPs of attention, and recompute."""
+"""Recorded launches: kinds, bytes, shapes of GEMMs, FLOPs of attention, recompute; what a rank sends, and where."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.core.topology import single_process
-from megatron.planner.launches import Launch, LaunchRecorder, ProductShape
+from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.topology import RankGrid, single_process
+from megatron.planner.launches import (
+    Launch,
+    LaunchRecorder,
+    ProductShape,
+    Traffic,
+    axis_of,
+    expert_placement_advice,
+)
 from megatron.planner.plan import Run
 from megatron.planner.simulated_rank import simulated_kernels
 from megatron.training.build.vocabulary import planned_vocabulary
@@ -152,3 +160,61 @@ def test_host_syncs_are_what_the_host_waits_for() -> None:
         numbers.nonzero()
     kinds = [launch.kind for launch in recorder.launches]
     assert kinds == ["host sync", "elementwise", "host sync", "host sync", "host copy", "elementwise", "host sync"]
+
+
+# --- traffic -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100)],
+)
+def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
+    traffic = Traffic(rank=6, node_size=8)
+    near, far = (Communicator(ranks, 6, "dp") for ranks in ((4, 5, 6, 7), (6, 14, 22, 30)))
+    for ranks in (near, far):
+        observe = traffic.observer(ranks)
+        observe(CollectiveRecord(kind, "dp", 4, 100))
+        observe(CollectiveRecord("receive", "dp", 4, 100, peer=5))
+    assert traffic.by_axis == {"dp": 2 * sent}
+    assert traffic.by_link == {"in node": sent, "across": sent}
+    traffic.observer(far)(CollectiveRecord("send", "pp F down", 4, 10, peer=14))
+    traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
+    assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
+    assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
+
+
+@pytest.mark.parametrize(
+    ("axes", "axis"),
+    [("ep", "ep"), ("etp", "etp"), ("etpxep", "ep"), ("edp", "edp"), ("edp_shard", "edp"), ("edp_replicate", "edp")],
+)
+def test_the_traffic_of_experts_has_axes_of_its_own(axes: str, axis: str) -> None:
+    assert axis_of(axes) == axis
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        RankGrid(tp=2, pp=4, dp=8, ep=8, order="tp-cp-ep-dp-pp"),
+        RankGrid(tp=2, pp=4, dp=8, ep=8, order="dp-tp-cp-ep-pp"),
+        RankGrid(dp=64, ep=8),
+        RankGrid(pp=2, dp=4, ep=4),
+        RankGrid(tp=2, pp=4, dp=8, etp=2),
+        RankGrid(tp=8, pp=8, dp=8),
+        RankGrid(pp=4, dp=32, ep=16),
+    ],
+    ids=["ordered", "another order", "no pipeline", "one node", "pairs", "dense", "larger than a node"],
+)
+def test_there_is_advice_only_where_another_order_is_better(grid: RankGrid) -> None:
+    assert expert_placement_advice(grid, 8) is None
+    # The default order spreads the experts of a pipeline over nodes.
+    advice = expert_placement_advice(RankGrid(tp=2, pp=4, dp=8, ep=8), 8)
+    assert advice is not None and "0 1 8 9 16 17 24 25" in advice and "--rank-order tp-cp-ep-dp-pp" in advice
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(8, 1), (4, 2)])
+@pytest.mark.parametrize(("node_size", "is_spread"), [(4, False), (8, True), (16, True), (32, False), (72, False)])
+def test_the_advice_depends_on_the_size_of_a_node(node_size: int, is_spread: bool, ep: int, etp: int) -> None:
+    """Eight experts every second of 32 ranks: they fit in a node of 32, and no order brings them into one of 4."""
+    grid = RankGrid(tp=2, pp=4, dp=8, ep=ep, etp=etp)
+    assert (expert_placement_advice(grid, node_size) is not None) == is_spread

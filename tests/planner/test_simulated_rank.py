@@ -1,31 +1,52 @@
 """A simulated step holds and sends what a real one does, byte for byte but for what depends on when messages arrive."""
 
+import json
+import math
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
+from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.moe.layer import Experts
 from megatron.core.ops.attention import VarlenKernel
+from megatron.core.topology import Topology
+from megatron.planner import simulated_rank
 from megatron.planner.launches import Traffic
-from megatron.planner.memory import MemoryTracker
+from megatron.planner.memory import Kind, MemoryTracker
 from megatron.planner.plan import (
+    Plan,
     Run,
     StagePlan,
     enough_microbatches,
     fake_processes,
+    largest_fitting_load,
     live_peaks,
     make_plan,
     simulate_rank,
 )
-from megatron.planner.simulated_rank import ShapeTracker, build_rank, simulated_kernels
+from megatron.planner.simulated_rank import ShapeTracker, build_rank, run_step, simulated_kernels
 from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
-from tests.planner.real_step import RANKS, TINY, VOCABULARY, real_step, run_of
+from megatron.training.initialize import rank_grid
+from tests.end_to_end.run_process import call_training
 from tests.rank_pool import RankPool
 
+VOCABULARY = 1000
+TINY = (
+    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 16 "
+    "--train-iters 10 --lr 1e-3 --device cpu"
+)
+RANKS = 4
 EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-router-force-load-balancing"
 """A real step has an even load, too."""
 LLAMA_4 = "--no-rope-freq 2 --attention-chunk-size 64 --qk-l2-norm --attention-temperature-tuning --bf16"
@@ -56,6 +77,46 @@ LAYOUTS = {
     "Muon, ZeRO-1": "--optimizer muon --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16",
     "Muon, FSDP": "--optimizer muon --use-torch-fsdp2 --bf16",
 }
+
+
+def config_of(flags: str) -> RunConfig:
+    config = parse_command_line(f"{TINY} {flags}".split())
+    check_run(config, RANKS)
+    return config
+
+
+def run_of(flags: str) -> Run:
+    return Run.of(config_of(flags), RANKS, Vocabulary(VOCABULARY, VOCABULARY - 1))
+
+
+class ObservedTopology(Topology):
+    """Real communicators that tell ``traffic`` of their collectives."""
+
+    traffic: Traffic
+
+    def _connect(self, *arguments: object, **options: object) -> Communicator:
+        communicator = super()._connect(*arguments, **options)  # type: ignore[arg-type]
+        communicator.observer = self.traffic.observer(communicator)
+        return communicator
+
+
+def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], list[CollectiveRecord]]:
+    """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
+    config = config_of(flags)
+    # Over gloo: the memory that ranks share is outside torch's, and its views would count as tensors.
+    topology = ObservedTopology(
+        rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"), shares_memory=False
+    )
+    topology.traffic = Traffic(dist.get_rank(), node_size=8)
+    tracker = MemoryTracker()
+    with tracker:
+        module = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
+    module.data_parallel.initialize(config.training.seed)
+    topology.traffic.clear()
+    steady = tracker.now
+    with tracker:
+        run_step(config, topology, module, num_microbatches, tracker)
+    return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,25 +190,6 @@ def test_the_schedules_of_few_microbatches_hold_as_much(schedule: str) -> None:
         few = enough_microbatches(run.schedule, stage, 64)
         assert few <= 20
         assert live_peaks(run.schedule(few), stage) == live_peaks(run.schedule(64), stage)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [("all_reduce", 150), ("all_gather", 75), ("reduce_scatter", 75), ("all_to_all", 75), ("send", 100)],
-)
-def test_bytes_sent_are_those_of_a_ring(kind: str, sent: int) -> None:
-    traffic = Traffic(rank=6, node_size=8)
-    near, far = (Communicator(ranks, 6, "dp") for ranks in ((4, 5, 6, 7), (6, 14, 22, 30)))
-    for ranks in (near, far):
-        observe = traffic.observer(ranks)
-        observe(CollectiveRecord(kind, "dp", 4, 100))
-        observe(CollectiveRecord("receive", "dp", 4, 100, peer=5))
-    assert traffic.by_axis == {"dp": 2 * sent}
-    assert traffic.by_link == {"in node": sent, "across": sent}
-    traffic.observer(far)(CollectiveRecord("send", "pp F down", 4, 10, peer=14))
-    traffic.observer(far)(CollectiveRecord("shift", "cp", 4, 1, peer=7))
-    assert traffic.by_link == {"in node": sent + 1, "across": sent + 10}
-    assert traffic.by_axis == {"dp": 2 * sent, "pp": 10, "cp": 1}
 
 
 @pytest.mark.parametrize(("gpus_per_node", "across"), [(1, {"tp", "dp"}), (2, {"dp"}), (4, set())])
@@ -285,3 +327,150 @@ def test_overlapped_tensor_parallelism_on_gpus_is_planned_with_whole_products() 
     in_fp8 = plan_of_8b(f"{layout} --tp-comm-overlap --fp8-format hybrid --fp8-recipe tensorwise", 4)
     assert exchanges(plain) == 0 < exchanges(overlapped)
     assert exchanges(in_fp8) > 2 * exchanges(overlapped)
+
+
+# --- experts: rows, memory by load, and the load that still fits ---------------------------------------------
+
+MANY_EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 96 --moe-token-dispatcher-type alltoall"
+EP4 = f"{MANY_EXPERTS} --expert-model-parallel-size 4"
+EP2 = f"{MANY_EXPERTS} --expert-model-parallel-size 2"
+DENSE_FIRST = f"{EP2} --pipeline-model-parallel-size 2 --moe-layer-freq [0]*2+[1]*2 --moe-ffn-hidden-size 384"
+WIDE_FIRST = f"{DENSE_FIRST} --ffn-hidden-size 1024"
+"""The first stage has no experts, and with an even load its peak is the highest."""
+TOKEN_IDS = 3
+"""So few that the load is uneven: tokens of an id choose similar experts."""
+
+
+def rows_during(run: Callable[[], Any]) -> tuple[Any, list[int]]:
+    """The result of ``run``, and the rows of every call of the experts."""
+    rows: list[int] = []
+    forward = Experts.forward
+
+    def counted(experts: Experts, inputs: Tensor, *arguments: Any) -> Tensor:
+        rows.append(inputs.shape[0])
+        return forward(experts, inputs, *arguments)
+
+    with patch.object(Experts, "forward", counted):
+        return run(), rows
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("load", [0.5, 1, 1.5])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    ("layout", "factor"),
+    [
+        ("--expert-model-parallel-size 4", 1),
+        (f"{TP2} --expert-model-parallel-size 2", 1),
+        (f"{TP2} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1", 1 / 2),
+        ("--context-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 2", 1),
+    ],
+)
+def test_experts_of_a_simulated_rank_have_all_rows_of_the_load(
+    layout: str, factor: float, dispatcher: str, load: float
+) -> None:
+    """s b k ETP / (TP CP) times the load. What a fake tensor returns for counts, 1 for each expert, is never used."""
+    run = run_of(f"{MANY_EXPERTS} {layout} --moe-token-dispatcher-type {dispatcher}").with_expert_load(load)
+    _, rows = rows_during(lambda: simulate_rank(run, 0, 2))
+    assert set(rows) == {256 * 2 * factor * load}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("flags", [EP4, f"{EP4} --moe-token-dispatcher-type allgather --bf16", DENSE_FIRST])
+def test_activations_alone_grow_with_the_load_and_linearly(flags: str) -> None:
+    run = run_of(flags)
+    rank = run.rank_of_stage(run.grid.pp - 1)
+    one, half_more, two = (simulate_rank(run.with_expert_load(load), rank).peak for load in (1, 1.5, 2))
+    assert two.total - one.total == pytest.approx(2 * (half_more.total - one.total), rel=1e-3)
+    grown = {kind: two.by_kind[kind] - one.by_kind[kind] for kind in two.by_kind}
+    # The gradient of the rows and what a backward pass computes of it.
+    temporary = grown["working memory"] + grown["communication buffers"]
+    assert grown["activations"] > 0.5 * (two.total - one.total)
+    assert grown["activations"] + temporary == two.total - one.total
+
+
+def few_tokens(original: Callable[..., Iterator[dict[str, Tensor]]]) -> Callable[..., Iterator[dict[str, Tensor]]]:
+    """Microbatches of :data:`TOKEN_IDS` random token ids, others on every data-parallel rank."""
+
+    def microbatches(config: object, topology: Topology, *more: object) -> Iterator[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(topology.coordinates["dp"])
+        for microbatch in original(config, topology, *more):
+            tokens = torch.randint(0, TOKEN_IDS, microbatch["tokens"].shape, generator=generator)
+            yield microbatch | {"tokens": tokens}
+
+    return microbatches
+
+
+def routed_step(flags: str, num_microbatches: int) -> tuple[int, list[int]]:
+    """A real step whose router chooses: the bytes at its peak, and the rows of every call of the experts."""
+    with patch.object(simulated_rank, "_microbatches", few_tokens(simulated_rank._microbatches)):
+        (peak, *_), rows = rows_during(lambda: real_step(flags, num_microbatches))
+    return peak, rows
+
+
+@pytest.mark.processes
+def test_memory_is_that_of_a_real_step_with_the_measured_load(four_ranks: RankPool) -> None:
+    # One MoE layer, since a rank has another load in each.
+    flags = f"{EP4} --moe-layer-freq [0]*3+[1] --moe-ffn-hidden-size 768 --use-distributed-optimizer"
+    run = run_of(flags)
+    loads = []
+    for rank, (peak, rows) in enumerate(four_ranks.run(routed_step, flags, run.num_microbatches)):
+        assert len(rows) == run.num_microbatches
+        # The peak is in the microbatch with the most rows: without a pipeline one is alive at a time.
+        loads.append(max(rows) / (256 * 2))
+        plan = simulate_rank(run.with_expert_load(loads[-1]), rank, run.num_microbatches)
+        assert plan.peak.total == pytest.approx(peak, rel=0.02)
+    # Uneven enough: the dry run of an even load misses the memory of the fullest rank.
+    fullest = loads.index(max(loads))
+    even = simulate_rank(run, fullest, run.num_microbatches)
+    assert even.peak.total < 0.96 * simulate_rank(run.with_expert_load(max(loads)), fullest).peak.total
+
+
+def plan_of(flags: str, limit: int) -> Plan:
+    """The plan on GPUs with ``limit`` bytes."""
+    config = config_of(f"{flags} --dry-run --num-gpus 4 --gpu-memory-gb {limit / 2**30!r}")
+    run = replace(run_of(flags), config=config)
+    return make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
+
+
+def most_needed(run: Run, load: float) -> int:
+    ranks = map(run.rank_of_stage, range(run.grid.pp))
+    return max(simulate_rank(run.with_expert_load(load), rank).needed for rank in ranks)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("flags", "largest"), [(EP4, 4), (WIDE_FIRST, 2)])
+def test_the_largest_load_that_fits_is_found(flags: str, largest: float) -> None:
+    even, worst = (most_needed(run_of(flags), load) for load in (1, largest))
+    assert even < worst
+    plan = plan_of(flags, (even + worst) // 2)
+    load = largest_fitting_load(plan)
+    assert load is not None and 1 < load < largest
+    assert most_needed(plan.run, load) <= plan.limit < most_needed(plan.run, 1.05 * load)
+    # The dry run may begin at another load.
+    assumed = plan.run.with_expert_load((1 + load) / 2)
+    again = largest_fitting_load(make_plan(assumed, [stage.rank for stage in plan.stages]))
+    assert again == pytest.approx(load, rel=0.05)
+    assert largest_fitting_load(plan_of(flags, worst)) == largest
+    assert largest_fitting_load(plan_of(flags, even - 1)) is None
+    # Without expert parallelism the load does not matter.
+    assert largest_fitting_load(plan_of(MANY_EXPERTS, 80 * 2**30)) is None
+
+
+@pytest.mark.processes
+def test_the_report_says_the_assumed_load_and_the_largest(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    even, worst = (most_needed(run_of(EP2), load) for load in (1, 2))
+    flags = f"{TINY} {EP2} --dry-run --num-gpus 4 --dry-run-json {path}".split()
+    outcome = call_training([*flags, "--gpu-memory-gb", repr((even + worst) / 2 / 2**30)])
+    found = json.loads(path.read_text())
+    load = found["largest_fitting_expert_load"]
+    assert found["expert_load"] == 1 and 1 < load < 2
+    largest = f"{math.floor(100 * load) / 100:g}"
+    assert f"assumed expert load: 1, which is balanced; fits up to an expert load of {largest}\n" in outcome.stdout
+    assert {"ep", "edp"} <= set(found["bytes_sent"]["0"])
+    whole = call_training([*flags, "--dry-run-expert-load", "1.5"])
+    assert "assumed expert load: 1.5; fits with every load, at most 2" in whole.stdout
+    assert json.loads(path.read_text())["expert_load"] == 1.5
+    call_training([*flags, "--gpu-memory-gb", repr((even - 1) / 2**30)])
+    assert json.loads(path.read_text())["largest_fitting_expert_load"] is None

@@ -233,7 +233,13 @@ def cluster_file(calibrated: Calibrated, measured: Measured, base: str | None, d
     """The text of the file: with ``base`` the constants that differ from it, else all fields."""
     lines = [f"# Measured on {date} by tools/calibrate_cluster.py: {machine}."]
     lines += [f"# {line}" for line in summary(calibrated, measured)]
-    lines += list(_fields(calibrated.cluster)) if base is None else [f'base = "{base}"']
+    if base is not None:
+        lines.append(f'base = "{base}"')
+    for one in fields(Cluster) if base is None else ():
+        value = getattr(calibrated.cluster, one.name)
+        if one.name not in _TABLES and value != one.default:
+            text = f'"{value}"' if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else value
+            lines.append(f"{one.name} = {text}")
     lines += ["", "[sources]", *_sources(calibrated, measured, base, date)]
     lines += ["", "[constants]", *(f"{name} = {value:.6g}" for name, value in calibrated.cluster.constants.items())]
     return "\n".join(lines) + "\n"
@@ -260,17 +266,6 @@ def _samples(measured: Measured) -> Mapping[str, list[Sample]]:
         **by_link,
         "steps": list(measured.steps.values()),
     }
-
-
-def _fields(cluster: Cluster) -> Iterator[str]:
-    for one in fields(Cluster):
-        value = getattr(cluster, one.name)
-        if one.name in _TABLES or value == one.default:
-            continue
-        if isinstance(value, str):
-            yield f'{one.name} = "{value}"'
-        else:
-            yield f"{one.name} = {value:.6g}" if isinstance(value, float) else f"{one.name} = {value}"
 
 
 def _sources(calibrated: Calibrated, measured: Measured, base: str | None, date: str) -> Iterator[str]:

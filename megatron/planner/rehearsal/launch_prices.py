@@ -89,7 +89,7 @@ class LaunchPrices:
         assert shape is not None
         if shape.dtype == torch.float32 and self.machines.is_gpu:
             flops = 2.0 * shape.rows * shape.columns * shape.depth * shape.count
-            return _number(flops / prices.fp32_rate(self.machines.bf16_flops))
+            return _number(flops / (self.machines.bf16_flops * prices.FP32_SHARE))
         rows, columns = (shape.columns, shape.rows) if shape.is_accumulated else (shape.rows, shape.columns)
         sizes = rows, columns, shape.depth, launch.num_bytes / shape.count, shape.dtype in _FP8, shape.count
         return _number(prices.product_seconds(self.machines, self.constants, *sizes))

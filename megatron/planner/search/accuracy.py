@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.metrics.jsonl import RUN
-from megatron.planner.search.layout import Job
+from megatron.planner.search.layout import Job, Layout
 from megatron.planner.step_time.prices import load_record
 from megatron.planner.step_time.workload import Cluster
 
@@ -98,12 +98,12 @@ def level_of(cluster: Cluster) -> Level:
     return Level(error=KNOWN_ERROR if cluster.constants else OWN_ERROR)
 
 
-def unmeasured(config: RunConfig, cluster: Cluster, gpus: int, schedule: str, level: Level) -> list[str]:
-    """Descriptions of what of a run has been measured neither elsewhere nor for the level."""
-    measured = _MEASURED_REGIMES | level.regimes
+def unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
+    """Descriptions of what of a layout has been measured neither elsewhere nor for the level."""
+    measured, cluster = _MEASURED_REGIMES | level.regimes, job.cluster
     if cluster.constants:
         measured |= {("gpu", cluster.generation, str(cluster.bf16_flops))}
-    found = regimes_of(config, cluster, gpus, schedule)
+    found = regimes_of(layout.apply(job.config, job.given), cluster, job.num_gpus, layout.schedule)
     return [regime.description for regime in found if regime.key not in measured]
 
 

@@ -101,7 +101,7 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
         layout = priced.layouts[number]
         terms = {name: level.factor * float(seconds[number]) for name, seconds in priced.terms.items()}
         seconds = sum(terms.values())
-        error = UNKNOWN_ERROR if _unmeasured(job, layout, level) else level.error
+        error = UNKNOWN_ERROR if unmeasured(job, layout, level) else level.error
         rate = job.tokens_per_step / seconds / job.num_gpus
         limits, advice = describe_limit(terms, layout, job)
         planned.append(
@@ -129,12 +129,8 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
 
 def accuracy_warnings(job: Job, layout: Layout, level: Level) -> list[str]:
     """Sentences on what of a layout has not been measured."""
-    missing = _unmeasured(job, layout, level)
+    missing = unmeasured(job, layout, level)
     return [f"There are no measurements of {reason}: times are +-{UNKNOWN_ERROR:.0%}." for reason in missing]
-
-
-def _unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
-    return unmeasured(layout.apply(job.config, job.given), job.cluster, job.num_gpus, layout.schedule, level)
 
 
 _MOST_TRIES = 4

@@ -316,7 +316,7 @@ class StepTimeModel:
         if not self.experts.is_moe.any():
             return passes
         of_experts = expert_passes(
-            self.experts, partial(self._product, c), prices.fp32_rate(self.bf16_flops), c["link"] * self.link,
+            self.experts, partial(self._product, c), self.bf16_flops * prices.FP32_SHARE, c["link"] * self.link,
             c["network"] * self.machines.network,
         )  # fmt: skip
         share, cast = self.experts.share, c["fp8_cast"] * 4 / self.hbm

@@ -103,7 +103,9 @@ _BACKWARD_SHARE = 0.6  # of a microbatch: the backward pass, behind which gradie
 
 BACKWARD_ATTENTION = 2.5
 """FLOPs of attention's backward pass relative to the forward pass: five products instead of two."""
-_FP32_SHARE = 1 / 16  # of the bf16 peak: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100 (NVIDIA data sheets)
+FP32_SHARE = 1 / 16
+"""A product in fp32, without tensor cores, relative to the bf16 peak: 19.5 of 312 TFLOP/s on A100, 67 of 989 on H100
+(NVIDIA data sheets)."""
 EXPOSED_RING = 0.2
 """Share of the ring of context parallelism that attention does not hide."""
 
@@ -148,11 +150,6 @@ class Machines:
         cudnn, flash = (self.by_generation(constants, kernel) for kernel in ("cudnn", "flash"))
         share = np.where(is_cudnn, cudnn, flash) * seq_length / (seq_length + constants["attention_length"])
         return np.asarray(share * self.bf16_flops)
-
-
-def fp32_rate(bf16_flops: Array) -> Array:
-    """FLOP/s of a product in fp32, without tensor cores."""
-    return bf16_flops * _FP32_SHARE
 
 
 def product_traffic(
