@@ -11,10 +11,10 @@ from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.checks import check_resolved_architecture
-from megatron.config.compute import KernelConfig, PrecisionConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Work

@@ -1,5 +1,6 @@
 """How something grows: measured points, the order of growth that follows from them, and memory of a process (Linux)."""
 
+import gc
 import math
 import multiprocessing
 import time
@@ -84,7 +85,7 @@ def in_fresh_process(task: Callable[P, T], *arguments: P.args, **keywords: P.kwa
     """The result of ``task``, which a module must define; an error is raised here."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    with ProcessPoolExecutor(1, mp_context=context) as executor:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=gc.freeze) as executor:
         return executor.submit(task, *arguments, **keywords).result()
 
 
@@ -111,6 +112,9 @@ def cost_of(call: Callable[[], T]) -> tuple[T, Cost]:
 
 
 def _measure(call: Callable[[], object], answer: Connection) -> None:
+    # A full garbage collection visits all imported modules, which takes a third of a second here, and whether one falls
+    # into the call depends on what was allocated before it. Frozen objects are not visited.
+    gc.freeze()
     reset_peak()
     before = memory()
     start = time.perf_counter()

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from megatron.commands.tool import write_file
+from megatron.config.activations import ActivationConfig
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import ActivationConfig
 from megatron.config.dry_run import DryRunConfig, PlanConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig
 from megatron.config.run import RunConfig

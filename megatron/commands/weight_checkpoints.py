@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.tool import run_tool
-from megatron.config.compute import PrecisionConfig
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig, preset
+from megatron.config.precision import PrecisionConfig
 from megatron.errors import CheckpointError, ConfigError, UserError
 from megatron.flags import changed_words, require_at_least, require_positive
 from megatron.urls import check_place, refuse_urls

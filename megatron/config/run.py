@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compatibility import CompatibilityConfig
-from megatron.config.compute import ActivationConfig, KernelConfig, PrecisionConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig, FlagFileConfig, PlanConfig
 from megatron.config.model import ModelConfig, MoEConfig
 from megatron.config.operation import LoggingConfig, OperationConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig
+from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.training import LearningRateConfig, OptimizerConfig, TrainingConfig, ValidationConfig
 
 

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.ops.fp8 import (
     E4M3,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.communication import Communicator, Work
 

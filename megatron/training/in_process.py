@@ -33,9 +33,9 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.errors import CULPRIT_SECONDS, ConfigError, ExitCode, UserError, cause_of
 from megatron.operation.failure import FILE, RankEnd, attempt_number, failure_of_ends, write_failure
 from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.namespace import fresh_namespace
 from megatron.operation.processes import LAUNCHER
 from megatron.operation.ranks import ELASTIC
-from megatron.operation.waits import fresh_namespace
 from megatron.training.initialize import Process, leave_groups
 
 PACKAGE = "nvidia_resiliency_ext.inprocess"

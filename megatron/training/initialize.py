@@ -18,7 +18,8 @@ from megatron.core.control import ControlGroup
 from megatron.core.topology import RankGrid
 from megatron.errors import ConfigError, RankError, UserError
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.waits import MeteredTopology, fresh_namespace
+from megatron.operation.namespace import fresh_namespace
+from megatron.operation.waits import MeteredTopology
 from megatron.torch_compat import release_meshes
 
 T = TypeVar("T")

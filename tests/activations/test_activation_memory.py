@@ -11,7 +11,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import ActivationConfig, PrecisionConfig, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
+from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import HostCopies, Offloaded, PlainCopies, TensorPair
 from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import DeferredWeightGrad, compute_deferred

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.config.activations import ActivationConfig, LayerUnit, RecomputeMethod
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import ActivationConfig, LayerUnit, RecomputeMethod
 from megatron.config.parallel import PipelineConfig
 from megatron.errors import ConfigError
 from megatron.schedules.catalog import ScheduleName

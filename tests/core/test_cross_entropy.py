@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerModel

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import Recomputed
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.precision import DynamicLossScaler, LossScaler, build_loss_scaler
 from tests.parallel.layout_run import DEEP_MODEL, FP64, Layout, LocalTensor, Task, Trace, overflow_on_last_rank, train

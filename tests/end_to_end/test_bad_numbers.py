@@ -65,7 +65,7 @@ def faults_allowed() -> Iterator[None]:
         yield
 
 
-def train(directory: Path, processes: int = 1, **changes: FlagValue) -> Outcome:
+def train(directory: Path, processes: int = 1, /, **changes: FlagValue) -> Outcome:
     """Train in ``directory``, and resume from what is there."""
     places: Flags = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
     words = words_of({**RUN, **places, **changes})

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.benchmark_step import parse
-from megatron.config.compute import IMPLEMENTATIONS
+from megatron.config.precision import IMPLEMENTATIONS
 from megatron.core.kernels.selection import Kernels
 from megatron.errors import ConfigError
 

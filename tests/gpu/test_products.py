@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Gemm, Fp8Scaling
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import IMPLEMENTATIONS, KernelConfig, Wanted
+from megatron.config.precision import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.device import Machine, Unavailable, device_is_broken, missing_for_inductor, missing_for_triton
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose, table
 from megatron.core.kernels.selection import Kernels, choose_kernels, has_delayed_scales

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import (
     AttentionInputs,

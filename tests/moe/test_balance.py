@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.compute import PrecisionConfig
 from megatron.config.model import MoEConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import Recomputed
 from megatron.core.moe.routing import BalanceRule, ExpertBalance, RouterBalance, RoutingRule, count_choices, route
 from megatron.core.optimizer import StepResult

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import KernelConfig
+from megatron.config.precision import KernelConfig
 from megatron.core.device import Machine, Unavailable
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels import candidates

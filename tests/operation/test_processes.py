@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron.config.compute import ActivationConfig, PrecisionConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.operation.processes import (

@@ -10,8 +10,8 @@ from typing import Literal, cast
 import torch
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.precision import build_loss_scaler

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import ActivationConfig, PrecisionConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ContextParallelType, ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.activations import HostCopies
 from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider

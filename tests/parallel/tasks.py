@@ -3,8 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.compute import ActivationConfig, PrecisionConfig, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
 from megatron.config.model import MoEConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from tests.parallel.layout_run import DEEP_MODEL, DEEP_TIED_MODEL, MODEL, TIED_MODEL, Task
 

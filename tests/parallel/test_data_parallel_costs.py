@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import PrecisionConfig
 from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord, Communicator, Observer, Work
 from megatron.core.data_parallel.buffered import wrap_data_parallel

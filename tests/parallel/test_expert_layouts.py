@@ -19,7 +19,7 @@ from zlib import crc32
 import pytest
 from torch import nn
 
-from megatron.config.compute import ActivationConfig, RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
 from megatron.core.moe.layer import Router

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.fp8 import Fp8Scaling

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
 from megatron.config.parallel import ParallelConfig, ShardingStrategy
+from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.fully_sharded import RowPart

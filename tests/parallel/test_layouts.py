@@ -14,7 +14,7 @@ from typing import get_args
 import pytest
 import torch
 
-from megatron.config.compute import ActivationConfig, RecomputeModule
+from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.parallel import Exchange, ShardingStrategy
 from megatron.core.models.parallelize import build_model
 from megatron.core.parameter import info_of

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.activations import OffloadedTensors
 from megatron.core.data_parallel.bucket import WeightBucket

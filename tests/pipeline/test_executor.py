@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.models.parallelize import build_executor, build_model

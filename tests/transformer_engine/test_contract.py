@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import Recomputed
 from megatron.core.backends.transformer_engine import (
     TransformerEngine,

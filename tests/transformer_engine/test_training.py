@@ -15,7 +15,7 @@ from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.backends.transformer_engine import TransformerEngine, build_recipe
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import Unavailable

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Scaling
 from megatron.core.gradient import MainGrad, attach_main_grad

@@ -3,8 +3,8 @@ formats, forced kernels."""
 
 from dataclasses import fields
 
-from megatron.config.compute import FP8_UNITS
 from megatron.config.model import preset
+from megatron.config.precision import FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.core.backends.apex import fused_adam, multi_tensor_norm
 from megatron.core.communication import Communicator
 from megatron.core.device import Unavailable, load

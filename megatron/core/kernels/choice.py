@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from megatron.config.compute import Wanted
+from megatron.config.precision import Wanted
 from megatron.core.device import Compiler, Machine, Unavailable, device_is_broken
 from megatron.core.kernels.trials import BrokenDevice, Trials, TrialSizes, run_trial
 from megatron.errors import ConfigError

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import KernelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.precision import KernelConfig
 from megatron.config.run import RunConfig
 from megatron.core.control import ControlGroup
 from megatron.core.device import Machine, Unavailable

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.activations import HostCopies, LayerGroup, Recomputed, offload, recompute_modules

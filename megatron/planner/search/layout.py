@@ -11,8 +11,8 @@ from functools import cache, cached_property
 from typing import Any, cast
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.config.activations import RecomputeMethod, RecomputeModule
 from megatron.config.command_line import parse_command_line
-from megatron.config.compute import RecomputeMethod, RecomputeModule
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError

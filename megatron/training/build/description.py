@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.compute import ActivationConfig
+from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.device import device_name

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from megatron.operation.waits import fresh_namespace
+from megatron.operation.namespace import fresh_namespace
 
 PATIENCE = timedelta(seconds=60)
 RANKS = 4
