@@ -28,7 +28,7 @@ from megatron.inference.loading import load_model
 from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores, prepare_environment
-from megatron.operation.ranks import SignalWatch
+from megatron.operation.signals import SignalWatch
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.state import random_tensors, restore_random

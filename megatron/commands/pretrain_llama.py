@@ -18,6 +18,7 @@ from megatron.console import protect_console
 from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
 from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
+from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
 from megatron.operation.failure import record_own_failure
 from megatron.operation.heartbeat import Heartbeat, RunSettings
 from megatron.operation.processes import (
@@ -27,7 +28,6 @@ from megatron.operation.processes import (
     die_with_parent,
     prepare_environment,
 )
-from megatron.operation.ranks import ELASTIC, Spares, usable_world_size
 from megatron.training.checkpoints.comparison import with_hugging_face
 from megatron.training.run_files import StartedCommand, words_of_process
 

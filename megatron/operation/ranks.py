@@ -1,25 +1,16 @@
-"""The ranks of a job: how many train on fewer nodes than planned, the signals that stop them and their launcher, and
-how the launcher ends the processes of its node or waits for their end."""
+"""The processes of the ranks of a node in the attempt under way, as its launcher ends them or waits for their end."""
 
 import math
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from types import FrameType
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Protocol
 
-from megatron.config.checks import check_run
-from megatron.config.run import RunConfig
-from megatron.config.training import TrainingConfig
-from megatron.errors import ConfigError, ExitCode, UserError
-from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, Section
+from megatron.errors import ExitCode
+from megatron.operation.heartbeat import HeartbeatMemory, Section
 
-# Environment variable of the ranks: set if the number of nodes may change.
-ELASTIC = "MEGATRON_ELASTIC"
 # Time for other ranks to end after a crash; none of their collectives can complete.
 CRASH_SECONDS = 5
 # Time for a killed process to end; it needs longer only if it waits in the kernel for a device.
@@ -31,181 +22,6 @@ _LONG_ATTEMPT_SECONDS = 60.0
 # What poll returns for a process that runs or has not crashed.
 _NO_CRASH = (None, ExitCode.COMPLETE, ExitCode.STOPPED)
 _ON_REQUEST = {ExitCode.STOPPED, ExitCode.COMPLETE}
-_END, _STOP = "megatron/spares/end", "megatron/spares/stop"
-_POLL_SECONDS = 0.5
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-# --- fewer nodes than planned --------------------------------------------------------------------------------
-#
-# A job with --nnodes MIN:MAX. The sizes of tensor, context and pipeline parallelism and of the experts do not change,
-# nor does the global batch. Only the data-parallel size does: it is the largest with which the run is valid. Further
-# ranks wait as spares.
-
-
-def usable_world_size(config: RunConfig, world_size: int, check_batches: Callable[[int], None]) -> int:
-    """The number of ranks that train, of ``world_size`` that have started; the others are spares.
-
-    ``check_batches(data_parallel_size)`` raises :class:`ConfigError` for a size that does not divide every global
-    batch of the run. Raises :class:`ConfigError` if no size is valid: the error of the largest.
-    """
-    training, replica = config.training, config.parallel.model_parallel_size
-    if training.global_batch_size is None and training.step_batch_size_schedule is None:
-        raise ConfigError(
-            "--nnodes MIN:MAX needs a batch that does not depend on the number of ranks: add --global-batch-size."
-        )
-    if world_size < replica:
-        raise ConfigError(
-            f"{world_size} processes are fewer than --tensor-model-parallel-size x --pipeline-model-parallel-size x "
-            f"--context-parallel-size = {replica}: raise MIN of --nnodes MIN:MAX."
-        )
-    first: ConfigError | None = None
-    for data_parallel_size in range(world_size // replica, 0, -1):
-        try:
-            check_batches(data_parallel_size)
-            check_run(config, data_parallel_size * replica)
-        except ConfigError as error:
-            first = first or error
-        else:
-            return data_parallel_size * replica
-    assert first is not None
-    raise first
-
-
-class Spares:
-    """Ends the spare ranks with the training, and stops the training at a signal to a spare.
-
-    The launcher of the first node has a new store for each attempt. If the training fails, launchers end the spares.
-    """
-
-    def __init__(self, training: TrainingConfig, rank: int, world_size: int, environment: Mapping[str, str]) -> None:
-        """``world_size`` ranks train; those with a higher number are the spares."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._training, self._rank, self._world_size = training, rank, world_size
-        self._store = TCPStore(
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            is_master=False,
-            timeout=timedelta(minutes=5),
-            wait_for_workers=False,
-        )
-
-    def end_with(self, run: Callable[[], ExitCode], heartbeat: Heartbeat) -> ExitCode:
-        """Train with ``run``, or wait for the end of the training; its exit code."""
-        if self._rank >= self._world_size:
-            with heartbeat.section(Section.SPARE):
-                return self._wait()
-        if self._rank > 0:
-            return run()
-        threading.Thread(target=self._stop_on_request, daemon=True).start()
-        exit_code = run()
-        self._store.set(_END, str(int(exit_code)))
-        return exit_code
-
-    def _wait(self) -> ExitCode:
-        with watch_signals(self._training) as signals:
-            while not self._store.check([_END]):
-                if signals.received is not None:
-                    self._store.set(_STOP, signals.received)
-                time.sleep(_POLL_SECONDS)
-        return ExitCode(int(self._store.get(_END)))
-
-    def _stop_on_request(self) -> None:
-        """On rank 0: act as if the signal to a spare had come here."""
-        from torch.distributed import DistError
-
-        with suppress(DistError):
-            while not self._store.check([_STOP]):
-                time.sleep(_POLL_SECONDS)
-            os.kill(os.getpid(), signal.Signals[self._training.exit_signal])
-
-
-# --- signals -------------------------------------------------------------------------------------------------
-
-
-class StopRequested(UserError):
-    """A signal requested a stop before training began: there is nothing to save."""
-
-    exit_code = ExitCode.STOPPED
-
-
-class SignalWatch:
-    """Records the first signal."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._interrupts = 0
-        self.previous: dict[signal.Signals, Handler] = {}
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler; at the second SIGINT it restores the previous handlers."""
-        self.received = self.received or signal.Signals(number).name
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts == 2:
-            for watched, handler in self.previous.items():
-                signal.signal(watched, handler)
-
-
-@contextmanager
-def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
-    """Record SIGINT, SIGTERM and ``--exit-signal``; the third SIGINT has its usual effect.
-
-    Ctrl-C under torchrun may arrive twice: from the terminal and from torchrun. A batch system may send its signal more
-    often: to the rank, to the launcher, and again through ``srun``.
-    """
-    watch = SignalWatch()
-    names = {"SIGINT", "SIGTERM", config.exit_signal} if config.exit_signal_handler else set()
-    numbers = [signal.Signals[name] for name in names]
-    previous = {number: signal.signal(number, watch.note) for number in numbers}
-    watch.previous = dict(previous)
-    try:
-        yield watch
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class StopSignals:
-    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
-    SIGINT, whose second one kills the ranks."""
-
-    def __init__(self, names: str) -> None:
-        """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
-        try:
-            self.numbers = frozenset(signal.Signals[name.strip()] for name in names.split(","))
-        except KeyError as error:
-            raise ConfigError(
-                f"--signals-to-handle {names}: {error.args[0]} is no signal of this system: use names like SIGTERM."
-            ) from None
-        from megatron.torch_compat import handle_signals_by  # imports torch
-
-        self._received: signal.Signals | None = None
-        handle_signals_by(self._stop)
-        for number in self.numbers:
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        for repeated in self.numbers - {signal.SIGINT}:
-            signal.signal(repeated, signal.SIG_IGN)
-        self._received = signal.Signals(number)
-        self.raise_received()
-
-    def raise_received(self) -> None:
-        """Raise the exception of a signal that has arrived. Python only prints an exception that leaves a finalizer or
-        a hook of ``os.fork``, so a signal that arrives in one of them must be raised again."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        if self._received is not None:
-            raise SignalException(f"Process {os.getpid()} received {self._received.name}", self._received)
-
-    def have_ended(self, exit_codes: Iterable[int]) -> bool:
-        """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""
-        return any(-code in self.numbers for code in exit_codes)
-
-
-# --- the end of the processes --------------------------------------------------------------------------------
 
 
 class RunningProcess(Protocol):

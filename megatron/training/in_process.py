@@ -31,11 +31,11 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.errors import CULPRIT_SECONDS, ConfigError, ExitCode, UserError, cause_of
+from megatron.operation.elastic import ELASTIC
 from megatron.operation.failure import FILE, RankEnd, attempt_number, failure_of_ends, write_failure
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.namespace import fresh_namespace
 from megatron.operation.processes import LAUNCHER
-from megatron.operation.ranks import ELASTIC
 from megatron.training.initialize import Process, leave_groups
 
 PACKAGE = "nvidia_resiliency_ext.inprocess"

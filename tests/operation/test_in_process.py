@@ -13,9 +13,9 @@ from megatron.errors import ConfigError, ExitCode, NotFiniteError
 from megatron.features.faults.flags import VARIABLE
 from megatron.operation.attempt_recorder import Beginning, LaunchedAttempts
 from megatron.operation.attempts import read_attempts
+from megatron.operation.elastic import ELASTIC
 from megatron.operation.heartbeat import HEARTBEATS, Heartbeat, HeartbeatMemory, RunSettings, Section
 from megatron.operation.processes import LAUNCHER
-from megatron.operation.ranks import ELASTIC
 from megatron.training.in_process import PACKAGE, import_package, must_end
 from tests.end_to_end.run_process import Flags, descendants, words_of
 from tests.operation.jobs import MODEL, Job, ended, is_alive

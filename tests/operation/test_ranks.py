@@ -16,10 +16,11 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
 from megatron.operation import launch
+from megatron.operation.elastic import usable_world_size
 from megatron.operation.heartbeat import Section
 from megatron.operation.launch import parse, prepare_elastic
 from megatron.operation.nodes import NamedNodes, Naming
-from megatron.operation.ranks import RunningProcess, end_processes, usable_world_size
+from megatron.operation.ranks import RunningProcess, end_processes
 from megatron.training.batch_schedule import check_batches
 from tests.end_to_end.run_process import (
     TINY_RUN,

@@ -17,7 +17,7 @@ from megatron.checkpoint.finding import list_checkpoints, verify_share
 from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
-from megatron.operation.ranks import StopRequested
+from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 
