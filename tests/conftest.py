@@ -27,8 +27,8 @@ settings.register_profile("default", deadline=None)
 
 TESTS = Path(__file__).parent
 
-NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel")
-NOT_UNIT += ("planner/test_extrapolation.py", "planner/test_search.py")
+SEARCHES = ("planner/test_extrapolation.py", "planner/test_search.py")
+NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel", *SEARCHES)
 """Folders whose tests start processes, or train; files that rehearse so many layouts that each takes a minute."""
 
 
