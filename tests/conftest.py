@@ -1,8 +1,8 @@
 """Fixtures for all tests, and the tiers that they run in.
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
-no other process, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products of layouts. A file
-named on the command line runs with its slow tests.
+no other process and search no layouts, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products
+of layouts. A file named on the command line runs with its slow tests.
 """
 
 import gc
@@ -27,8 +27,9 @@ settings.register_profile("default", deadline=None)
 
 TESTS = Path(__file__).parent
 
-NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel")
-"""Directories whose tests start processes, or train."""
+SEARCHES = ("planner/test_extrapolation.py", "planner/test_search.py")
+NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel", *SEARCHES)
+"""Folders whose tests start processes, or train; files that rehearse so many layouts that each takes a minute."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -138,7 +139,8 @@ def is_unit(item: pytest.Item) -> bool:
         return False
     if {"four_ranks", "sixteen_ranks"} & set(getattr(item, "fixturenames", ())):
         return False
-    return item.path.relative_to(TESTS).parts[0] not in NOT_UNIT
+    path = item.path.relative_to(TESTS)
+    return not any(path.is_relative_to(place) for place in NOT_UNIT)
 
 
 @pytest.fixture(scope="session")

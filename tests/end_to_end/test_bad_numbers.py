@@ -23,7 +23,6 @@ from megatron.training import pretrain
 from megatron.training.build.run import build_trainer
 from tests.end_to_end.run_process import (
     MOCK_RUN,
-    Flags,
     FlagValue,
     Outcome,
     assert_close,
@@ -39,6 +38,8 @@ from tests.end_to_end.run_process import (
 )
 
 pytestmark = pytest.mark.processes
+
+Flags = dict[str, Any]
 
 LENGTH, AT, MARGIN = 140, 61, 4
 SPIKE = f"spike@{AT}+5:30"
