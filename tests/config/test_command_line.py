@@ -372,9 +372,10 @@ def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000
 
 
-def test_the_first_run_on_a_gpu_node_of_the_readme_has_good_flags() -> None:
+def test_the_first_run_on_a_gpu_node_has_good_flags() -> None:
     """tests/docs has the other flags and places that pages name."""
-    command = re.search(r"pretrain_llama\.py \\\n(.*?)```", SCRIPT.with_name("README.md").read_text(), re.DOTALL)
+    page = (SCRIPT.parent / "docs/gpu_node.md").read_text(encoding="utf-8")
+    command = re.search(r"pretrain_llama\.py \\\n(.*?)```", page, re.DOTALL)
     assert command is not None
     config = parse_command_line(shlex.split(command[1].replace("\\\n", " ")))
     check_run(config, 8)
