@@ -335,7 +335,7 @@ def test_files_outside_docs_are_linked_by_their_pages(site: Path) -> None:
     overview = page_of(site, REPOSITORY / "README.md")
     for page in ("contributing/", "changelog/", "LICENSE.txt", "llama4/"):
         assert f'href="../{page}"' in overview
-    assert 'href="../overview/#first-run-on-a-gpu-node"' in page_of(site, REPOSITORY / "docs/choosing_a_layout.md")
+    assert 'href="../overview/#two-commands"' in page_of(site, REPOSITORY / "docs/tutorial.md")
     assert (site / "LICENSE.txt").read_text() == (REPOSITORY / "LICENSE").read_text()
     for source in PAGES:
         assert "../README.md" not in page_of(site, source)
