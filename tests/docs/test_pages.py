@@ -178,7 +178,8 @@ def test_commands_are_read_to_their_end() -> None:
     assert commands(code) == [theirs, *ours]
 
 
-BEGIN_WITH_WORDS = {"README.md", "architecture.md", "flags.md", "flags_by_purpose.md", "python.md", "sample_order.md"}
+BEGIN_WITH_WORDS = {"README.md", "architecture.md", "flags.md", "flags_by_purpose.md", "glossary.md", "python.md"}
+BEGIN_WITH_WORDS |= {"sample_order.md", *(page.name for page in PAGES if page.name.startswith("decisions_"))}
 
 
 @every_page
