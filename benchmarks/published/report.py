@@ -1,7 +1,7 @@
 """Fit the constants of the step-time model to published runs, and print its errors.
 
     python -m benchmarks.published               # the errors
-    python -m benchmarks.published --markdown    # the same as the tables of docs/planner.md
+    python -m benchmarks.published --markdown    # the same as the tables of docs/step_times.md
     python -m benchmarks.published --write       # the record that the planner reads
 
 Rows are held back by a digest of what describes them, not by hand. A source is left out by a fit to all others.
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m benchmarks.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help=f"write constants and errors to {RECORD.name}")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/planner.md")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of docs/step_times.md")
     options = parser.parse_args(arguments)
     evaluation = Evaluation.of_table()
     print("\n\n".join(table.markdown() if options.markdown else table.text() for table in evaluation.tables()))

@@ -50,7 +50,7 @@ class HFTensor:
     """Its name at Hugging Face, in the layer."""
     rows: int
     is_rotary: bool = False
-    """Whether its rows are heads in rotary order, which differs between the two (docs/architecture.md)."""
+    """Whether its rows are heads in rotary order, which differs between the two (docs/decisions_core.md)."""
     experts: int | None = None
     """Number of experts whose weights the tensor stacks, transposed: ``[experts, columns, rows / experts]``."""
 

@@ -28,8 +28,8 @@ python tools/estimate.py communication --size-gb 16 --ranks 64 --gb-per-s 50
 PREDICT = """\
 Predict the step times of a table of runs, with columns like those of benchmarks/published/runs.csv.
 
-Columns of measured values may be empty; where a row has one, the error is printed, too. docs/planner.md describes the
-model and its errors.
+Columns of measured values may be empty; where a row has one, the error is printed, too. docs/step_times.md describes
+the model and its errors.
 """
 """Texts of ``--help``."""
 

@@ -46,7 +46,7 @@ a run. The best five are simulated by the dry run. It needs no corpus, no tokeni
 
 Every further flag of pretrain_llama.py is a constraint: --tensor-model-parallel-size 8 searches the layouts with this
 size. A model without a preset is described by its flags (--num-layers, --hidden-size, ..., --vocab-size).
-docs/planner.md describes the model of the step time and its errors.
+docs/step_times.md describes the model of the step time and its errors.
 """
 """Text of ``tools/plan_layout.py --help``."""
 _WIDTH_OF_SEARCH, _WIDTH_OF_DRY_RUN = 170, 150

@@ -140,7 +140,7 @@ def cause_named(name: str) -> Cause:
 
 
 def table() -> str:
-    """The table of docs/operations.md."""
+    """The table of docs/failures.md."""
     head = "| cause | meaning | what to do | exit codes |\n| --- | --- | --- | --- |"
     rows = [
         f"| `{cause}` | {item.meaning} | {item.advice} | {', '.join(str(int(code)) for code in item.exit_codes)} |"

@@ -24,7 +24,7 @@ from megatron.planner.step_time.published import PublishedRun, predict, read_pub
 from megatron.planner.step_time.workload import Array
 from tests.end_to_end.run_process import REPOSITORY, environment
 
-PAGE = REPOSITORY / "docs/planner.md"
+PAGES = [REPOSITORY / "docs/planner.md", REPOSITORY / "docs/step_times.md"]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_the_intervals_of_the_search_are_the_percentiles_of_the_fit(evaluation: 
     used = (KNOWN_ERROR, CORRECTED_ERROR, SAME_MODEL_ERROR)
     for error, interval in zip((worst, found["same_software"], found["same_software_and_model"]), used):
         assert error <= interval < error + 0.012
-    page = PAGE.read_text(encoding="utf-8")
+    page = "\n".join(one.read_text(encoding="utf-8") for one in PAGES)
     assert f"is +-{OWN_ERROR:.0%}:".replace("%", " %") in page
     assert f"These are {KNOWN_ERROR:.0%},".replace("%", " %") in page
     assert f"then +-{CORRECTED_ERROR:.0%}, and +-{SAME_MODEL_ERROR:.0%} if".replace("%", " %") in page
@@ -197,7 +197,7 @@ def test_every_doubtful_row_exists_and_is_fitted_or_held_back(evaluation: Evalua
 
 
 def test_the_tables_of_the_page_are_those_of_the_command(evaluation: Evaluation) -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = "\n".join(one.read_text(encoding="utf-8") for one in PAGES)
     percentage = re.compile(r"[-+]?\d+\.\d %")
     for one in evaluation.tables():
         computed = one.markdown()
@@ -226,7 +226,7 @@ def test_state_between_two_steps_is_what_other_software_holds() -> None:
 
 @pytest.mark.slow(reason="simulates four runs")
 def test_the_page_has_the_published_peaks() -> None:
-    page = PAGE.read_text(encoding="utf-8")
+    page = "\n".join(one.read_text(encoding="utf-8") for one in PAGES)
     assert "\n".join(lines()) in page
 
 

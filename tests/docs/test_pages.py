@@ -178,7 +178,9 @@ def test_commands_are_read_to_their_end() -> None:
     assert commands(code) == [theirs, *ours]
 
 
-BEGIN_WITH_WORDS = {"README.md", "architecture.md", "flags.md", "flags_by_purpose.md", "python.md", "sample_order.md"}
+BEGIN_WITH_WORDS = {"README.md", "architecture.md", "flags.md", "flags_by_purpose.md", "glossary.md", "python.md"}
+BEGIN_WITH_WORDS |= {"failures.md", "sample_order.md", "wrong_numbers.md"}
+BEGIN_WITH_WORDS |= {page.name for page in PAGES if page.name.startswith("decisions_")}
 
 
 @every_page
@@ -258,7 +260,7 @@ def test_fsdp_with_a_v_schedule_and_tied_embeddings_is_refused_with_the_alternat
 
 # --- the table of fault cases --------------------------------------------------------------------------------------
 
-FAULTS = (REPOSITORY / "docs" / "operations.md").read_text(encoding="utf-8").partition("## Fault cases")[2]
+FAULTS = (REPOSITORY / "docs" / "fault_cases.md").read_text(encoding="utf-8").partition("## Fault cases")[2]
 CASES = [*(f"P{n}" for n in range(1, 14)), *(f"C{n}" for n in range(1, 18)), *(f"D{n}" for n in range(1, 5))]
 CASES += [*(f"N{n}" for n in range(1, 4)), *(f"I{n}" for n in range(1, 4))]
 ROWS = {

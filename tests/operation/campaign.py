@@ -7,7 +7,7 @@
 ``jobs``: each seed is a job that is disturbed, started again as a scheduler would, until it is complete, and checked.
 It decides the layout, the faults (``--inject-fault``), and what happens to the launcher, or which background process
 (of ``--async-save`` or ``--redundant-save``) is killed at which stage of a save. Moments that a fault names repeat
-exactly, moments of signals to the launcher only roughly. docs/operations.md lists what must hold.
+exactly, moments of signals to the launcher only roughly. docs/fault_cases.md lists what must hold.
 
 ``hangs`` and ``kills`` break one job again and again (tests/operation/broken_job.py).
 """

@@ -137,8 +137,8 @@ def check_reports(faults: Sequence[Fault], reports: Sequence[Mapping[str, Any]])
     """A fatal fault that is the only one is reported with its cause and its rank; no fault, no report.
 
     There is one report. A fault without a rank is a fault of every rank, injected in the first attempt in which *this*
-    rank reaches it (docs/operations.md): if the first rank has failed before another one got there, the other one fails
-    in the next attempt. So there may be one report for each rank, but none names a rank a second time.
+    rank reaches it (docs/fault_cases.md): if the first rank has failed before another one got there, the other one
+    fails in the next attempt. So there may be one report for each rank, but none names a rank a second time.
     """
     if not faults:
         return [f"a failure is reported: {one['message']}" for one in reports]

@@ -142,7 +142,7 @@ def test_every_cause_is_explained_and_every_error_has_a_known_one() -> None:
 
 
 def test_the_page_has_the_table_of_causes() -> None:
-    page = Path(__file__).parents[2] / "docs" / "operations.md"
+    page = Path(__file__).parents[2] / "docs" / "failures.md"
     assert causes.table() in page.read_text(encoding="utf-8")
 
 

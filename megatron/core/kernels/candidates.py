@@ -137,7 +137,7 @@ def weight_gradient(request: KernelRequest) -> list[Candidate[WeightGradientKern
             formats = f"{short_name(request.weight)} products and {short_name(request.gradient)} gradients"
             in_place = f"torch has no in-place kernel for {formats} on {request.device.type}"
     trial = request.trial(request.trials.weight_gradient, request.device, request.weight, request.gradient)
-    # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance.md).
+    # On CPUs oneDNN's fp32 GEMM, which cannot add in place, is faster (docs/performance_cpu.md).
     is_preferred = request.on_gpu or request.weight == torch.float64
     return [
         Candidate(
@@ -168,7 +168,7 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
     # Separate GEMMs for weight gradients are one grouped GEMM.
     of_group = None if isinstance(weight_gradient, SeparateWeightGradient) else weight_gradient
     trial = request.trial(request.trials.grouped_gemm, request.device, request.weight, request.gradient)
-    # For one expert a grouped GEMM is a GEMM. On CPUs it is slower (docs/performance.md).
+    # For one expert a grouped GEMM is a GEMM. On CPUs it is slower (docs/performance_cpu.md).
     is_preferred = request.on_gpu and experts is not None and experts.count > 1
     one_launch, few_shapes = "one launch for all experts", "a GEMM for each expert, of few shapes"
     return [

@@ -118,7 +118,7 @@ class PaddedGroupedGemm(LoopGroupedGemm):
     """A GEMM for each group on a CPU, of a multiple of :data:`ROWS` rows: those of the group, and some beside them.
 
     oneDNN compiles a kernel for every new shape, which takes longer than the GEMM of an expert, and routing gives new
-    counts in every microbatch (``docs/performance.md``).
+    counts in every microbatch (``docs/performance_cpu.md``).
     """
 
     ROWS = 32

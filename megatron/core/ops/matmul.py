@@ -1,7 +1,7 @@
 """GEMMs of linear layers.
 
 On x86 CPUs torch multiplies fp32 matrices with MKL, which does not use the wide vectors of every processor; oneDNN does
-(measured: 2.3 times as fast on a Zen 5 core, see ``docs/performance.md``). torch exposes oneDNN's fp32 GEMM as the
+(measured: 2.3 times as fast on a Zen 5 core, see ``docs/performance_cpu.md``). torch exposes oneDNN's fp32 GEMM as the
 operator that its compiler uses.
 
 On CPUs fp16 matrices are multiplied in fp32 and the result is rounded, as on GPUs; torch's own fp16 GEMM for CPUs takes

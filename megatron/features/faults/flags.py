@@ -147,7 +147,7 @@ class FaultFlags:
 
     inject_fault: str | None = None
     """For tests of a cluster and of its recovery: break this run on purpose, as in kill@12:rank1,slow@30+10:rank0:1.3
-    (docs/operations.md). Refused unless the environment variable MEGATRON_FAULTS is 1."""
+    (docs/fault_cases.md). Refused unless the environment variable MEGATRON_FAULTS is 1."""
 
     def check(self) -> None:
         if self.inject_fault is not None:
@@ -311,7 +311,7 @@ def _take_number(text: str, kind: FaultKind, words: list[str]) -> tuple[float | 
 
 
 def _mistake(text: str, reason: str) -> ConfigError:
-    return ConfigError(f"--inject-fault {text!r}: {reason}; docs/operations.md lists the faults.")
+    return ConfigError(f"--inject-fault {text!r}: {reason}; docs/fault_cases.md lists the faults.")
 
 
 def check_allowed(spec: str | None, variable: str | None) -> None:

@@ -26,14 +26,14 @@ def _in_percent(error: float) -> float:
 
 KNOWN_ERROR = _in_percent(_ERRORS["left_out"])
 """The error of software that the fit does not know: the 90th percentile of the source that is predicted worst if it is
-left out, without doubtful rows (docs/planner.md, by source)."""
+left out, without doubtful rows (docs/step_times.md, by source)."""
 CORRECTED_ERROR = _in_percent(_ERRORS["same_software"])
-"""The error after one run of the same software: the 90th percentile of all sources (docs/planner.md, after one run)."""
+"""The error after one run of the same software: the 90th percentile of all sources (docs/step_times.md)."""
 SAME_MODEL_ERROR = _in_percent(_ERRORS["same_software_and_model"])
 """The error after one run of the same software, model and sequence length: the same percentile."""
 OWN_ERROR = 0.2
 """The error of this code without a measured run: ``KNOWN_ERROR``, and the 90th percentile between two releases of one
-software (6 %, docs/planner.md, after one run), rounded up. No run of this code on GPUs has been measured."""
+software (6 %, docs/step_times.md, after one run), rounded up. No run of this code on GPUs has been measured."""
 UNKNOWN_ERROR = 0.3
 """The error where the GPU or the regime has no measurements."""
 LARGEST_MEASURED: int = _MEASURED["most_gpus"]

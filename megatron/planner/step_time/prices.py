@@ -5,7 +5,7 @@ The closed form of other software (:mod:`megatron.planner.step_time.formulas`) a
 scalars and arrays; times are seconds, sizes are bytes, rates are per second.
 
 A constant says how much of a vendor's rate training reaches. One with a spread of 0 is stated and not fitted: with it
-free, sources that are left out of the fit are predicted hardly better, or worse (docs/planner.md).
+free, sources that are left out of the fit are predicted hardly better, or worse (docs/step_times.md).
 ``python -m benchmarks.published --write`` fits the others to published runs and writes :data:`RECORD`.
 
 Sources: ring collectives move 2 (n - 1) / n bytes per byte for an all-reduce and (n - 1) / n for the others (Patarasuk
