@@ -196,7 +196,8 @@ class Communicator:
             return Work((), lambda: tensor if output is None else output.copy_(tensor))
         if sendable(tensor) is not tensor:
             assert output is None
-            return self.start_all_gather(sendable(tensor)).then(lambda gathered: gathered.view(tensor.dtype))
+            dtype = tensor.dtype  # the function must not keep the tensor
+            return self.start_all_gather(sendable(tensor)).then(lambda gathered: gathered.view(dtype))
         if output is None:
             output = tensor.new_empty((tensor.shape[0] * self.size, *tensor.shape[1:]))
         self.record("all_gather", output.nbytes)

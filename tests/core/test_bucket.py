@@ -1,5 +1,6 @@
 """When buckets communicate, and how much they keep meanwhile; told by communicators that note it and send nothing."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.communication import Communicator, Work
+from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
+from megatron.core.data_parallel.buffer import GradientView
 from megatron.core.data_parallel.buffered import BufferedDataParallel
-from megatron.core.gradient import accumulate_main_grad
+from megatron.core.gradient import MainGrad, accumulate_main_grad
 from megatron.core.parameter import attach_info, info_of
 from megatron.core.topology import RankGrid
 from tests.core.buckets import NUMBERS, Unit, build_buckets
@@ -196,3 +199,28 @@ def test_gradients_of_experts_leave_over_their_own_ranks_as_they_are_complete() 
     ]
     data_parallel.finish_grad_sync()
     assert sorted(events[8:]) == [*["end reduce"] * 2, *["end reduce experts"] * 2]
+
+
+def test_whole_gradients_are_freed_before_the_sum_of_their_rows_is_allocated() -> None:
+    """Both together raised the peak of a backward pass under FSDP2 by the largest shard of a unit."""
+    infos = [info_of(unit(name, []).weight) for name in "ab"]
+    main_grads = [MainGrad() for _ in infos]
+    whole: list[weakref.ref[Tensor]] = []
+
+    class Watching(Noting):
+        def start_reduce_scatter(self, tensor: Tensor, output: Tensor | None = None) -> Work[Tensor]:
+            assert whole.pop()() is None
+            return super().start_reduce_scatter(tensor, output)
+
+    members = [(info, main_grad, number * NUMBERS) for number, (info, main_grad) in enumerate(zip(infos, main_grads))]
+    view = GradientView(2 * NUMBERS, None, torch.zeros(NUMBERS), members)
+    reduction = GradientReduction(Watching([]), Communicator((0,), 0))
+    bucket = RowShardedGradientBucket(view, reduction, InFlight(0), False, [NUMBERS // 2] * 2)
+    bucket.expect(2)
+    for _ in range(2):
+        for main_grad in main_grads:
+            main_grad.add(torch.ones(NUMBERS))
+            if main_grad.storage is not None and main_grad.storage._base is not None and not whole:
+                whole.append(weakref.ref(main_grad.storage._base))
+    bucket.finish()
+    assert not whole and view.shard.tolist() == [2.0] * NUMBERS

@@ -238,11 +238,13 @@ class ShardedGradientBucket(GradientBucket):
         self._missing = self._deliveries
         for _, main_grad, _ in self.view.main_grads:
             main_grad.storage = None
-        whole, self._whole = self._whole, None
         if self._consume is not None:
-            self._consume(self.view, whole)
+            self._consume(self.view, self._whole)
+            self._whole = None
             return
-        gradients = self._arranged(whole)  # [shards, a rank's shard], flat
+        gradients = self._arranged(self._whole)  # [shards, a rank's shard], flat
+        # Where that is a copy, the whole gradients are freed before the sum is allocated.
+        self._whole = None
         # The first microbatch's sum needs no copy.
         output = None if self._is_filled else self.view.shard
         self._pending = self._shards.start_reduce_scatter(gradients, output)
