@@ -21,8 +21,9 @@ from megatron.errors import ConfigError
 TEXTS = st.one_of(
     st.sampled_from(["null", "yes", "1:30", "0x10", "1_000", "3e-4", "99,1,0", "0:16 1M:32", "a: b # c", "[1]", "~"]),
     st.just("a\x85b"),
+    # On a command line the word None is no text, but no value.
     st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "Zs")), min_size=1).filter(
-        lambda text: not text.startswith("-")
+        lambda text: not text.startswith("-") and text != "None"
     ),
 )
 
