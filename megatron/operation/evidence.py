@@ -127,6 +127,7 @@ _COLLECTIVES = (
     "megatron/core/communication.py",
     "megatron/core/control.py",
     "megatron/core/transport.py",
+    "megatron/operation/namespace.py",
     "megatron/operation/waits.py",
 )
 _PYTHON_WAITS = ("threading.py", "queue.py", "selectors.py")

@@ -1,14 +1,19 @@
 """Which rank is named, from evidence: stacks, heartbeats, and what the kernel says of processes."""
 
+import inspect
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 import pytest
 
+from megatron.core.communication import Communicator
+from megatron.core.control import ControlGroup
+from megatron.core.transport import Transport
 from megatron.operation import evidence
 from megatron.operation.causes import Cause
 from megatron.operation.culprit import failure_of_hang, find_culprit
@@ -25,6 +30,8 @@ from megatron.operation.evidence import (
     parse_stacks,
     process_state,
 )
+from megatron.operation.namespace import fresh_namespace
+from megatron.operation.waits import MeteredTopology
 from tests.end_to_end.run_process import wait_until
 
 DUMP = """\
@@ -54,6 +61,12 @@ def test_the_text_of_a_dump_is_parsed() -> None:
     assert main_stack([other, main]) == main_stack([main, other]) == main
     assert parse_stacks("") == [] and main_stack([]) is None
     assert parse_stacks("no stack\n  File x") == []
+
+
+@pytest.mark.parametrize("waits", [fresh_namespace, MeteredTopology, Communicator, ControlGroup, Transport])
+def test_what_waits_for_ranks_is_found_in_its_file(waits: Callable[..., object]) -> None:
+    """The files are named by their paths, which a move must not leave behind."""
+    assert is_waiting_for_ranks((Frame(str(inspect.getsourcefile(waits)).removeprefix(evidence._REPOSITORY), 1, ""),))
 
 
 WAITING = parse_stacks(text())[1]
