@@ -62,10 +62,11 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     assert not [path for path in places if not (REPOSITORY / path).exists()]
 
 
-def test_every_page_is_in_the_index() -> None:
+def test_every_page_and_every_tool_is_in_the_index() -> None:
     index = (REPOSITORY / "docs/README.md").read_text(encoding="utf-8")
     linked = set(re.findall(r"\]\((\w+\.md)\)", index))
     assert {page.name for page in PAGES} - {"README.md"} <= linked
+    assert not [path.name for path in REPOSITORY.glob("tools/*.py") if f"`{path.name}`" not in index]
 
 
 def spellings(flags: Iterable[Flag]) -> set[str]:
