@@ -20,8 +20,9 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -33,12 +34,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
 
 from benchmarks.lib.checkpoint_contenders import COMPARISONS, CONTENDERS, Bench, Contender
+from megatron.commands.tool import run_tool
 from megatron.core.topology import RankGrid, Topology
-from megatron.errors import UserError
-from megatron.errors import report as report_error
 from megatron.flags import require_at_least
 from megatron.training.initialize import Process, prepare_cpu
 from megatron.urls import refuse_urls
@@ -184,15 +183,10 @@ def verdict(row: Mapping[str, Any]) -> str:
     return f"at least {row['aim']:.2f}{meaning}: {'met' if row['is_met'] else 'MISSED'}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tool; the exit code."""
-    config = tyro.cli(BenchmarkConfig, args=arguments, description=__doc__)
-    try:
-        config.check()
-        measured = measure(config)
-    except UserError as error:
-        report_error(error, rank=0)
-        return 1
+def measure_all(config: BenchmarkConfig) -> None:
+    """Measure, and report."""
+    config.check()
+    measured = measure(config)
     rows = rows_of(measured)
     figures = {
         "machine": platform.machine(),
@@ -206,8 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_tables(config, figures)
     if config.json is not None:
         config.json.write_text(json.dumps(figures, indent=2, default=str) + "\n")
-    return 0
 
+
+main = partial(run_tool, BenchmarkConfig, measure_all, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

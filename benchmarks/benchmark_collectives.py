@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
 
-from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.local_ranks import run_benchmark, run_ranks
 from megatron.core.communication import Communicator
 
 RANKS = 2
@@ -82,9 +82,8 @@ def run_rank(rank: int, repeats: int) -> list[dict[str, Any]]:
     return times
 
 
-def main() -> None:
+def measure_all(config: BenchmarkConfig) -> None:
     """Start the ranks, and print medians with the 10 % and 90 % quantiles."""
-    config = parse(BenchmarkConfig, __doc__)
     rows = run_ranks(RANKS, run_rank, config.repeats)
     print("| bytes | operation | after | transport | ms (10 % to 90 %) |\n| --- | --- | --- | --- | --- |")
     for row in rows:
@@ -96,5 +95,8 @@ def main() -> None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
 
 
+main = partial(run_benchmark, BenchmarkConfig, measure_all, __doc__)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

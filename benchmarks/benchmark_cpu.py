@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.local_ranks import run_benchmark, run_ranks
 from benchmarks.lib.step_bound import BareAttention, BareProducts, Product, linear_shapes
 from benchmarks.lib.step_profile import time_by_group
 from megatron.architectures.transformer_config import TransformerConfig
@@ -454,13 +454,15 @@ def print_profile(measured: Measured) -> None:
         print(f"{name:44}" + "".join(f"{share * step:{len(group) + 2}.0f}" for group, share in shares.items()))
 
 
-def main() -> None:
+def measure_all(config: BenchmarkConfig) -> None:
     """Start the ranks, and report."""
-    config = parse(BenchmarkConfig, __doc__)
     figures = report(config, Measured(**run_ranks(RANKS, run_rank, config)))
     if config.json is not None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
 
 
+main = partial(run_benchmark, BenchmarkConfig, measure_all, __doc__)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

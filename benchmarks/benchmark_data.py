@@ -40,10 +40,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # workers are the parallelism, o
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before NumPy and torch read them
 
 import numpy as np
-import tyro
 
 from benchmarks.lib.data_rows import HEADER, Row
 from megatron.commands.preprocess_work import EncodeTask, Work, output_of
+from megatron.commands.tool import run_tool
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_writer import IndexedDatasetWriter, write_index
@@ -52,7 +52,7 @@ from megatron.data.text_inputs import InputFormat, list_sources, whole_ranges
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT, parse_ranks
 from megatron.data.tokenizers import Tokenizer, build_tokenizer, shared_tokenizer
 from megatron.data.verified_encoder import fast_sentencepiece, fast_tiktoken, fast_tokenizer_json
-from megatron.errors import DataError, UserError
+from megatron.errors import DataError
 from megatron.flags import require_at_least
 from megatron.urls import refuse_urls
 
@@ -387,28 +387,24 @@ BENCHMARKS: dict[Benchmark, Callable[[BenchmarkConfig, Path], Iterator[Row]]] = 
 }
 
 
-def main() -> int:
-    """Run all; the exit status."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
+def measure_all(config: BenchmarkConfig) -> None:
+    """Run all."""
+    config.check()
     rows = []
-    try:
-        config.check()
-        with tempfile.TemporaryDirectory() as directory:
-            print(HEADER, flush=True)
-            # In this order: a process starts with the peak memory of the one that starts it.
-            for rows_of in (rows_of for name, rows_of in BENCHMARKS.items() if name in (config.only or BENCHMARKS)):
-                for row in rows_of(config, Path(directory)):
-                    rows.append(row)
-                    print(row.line(), flush=True)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory() as directory:
+        print(HEADER, flush=True)
+        # In this order: a process starts with the peak memory of the one that starts it.
+        for rows_of in (rows_of for name, rows_of in BENCHMARKS.items() if name in (config.only or BENCHMARKS)):
+            for row in rows_of(config, Path(directory)):
+                rows.append(row)
+                print(row.line(), flush=True)
     if config.json is not None:
         figures = [{**row._asdict(), "ratio": row.ratio} for row in rows]
         settings = {name: str(value) for name, value in asdict(config).items()}
         config.json.write_text(json.dumps({"settings": settings, "rows": figures}, indent=1))
-    return 0
 
+
+main = partial(run_tool, BenchmarkConfig, measure_all, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,6 +11,7 @@ Every turn draws new numbers of rows for the experts, for each contender others,
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -18,11 +19,11 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 from benchmarks.lib.step_timing import Clock
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands.tool import run_tool
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.models.layer import SwiGLULinear
@@ -189,12 +190,15 @@ def table(shape: str, dtype: str, times: dict[str, list[float]]) -> list[str]:
     return [f"| {shape} | {dtype} | {name} | {ms:.1f} | {speed:.2f} |" for name, ms, speed in rows]
 
 
-def main(options: Options, shapes: Mapping[str, Shape] = SHAPES) -> None:
+def measure_all(options: Options, shapes: Mapping[str, Shape] = SHAPES) -> None:
     print("| experts | dtype | contender | ms | speed |\n| --- | --- | --- | --- | --- |")
     for name in options.shapes:
         for dtype in options.dtypes:
             print("\n".join(table(name, dtype, measure(shapes[name], DTYPES[dtype], options))), flush=True)
 
 
+main = partial(run_tool, Options, measure_all, __doc__)
+
+
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    sys.exit(main())

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -22,14 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 
 import torch
-import tyro
 
 from benchmarks.benchmark_cpu import MODEL
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.commands.tool import run_tool
 from megatron.config.inference import GenerationConfig
 from megatron.core.parameter import initialize_parameters
 from megatron.core.topology import single_process
-from megatron.errors import ConfigError
 from megatron.flags import require_at_least
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import generate_ids
@@ -148,13 +148,9 @@ def measure(config: BenchmarkConfig, model: TransformerConfig, dtype: torch.dtyp
     }
 
 
-def main() -> int:
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        config.check()
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+def measure_all(config: BenchmarkConfig) -> None:
+    """Measure, and report."""
+    config.check()
     prepare_cpu(Process(has_thread_count=True))
     print("row                     ours ms/token   transformers ms/token   ratio (10 to 90 %)")
     results = {}
@@ -168,8 +164,9 @@ def main() -> int:
             print(f"{row:22}  {found['ours_ms']:13.2f}   {found['transformers_ms']:21.2f}   {interval}", flush=True)
     if config.json is not None:
         Path(config.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 0
 
+
+main = partial(run_tool, BenchmarkConfig, measure_all, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

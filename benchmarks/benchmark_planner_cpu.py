@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
@@ -31,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.lib.local_ranks import parse
+from benchmarks.lib.local_ranks import run_benchmark
 from benchmarks.lib.shared_cores import price_on_cores
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
@@ -264,9 +265,8 @@ def show(figures: Mapping[str, Any]) -> dict[str, float]:
     return result
 
 
-def main() -> None:
+def measure_all(config: BenchmarkConfig) -> None:
     """Start the ranks, and report."""
-    config = parse(BenchmarkConfig, __doc__)
     figures = run(config)
     result = show(figures)
     if config.json is not None:
@@ -274,5 +274,8 @@ def main() -> None:
         Path(config.json).write_text(json.dumps({**machine, **result, **figures}, indent=2) + "\n")
 
 
+main = partial(run_benchmark, BenchmarkConfig, measure_all, __doc__)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ import platform
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.benchmark_cpu import CPU, MODEL, RANKS, Training, training
-from benchmarks.lib.local_ranks import parse, run_ranks
+from benchmarks.lib.local_ranks import run_benchmark, run_ranks
 from megatron.core.pipeline_parallel import ActionRecorder
 from megatron.schedules.catalog import SCHEDULES
 from megatron.schedules.schedule import Kind, Schedule
@@ -106,9 +107,8 @@ def run_rank(rank: int, repeats: int) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def main() -> None:
+def measure_all(config: BenchmarkConfig) -> None:
     """Start the ranks, and print the table."""
-    config = parse(BenchmarkConfig, __doc__)
     rows = run_ranks(RANKS, run_rank, config.repeats)
     print("| schedule | ms | bound, ms | share (least to most) |\n| --- | --- | --- | --- |")
     for name, row in rows.items():
@@ -120,5 +120,8 @@ def main() -> None:
         Path(config.json).write_text(json.dumps(figures, indent=2) + "\n")
 
 
+main = partial(run_benchmark, BenchmarkConfig, measure_all, __doc__)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,7 +26,6 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import tyro
 
 from benchmarks.lib.rank_slice import SliceConfig
 from benchmarks.lib.results import error_line
@@ -35,8 +34,10 @@ from benchmarks.lib.step_profile import StepProfile, profile_step
 from benchmarks.lib.step_report import report
 from benchmarks.lib.step_sweep import Row, SweepName, rows
 from benchmarks.lib.step_timing import Clock, Times, copy_rate, product_rates, spread, take_turns
-from megatron.config.command_line import preset_of
-from megatron.config.model import ModelConfig
+from megatron.architectures.catalog import PRESETS
+from megatron.command_line import parser
+from megatron.command_line.words import split_words
+from megatron.config.model import ModelConfig, preset
 from megatron.core.device import device_name
 from megatron.core.kernels.selection import Kernels
 from megatron.errors import ConfigError, UserError
@@ -247,14 +248,9 @@ def run_sweep(config: BenchmarkConfig, sweep: Iterable[Row], arguments: Sequence
 
 def parse(arguments: Sequence[str]) -> BenchmarkConfig:
     """The flags; a preset sets the defaults of its group."""
-    default = BenchmarkConfig(slice=SliceConfig(model=preset_of(arguments) or ModelConfig()))
-    return tyro.cli(
-        BenchmarkConfig,
-        args=list(arguments),
-        default=default,
-        description=__doc__,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    names = [one.values[0] for one in split_words(arguments) if one.flag == "--model" and one.values]
+    model = preset(names[-1]) if names and names[-1] in PRESETS else ModelConfig()
+    return parser.parse(BenchmarkConfig, __doc__, arguments, BenchmarkConfig(slice=SliceConfig(model=model)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -268,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure_and_report(config)
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
     return 0
 
 

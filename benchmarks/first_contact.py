@@ -12,19 +12,17 @@ docs/performance.md.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tyro
-
 from benchmarks.gpu_lines.first_contact_lines import CALL_SECONDS, CALLS
 from benchmarks.gpu_lines.line import Line
 from benchmarks.gpu_lines.session import SessionConfig, run_session
-from megatron.errors import UserError
+from megatron.commands.tool import run_tool
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,13 @@ class CallConfig(SessionConfig):
     it is expected to take is left."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(config: CallConfig) -> int:
     """Run the lines and print the table; the exit code is 1 if a line is not right."""
-    config = tyro.cli(CallConfig, args=arguments, description=__doc__)
     lines: list[Line] = CALLS[config.call]
-    try:
-        return run_session(config, lines, config.seconds or CALL_SECONDS[config.call])
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+    return run_session(config, lines, config.seconds or CALL_SECONDS[config.call])
 
+
+main = partial(run_tool, CallConfig, run, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,17 +12,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tyro
-
 from benchmarks.gpu_lines.line import RESULTS, Result, Verdict, figures_of, own_results, read_results, whole_of
 from benchmarks.gpu_lines.runner import SESSIONS, read_archive
 from benchmarks.gpu_lines.table import brief, note_of, parts_to_show, peak_memory, verdict_of
-from megatron.errors import ConfigError, UserError
+from megatron.commands.tool import run_tool
+from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
@@ -184,18 +184,14 @@ def write_section(page: Path, text: str) -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the section; the exit code."""
-    config = tyro.cli(ReportConfig, args=arguments, description=__doc__)
-    try:
-        for place in config.out:
-            refuse_urls({"--out": place, "--page": config.page}, "name a local one")
-        write_section(Path(config.page), section([read(Path(place)) for place in config.out]))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+def write(config: ReportConfig) -> None:
+    """Write the section."""
+    for place in config.out:
+        refuse_urls({"--out": place, "--page": config.page}, "name a local one")
+    write_section(Path(config.page), section([read(Path(place)) for place in config.out]))
 
+
+main = partial(run_tool, ReportConfig, write, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

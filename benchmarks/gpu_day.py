@@ -14,16 +14,15 @@ lines.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tyro
-
 from benchmarks.gpu_lines.day_lines import LINES, STAGES
 from benchmarks.gpu_lines.line import Line, Verdict, read_results, whole_of
 from benchmarks.gpu_lines.session import SessionConfig, run_session
-from megatron.errors import UserError
+from megatron.commands.tool import run_tool
 
 MEASURED = (Verdict.RIGHT, Verdict.SLOW)
 
@@ -50,19 +49,16 @@ def lines_of(config: DayConfig) -> "tuple[DayConfig, Sequence[Line]]":
     return config, [line for line in LINES if line.name not in measured]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(config: DayConfig) -> int:
     """Run the lines and print the table; the exit code is 1 if a line is not right."""
-    config = tyro.cli(DayConfig, args=arguments, description=__doc__)
     if config.list:
         print("\n".join(f"{line.name}  {line.seconds:.0f} s" for line in LINES))
         return 0
-    try:
-        config, lines = lines_of(config)
-        return run_session(config, lines, 60 * config.budget_minutes)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+    config, lines = lines_of(config)
+    return run_session(config, lines, 60 * config.budget_minutes)
 
+
+main = partial(run_tool, DayConfig, run, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

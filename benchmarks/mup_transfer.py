@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import tyro
 from torch import Tensor, nn
 
 import megatron_llama as ml
-from megatron.commands.tool import check_matplotlib
-from megatron.errors import ConfigError, ExitCode, UserError, report
+from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.errors import ConfigError
 from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
 from megatron_llama.run import FlagValue
@@ -199,28 +199,24 @@ def draw(config: Transfer, losses: Sweep, path: str) -> None:
     plt.close(figure)
 
 
-def main() -> int:
-    """Run the sweep; the exit code."""
-    config = tyro.cli(Transfer, description=__doc__)
-    try:
-        config.check()
-        losses = sweep(config)
-        keys = [(use_mup, width) for use_mup in NAMES for width in config.widths]
-        sizes = {(use_mup, width): activation_sizes(config, width, use_mup) for use_mup, width in keys}
-        print(describe(config, losses, sizes))
-        if config.json is not None:
-            rows = [
-                {"mup": use_mup, "width": width, "losses": losses[use_mup, width], "sizes": sizes[use_mup, width]}
-                for use_mup, width in keys
-            ]
-            Path(config.json).write_text(json.dumps({**asdict(config), "rows": rows}, indent=1) + "\n")
-        if config.plot is not None:
-            draw(config, losses, config.plot)
-    except UserError as error:
-        report(error, rank=0)
-        return ExitCode.ACTION_REQUIRED
-    return ExitCode.COMPLETE
+def run(config: Transfer) -> None:
+    """Run the sweep."""
+    config.check()
+    losses = sweep(config)
+    keys = [(use_mup, width) for use_mup in NAMES for width in config.widths]
+    sizes = {(use_mup, width): activation_sizes(config, width, use_mup) for use_mup, width in keys}
+    print(describe(config, losses, sizes))
+    if config.json is not None:
+        rows = [
+            {"mup": use_mup, "width": width, "losses": losses[use_mup, width], "sizes": sizes[use_mup, width]}
+            for use_mup, width in keys
+        ]
+        Path(config.json).write_text(json.dumps({**asdict(config), "rows": rows}, indent=1) + "\n")
+    if config.plot is not None:
+        draw(config, losses, config.plot)
 
+
+main = partial(run_tool, Transfer, run, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -24,13 +25,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import tyro
 from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.lib.peers.job import Job
 from benchmarks.lib.peers.processes import PACKAGES, ContenderError, RankProcesses, make_environment
 from benchmarks.lib.results import error_line
+from megatron.commands.tool import run_tool
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least
 from megatron.schedules.catalog import SCHEDULES
@@ -397,14 +398,9 @@ def show(progress: str) -> None:
     print(f"\r\033[K{progress}", end="", file=sys.stderr, flush=True)
 
 
-def main() -> int:
+def measure_all(config: BenchmarkConfig) -> None:
     """Measure, and report."""
-    config = tyro.cli(BenchmarkConfig, description=__doc__)
-    try:
-        config.check()
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+    config.check()
     rows: dict[str, Any] = {}
     for contenders in config.groups:
         for name, row in report(measure(config, contenders)).items():
@@ -413,8 +409,9 @@ def main() -> int:
             figures = {"torch": torch.__version__, "cores": os.cpu_count(), "flags": asdict(config), "rows": rows}
             Path(config.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print("\n".join(table(rows)))
-    return 0
 
+
+main = partial(run_tool, BenchmarkConfig, measure_all, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

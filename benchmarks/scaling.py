@@ -17,15 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tyro
-
 from benchmarks.lib import scaling_checkpoint, scaling_data, scaling_metrics, scaling_start
 from benchmarks.lib.scaling_curve import KINDS, Curve, order_of_growth
+from megatron.commands.tool import run_tool
 from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
 
@@ -44,9 +43,9 @@ class Arguments:
     """Go to the largest sizes."""
     only: str = ",".join(PARTS)
     """Parts to measure."""
-    picture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    picture: Path | None = None
     """Draw the curves."""
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    json: Path | None = None
     """Write the points."""
 
 
@@ -118,31 +117,29 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__)
-    chosen = arguments.only.split(",")
-    try:
-        refuse_urls({"--picture": arguments.picture, "--json": arguments.json}, "name a local file")
-        if unknown := sorted(set(chosen) - set(PARTS)):
-            raise ConfigError(f"--only {','.join(unknown)} is no part: choose from {', '.join(PARTS)}.")
-    except ConfigError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
+def measure_all(config: Arguments) -> int:
+    """Measure, and report; the exit code is 1 if a curve is too steep."""
+    chosen = config.only.split(",")
+    refuse_urls({"--picture": config.picture, "--json": config.json}, "name a local file")
+    if unknown := sorted(set(chosen) - set(PARTS)):
+        raise ConfigError(f"--only {','.join(unknown)} is no part: choose from {', '.join(PARTS)}.")
     curves: list[Curve] = []
     for name in chosen:
         start = time.monotonic()
-        found = PARTS[name](arguments.largest)
+        found = PARTS[name](config.largest)
         curves += found
         print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr)
     print("\n".join(table(curves)))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
-    if arguments.picture is not None:
-        draw(curves, arguments.picture)
+    if config.json is not None:
+        config.json.write_text(json.dumps([asdict(curve) for curve in curves], indent=1) + "\n")
+    if config.picture is not None:
+        draw(curves, config.picture)
     steep = too_steep(curves)
     print("\n".join(steep))
     return 1 if steep else 0
 
+
+main = partial(run_tool, Arguments, measure_all, __doc__)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 
 _MODULES = """
-    torch numpy tyro rich safetensors xxhash sentencepiece tiktoken google.protobuf tokenizers fsspec tqdm yaml
+    torch numpy rich safetensors xxhash sentencepiece tiktoken google.protobuf tokenizers fsspec tqdm yaml
 """
 # Modules of the packages that pyproject.toml requires.
 MODULES = _MODULES.split()

@@ -10,6 +10,18 @@ from typing import Any
 from megatron.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Argument:
+    """In ``Annotated``: in what the flag of a field is unlike one with the field's name and docstring."""
+
+    help: str = ""
+    """Help that is computed from a table, instead of the docstring."""
+    aliases: tuple[str, ...] = ()
+    """Further names of the flag."""
+    is_positional: bool = False
+    """Whether it is a word without a flag."""
+
+
 def flag_of(name: str) -> str:
     """The flag of the field ``name``."""
     return "--" + name.replace("_", "-")

@@ -19,7 +19,7 @@ from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine
 from megatron.config.run import RunConfig
 from megatron.core.control import run_on_rank0
 from megatron.errors import ConfigError
@@ -98,18 +98,20 @@ class Run:
         self._recorder, self._evaluations = _StepRecorder(), _EvaluationRecorder()
         with ExitStack() as end:
             end.enter_context(random_numbers_restored())  # the parser of the flags draws numbers, too
-            config = parse_command_line(words, print_messages=process.rank == 0)
+            line = CommandLine.of(words)
+            line.show_help(prints=process.rank == 0)
+            config = line.parse().checked()
             # Flags without a meaning in Python are refused first.
             check_flags(config)
             check_run(config, process.world_size)
-            self._trainer = self._build(config, words, process, end)
+            self._trainer = self._build(config, line, process, end)
             self._end = end.pop_all()
         # A run that is not closed ends before Python takes the modules down.
         weakref.finalize(self, self._end.close)
         self._reason: str | None = None
         self._has_begun = False
 
-    def _build(self, config: RunConfig, words: Sequence[str], process: Process, end: ExitStack) -> Trainer:
+    def _build(self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack) -> Trainer:
         started = time.monotonic()
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         end.enter_context(environment_restored())
@@ -127,7 +129,7 @@ class Run:
 
         context = RunContext(config, topology, SignalWatch(), log_rank0, heartbeat)
         locks = end.enter_context(save_directories_locked(context))
-        config = resolve_architecture(context, partial(parse_command_line, words))
+        config = resolve_architecture(context, partial(line.over_model, "the checkpoint"))
         context = RunContext(config, topology, context.signals, log_rank0, heartbeat)
         at_end = end.enter_context(ExitStack())
         trainer = build_trainer(context, locks, at_end, started)

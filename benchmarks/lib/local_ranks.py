@@ -1,39 +1,27 @@
 """Ranks on this machine for a benchmark, one thread each, which meet through gloo."""
 
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
 
-from megatron.errors import ConfigError
+from megatron.commands.tool import run_tool
 from megatron.urls import refuse_urls
 
 
-class WithFigures(Protocol):
-    """Flags of a benchmark that can write its figures."""
+def run_benchmark(flags: type[Any], work: Callable[[Any], None], description: str | None) -> int:
+    """:func:`run_tool` for a benchmark that can write its figures to the local file ``--json``."""
 
-    @property
-    def json(self) -> str | None: ...
-
-
-C = TypeVar("C", bound=WithFigures)
-
-
-def parse(flags: type[C], description: str | None) -> C:
-    """The flags of the command line; ends the process if they are wrong."""
-    config = tyro.cli(flags, description=description)
-    try:
+    def checked(config: Any) -> None:
         refuse_urls({"--json": config.json}, "name a local file")
-    except ConfigError as error:
-        sys.exit(f"ERROR: {error}")
-    return config
+        work(config)
+
+    return run_tool(flags, checked, description)
 
 
 def run_ranks(count: int, run_rank: Callable[..., object], *arguments: object) -> Any:

@@ -12,17 +12,15 @@ about two minutes; --turns 3 is quicker and noisier. docs/planner.md describes t
 
 import datetime
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
-import tyro
-
+from megatron.commands.tool import run_tool, write_file
 from megatron.config.checks import check_run
-from megatron.errors import ConfigError, UserError
+from megatron.errors import ConfigError
 from megatron.flags import require_at_least
 from megatron.operation.processes import available_cores
 from megatron.urls import refuse_urls
@@ -128,19 +126,13 @@ def _progress(total: int, rank: int) -> Iterator[Callable[[str, int], None]]:
         yield advance
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write and print the file; the exit code."""
-    try:
-        config = tyro.cli(CalibrateConfig, args=arguments, description=__doc__)
-        config.check()
-        text = calibrate(config)
-        if text is not None:
-            Path(config.out).write_text(text, encoding="utf-8")
-            print(text)
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"ERROR: --out cannot be written ({error}): choose another path.", file=sys.stderr)
-        return 1
-    return 0
+def write(config: CalibrateConfig) -> None:
+    """Measure, write and print the file."""
+    config.check()
+    text = calibrate(config)
+    if text is not None:
+        write_file("--out", config.out, text)
+        print(text)
+
+
+main = partial(run_tool, CalibrateConfig, write, __doc__)

@@ -8,9 +8,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
+from typing import TYPE_CHECKING
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.tool import run_tool
@@ -165,12 +163,7 @@ class Upcycle:
             )
 
 
-Command = (
-    Annotated[FromHuggingFace, tyro.conf.subcommand("from-hf")]
-    | Annotated[ToHuggingFace, tyro.conf.subcommand("to-hf")]
-    | Annotated[FromMegatron, tyro.conf.subcommand("from-megatron")]
-    | Annotated[Upcycle, tyro.conf.subcommand("upcycle")]
-)
+COMMANDS = {"from-hf": FromHuggingFace, "to-hf": ToHuggingFace, "from-megatron": FromMegatron, "upcycle": Upcycle}
 
 
 # --- from Hugging Face ---------------------------------------------------------------------------------------
@@ -395,4 +388,4 @@ def convert(config: FromHuggingFace | ToHuggingFace | FromMegatron | Upcycle) ->
                 return upcycle(config, progress)
 
 
-main = partial(run_tool, Command, lambda config: print(convert(config)), __doc__, interrupted="nothing has")
+main = partial(run_tool, COMMANDS, lambda config: print(convert(config)), __doc__, interrupted="nothing has")

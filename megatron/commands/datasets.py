@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-import tyro
 
 from megatron.commands.tool import check_matplotlib, run_tool
 from megatron.config.data import TokenizerConfig
@@ -25,6 +24,7 @@ from megatron.data.corpus_writer import merge_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.tokenizers import build_tokenizer
 from megatron.errors import ConfigError, DataError
+from megatron.flags import Argument
 from megatron.urls import is_url, refuse_urls
 
 # --- inspect -------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ _BAR = 40
 class InspectConfig:
     """Dataset to inspect."""
 
-    prefix: tyro.conf.Positional[str]
+    prefix: Annotated[str, Argument(is_positional=True)]
     """P for P.bin and P.idx; may be a URL."""
     plot: Path | None = None
     """PNG or SVG file for the histogram of lengths; printed by default."""
@@ -50,7 +50,7 @@ class InspectConfig:
     NullTokenizer) also that every id is in the vocabulary."""
     write_digests: bool = False
     """Write P.digests.json from the present P.bin and P.idx, for a corpus that another program wrote or changed."""
-    tokenizer: tyro.conf.OmitArgPrefixes[TokenizerConfig] = field(default_factory=TokenizerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
 
 
 def document_lengths(dataset: IndexedDataset) -> npt.NDArray[np.int64]:

@@ -2,15 +2,13 @@
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from megatron.errors import UserError
+from megatron.commands.tool import run_tool
 from megatron.flags import require_at_least, require_positive, values_of
 from megatron.planner import arithmetic
 from megatron.urls import refuse_urls
@@ -105,24 +103,15 @@ class Communication:
         yield "seconds", f"{seconds:.4g}"
 
 
-EstimateConfig = (
-    Annotated[Compute, tyro.conf.subcommand("compute")]
-    | Annotated[Memory, tyro.conf.subcommand("memory")]
-    | Annotated[Communication, tyro.conf.subcommand("communication")]
-)
+def estimate(config: Compute | Memory | Communication) -> None:
+    """Print the estimate."""
+    config.check()
+    for name, value in config.lines():
+        print(f"{name:30}{value}")
 
 
-def main() -> int:
-    """Print the estimate; the exit code."""
-    try:
-        config: Compute | Memory | Communication = tyro.cli(EstimateConfig, description=ESTIMATE)
-        config.check()
-        for name, value in config.lines():
-            print(f"{name:30}{value}")
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+COMMANDS = {"compute": Compute, "memory": Memory, "communication": Communication}
+main = partial(run_tool, COMMANDS, estimate, ESTIMATE)
 
 
 # --- a table of runs -----------------------------------------------------------------------------------------
@@ -171,18 +160,15 @@ def report(runs: "Sequence[PublishedRun]", rows: Sequence[dict[str, float | str]
     return text
 
 
-def main_predict() -> int:
-    """Predict, and write the file; the exit code."""
-    try:
-        config = tyro.cli(PredictRunsConfig, description=PREDICT)
-        refuse_urls({"--csv": config.csv, "--json": config.json}, "name a local file")
-        from megatron.planner.step_time.published import read_published
+def predict_table(config: PredictRunsConfig) -> None:
+    """Predict, and write the file."""
+    refuse_urls({"--csv": config.csv, "--json": config.json}, "name a local file")
+    from megatron.planner.step_time.published import read_published
 
-        runs = read_published(Path(config.csv))
-        rows = predict_rows(runs)
-        Path(config.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        print(report(runs, rows))
-    except UserError as error:
-        print(f"ERROR: {error}", file=sys.stderr)
-        return 1
-    return 0
+    runs = read_published(Path(config.csv))
+    rows = predict_rows(runs)
+    Path(config.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    print(report(runs, rows))
+
+
+main_predict = partial(run_tool, PredictRunsConfig, predict_table, PREDICT)

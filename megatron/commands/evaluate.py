@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import tyro
-
+from megatron.command_line.parser import parse_known
 from megatron.commands import pretrain_llama
 from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.inference import EvaluateConfig, LoadedModelConfig
 from megatron.config.model import ModelConfig
@@ -52,18 +51,19 @@ _LARGEST_EXPONENT = 700.0  # of a double
 
 def run_config(
     evaluate: EvaluateConfig,
-    words: Sequence[str],
+    line: CommandLine,
     saved: "SavedState | None",
     model_defaults: ModelConfig | None = None,
 ) -> RunConfig:
-    """The flags of an evaluation: ``words`` override the flags of the checkpoint's run."""
-    given = parse_command_line(words)
+    """The flags of an evaluation: those of ``line`` override the flags of the checkpoint's run."""
+    given = line.parse().checked()
     if saved is None:
         length = min(given.model.max_position_embeddings or _LONGEST_WINDOW, _LONGEST_WINDOW)
         defaults = RunConfig(data=DataConfig(seq_length=length, num_workers=0))
     else:
         defaults = defaults_of(saved, given)
-    config = parse_command_line(words, model_defaults, defaults=defaults)
+    defaults = replace(defaults, model=model_defaults or ModelConfig())
+    config = line.with_defaults(defaults, "the checkpoint").parse().checked()
     assert config.data.seq_length is not None
     size = config.training.micro_batch_size or max(1, _MICROBATCH_TOKENS // config.data.seq_length)
     from_checkpoint = config.checkpoint.load is not None
@@ -136,15 +136,9 @@ def check_flags(config: RunConfig) -> None:
 
 def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Evaluate as ``arguments`` say."""
-    evaluate, words = tyro.cli(
-        EvaluateConfig,
-        args=list(arguments),
-        prog="evaluate.py",
-        description=TEXTS,
-        return_unknown_args=True,
-        console_outputs=rank == 0,
-    )
-    given = parse_command_line(words, print_messages=rank == 0)
+    evaluate, others = parse_known(EvaluateConfig, TEXTS, arguments, print_messages=rank == 0)
+    line = CommandLine.of_flags(others)
+    given = line.parse().checked()
     if not evaluate.input:
         raise ConfigError("--input is missing: set it to the texts to evaluate.")
     refuse_urls(values_of(evaluate, "json"), "use a local file")
@@ -153,7 +147,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     queues = prepare_environment(given, os.environ, available_cores(), local_world_size)
     if given.checkpoint.load_hf is not None:
-        words = with_hugging_face(words, given)
+        line = with_hugging_face(line, given)
     pretrain_llama.import_for_training()
     from megatron.training.build.data import TextData
     from megatron.training.build.run import RunParts
@@ -161,7 +155,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     from megatron.training.pretrain import pretrain
 
     saved = None if given.checkpoint.load is None else read_saved_state(given)
-    config = run_config(evaluate, words, saved)
+    config = run_config(evaluate, line, saved)
     if evaluate.stride is not None and evaluate.stride > config.seq_length:
         raise ConfigError(
             f"--stride {evaluate.stride} is more than --seq-length {config.seq_length}, so tokens would be left out: "
@@ -172,7 +166,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     parts = RunParts(data.build, partial(open_writers, evaluate, data))
     process = Process.from_environment(os.environ)
     command = StartedCommand.of(arguments, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
-    flags_over = partial(run_config, evaluate, words, saved)
+    flags_over = partial(run_config, evaluate, line, saved)
     return pretrain(config, process, flags_over, queues, command, heartbeat, parts)
 
 

@@ -1,9 +1,10 @@
-"""What becomes of the flags of Megatron-LM: in a recipe (``--explain-flags``), and of all of them, beside our flags, in
-the pages that ``tools/flag_reference.py`` writes."""
+"""Where the flags of a command line come from, and what becomes of those of a recipe of Megatron-LM
+(``--explain-flags``); the pages of all flags that ``tools/flag_reference.py`` writes."""
 
 import csv
 import os
 import re
+import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -14,18 +15,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, get_type_hints
 
+from megatron.command_line.flag import Flag, docstrings, flags_of
+from megatron.command_line.parser import values_by_field
 from megatron.commands.tool import run_tool
 from megatron.config.bash.evaluation import Started, started_by
 from megatron.config.checks import check_run, flags_in
-from megatron.config.command_line import parse_line
+from megatron.config.command_line import CommandLine, ParsedLine
 from megatron.config.compatibility import REFUSALS
-from megatron.config.help import Flag, docstrings, flags_of
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED
 from megatron.config.recipes import Recipes, edited, read_recipes, recipe_of
 from megatron.config.run import RunConfig
-from megatron.config.words import split_words
 from megatron.errors import ConfigError, ExitCode
-from megatron.flags import require_at_least, values_of
+from megatron.flags import require_at_least, values_of, words_of
 from megatron.urls import refuse_urls
 
 # --- a recipe ------------------------------------------------------------------------------------------------
@@ -56,7 +57,8 @@ class Explained:
 
 def explain(words: Sequence[str], world_size: int) -> Explained:
     """The flags in ``words`` in a run of ``world_size`` ranks, by what becomes of them."""
-    line = parse_line(words)
+    given = CommandLine.of(words)
+    line = given.parse()
     corrections = [sentence for error in line.mistakes for sentence in error.sentences]
     wrong = {flag for sentence in corrections for flag in flags_in(sentence)}
     try:
@@ -69,28 +71,40 @@ def explain(words: Sequence[str], world_size: int) -> Explained:
             raise
     # A sentence begins with the flag that it corrects.
     subjects = {flag for sentence in corrections for flag in flags_in(sentence)[:1]}
-    given = split_words(words)
     idle = {flags_in(typed)[0] for typed in line.no_effect}
-    kept = [one.as_typed for one in given if not subjects & {one.flag, *flags_in(one.flag)} and one.flag not in idle]
-    stated = {one.flag for one in given}
+    kept = [
+        one.as_typed for one in given.given if not subjects & {one.flag, *flags_in(one.flag)} and one.flag not in idle
+    ]
+    stated = {one.flag for one in given.given}
     unstated = [flag for flag in OTHER_DEFAULTS if flag not in stated and "--model" not in stated]
     return Explained(tuple(kept), line.no_effect, tuple(corrections), line.inferred, tuple(unstated))
 
 
-def explain_files(arguments: Sequence[str], environment: Mapping[str, str]) -> ExitCode:
-    """Explain the recipes of ``--explain-flags``, with the other ``arguments`` beside their flags. Scripts are read in
+def describe_origins(line: ParsedLine) -> str:
+    """A row for each flag whose value is not the default: the flag, and where the value comes from."""
+    values = values_by_field(line.config)
+    rows = [
+        (shlex.join(words_of(name, values[name])), origin)
+        for name, origin in line.origins.items()
+        if name != "explain_flags"
+    ]
+    width = min(max((len(words) for words, _ in rows), default=0), 60)
+    return "\n".join(f"{words:{width}}  {origin}" for words, origin in sorted(rows, key=lambda row: row[1]))
+
+
+def explain_files(line: CommandLine, environment: Mapping[str, str]) -> ExitCode:
+    """Explain the recipes of ``--explain-flags``, with the other flags of ``line`` beside theirs. Scripts are read in
     ``environment``."""
-    config = parse_line(arguments).config
+    config = line.parse().config
     flags, num_gpus = config.flag_files, config.dry_run.num_gpus
-    if flags.explain_flags is None:
-        raise ConfigError("--explain-flags needs a recipe: add its path.")
     flags.check()
+    assert flags.explain_flags
     require_at_least(1, values_of(config.dry_run, "num_gpus"))
-    path = Path(flags.explain_flags)
+    path = Path(flags.explain_flags[0])
     recipes = recorded(path, environment) if flags.explain_run_script else read_recipes(path, environment)
-    own = {"--explain-flags", "--explain-edit", "--explain-run-script"}
-    own |= set() if config.dry_run.dry_run or config.plan.plan else {"--num-gpus"}
-    others = [word for one in split_words(arguments) if one.flag not in own for word in (one.flag, *one.values)]
+    own = {"explain_flags", "explain_edit", "explain_run_script"}
+    own |= set() if config.dry_run.dry_run or config.plan.plan else {"num_gpus"}
+    others = line.without(own).words
     explained: dict[str, Explained] = {}
     for name, recipe in recipes.by_name.items():
         words = [*(edited(recipe.words) if flags.explain_edit else recipe.words), *others]
@@ -112,7 +126,7 @@ class _Ranks(NamedTuple):
 def _ranks_of(words: Sequence[str], num_gpus: int | None, of_launcher: int | None) -> _Ranks:
     """The ranks on which a recipe is checked: those of ``--num-gpus``, those of its launcher if the layout is possible
     on them, or the fewest."""
-    config = parse_line(words).config
+    config = CommandLine.of(words).parse().config
     if num_gpus is not None:
         return _Ranks(num_gpus, "--num-gpus")
     least = max(config.parallel.least_world_size(bool(config.model.num_experts)), 1)
@@ -302,7 +316,7 @@ def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
         )
     if flag.is_refused:
         return f"refused: {in_cell(flag.help.removeprefix('Refused: '))}"
-    reason = REFUSALS.get(flag.name[2:].replace("-", "_"))
+    reason = REFUSALS.get(flag.field.name)
     if asked.flag.startswith("--no-") and reason and flag.default == "on":
         return f"refused, because {in_cell(reason)}"
     if "for now" in flag.help:

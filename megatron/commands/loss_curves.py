@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.commands.tool import check_matplotlib, run_tool
-from megatron.errors import ConfigError, DataError, ExitCode
+from megatron.errors import ConfigError, DataError
 from megatron.metrics.jsonl import History, Point, read_history
 from megatron.urls import refuse_urls
 
@@ -135,7 +135,6 @@ main_plot = partial(
     PlotConfig,
     draw,
     "Draw losses, learning rate and gradient norm of one or more runs from their --metrics-jsonl files to a PNG.",
-    failed=ExitCode.ACTION_REQUIRED,
 )
 
 

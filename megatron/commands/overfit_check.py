@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status: 0 if every layout passed, 1 if one did not, 2 for a mistake."""
     mine, runs = split_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
-        return run_tool(OverfitCheck, partial(check_all, runs), __doc__, mine, failed=ExitCode.ACTION_REQUIRED)
+        return run_tool(OverfitCheck, partial(check_all, runs), __doc__, mine)
     except OSError as error:
         report(DataError(f"The samples cannot be written ({error.strerror}): free some space in TMPDIR."), rank=0)
         return ExitCode.ACTION_REQUIRED

@@ -11,15 +11,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import tyro
-
+from megatron.command_line.parser import parse_known
 from megatron.commands.tool import write_file
 from megatron.config.activations import ActivationConfig
-from megatron.config.command_line import parse_command_line
+from megatron.config.checks import check_run
+from megatron.config.command_line import CommandLine
 from megatron.config.dry_run import DryRunConfig, PlanConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig
 from megatron.config.run import RunConfig
-from megatron.config.words import without_flags
 from megatron.errors import ConfigError, UserError
 from megatron.flags import require_at_least, require_positive, values_of
 from megatron.planner.search.accuracy import measured_level
@@ -100,28 +99,28 @@ class PlanLayoutConfig:
 
     @property
     def words(self) -> list[str]:
-        """The words of the job, for the command line of pretrain_llama.py."""
+        """The flags of the job, for pretrain_llama.py."""
         words = [] if self.model is None else ["--model", self.model]
         words += ["--seq-length", str(self.seq_length), "--global-batch-size", str(self.global_batch_size), "--bf16"]
         return words + (["--fp8-format", "hybrid"] if self.precision == "fp8" else [])
 
 
-def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, list[str]]:
-    """The flags of this tool, and the words of the job for pretrain_llama.py. Raises :class:`UserError`."""
-    config, constraints = tyro.cli(PlanLayoutConfig, args=arguments, description=DESCRIPTION, return_unknown_args=True)
+def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, CommandLine]:
+    """The flags of this tool, and those of the job for pretrain_llama.py. Raises :class:`UserError`."""
+    config, constraints = parse_known(PlanLayoutConfig, DESCRIPTION, arguments)
     config.check()
     read_cluster(config.cluster)
     # The precision is a flag of this tool, so a flag of the same meaning is not repeated.
-    of_precision = {"bf16", "fp8_format"} if config.precision == "fp8" else {"bf16"}
-    words = [*config.words, *without_flags(constraints, of_precision)]
-    parse_command_line(words)
-    return config, words
+    of_precision = ("--bf16", "--fp8-format") if config.precision == "fp8" else ("--bf16",)
+    line = CommandLine.of_flags([one for one in constraints if one.flag not in of_precision]).over(config.words)
+    line.parse().checked()
+    return config, line
 
 
-def job_of(config: PlanLayoutConfig, words: Sequence[str]) -> Job:
+def job_of(config: PlanLayoutConfig, line: CommandLine) -> Job:
     """The job of all flags. Raises :class:`UserError`."""
     operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
-    return Job.of(words, read_cluster(config.cluster), config.num_gpus, operation)
+    return Job.of(line, read_cluster(config.cluster), config.num_gpus, operation)
 
 
 @contextmanager
@@ -149,10 +148,14 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total)
 
 
-def plan_run(config: RunConfig, arguments: Sequence[str]) -> None:
-    """Do what ``pretrain_llama.py --plan`` does with these words."""
-    assert config.dry_run.num_gpus is not None
-    of_run = without_flags(arguments, {"num_gpus", *(flag.name for flag in fields(PlanConfig))})
+def plan(config: RunConfig, line: CommandLine, world_size: int) -> None:
+    """``pretrain_llama.py --plan``: search the layout of the run of ``config``, which was parsed from ``line``."""
+    config.plan.check()
+    if world_size > 1:
+        raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
+    if config.dry_run.num_gpus is None:
+        raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
+    of_run = line.without({"num_gpus", *(flag.name for flag in fields(PlanConfig))})
     operation = Operation(config.plan.plan_tokens, config.plan.plan_price_per_gpu_hour)
     job = Job.of(of_run, read_cluster(config.plan.plan_cluster), config.dry_run.num_gpus, operation)
     result = _search(job, config.plan.plan_measured, "--plan-measured")
@@ -188,8 +191,8 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; the exit code."""
     try:
-        config, words = parse(sys.argv[1:] if arguments is None else arguments)
-        result = _search(job_of(config, words), config.measured, "--measured", config.rehearse)
+        config, line = parse(sys.argv[1:] if arguments is None else arguments)
+        result = _search(job_of(config, line), config.measured, "--measured", config.rehearse)
         show(result, config.top, {"--json": config.json, "--html": config.html})
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
@@ -208,11 +211,20 @@ _KEPT = (
 """Their flags that a search takes as they are."""
 
 
-def plan_and_report(config: RunConfig, arguments: Sequence[str], console: "Console | None" = None) -> "Plan":
+def dry_run(config: RunConfig, line: CommandLine, world_size: int) -> None:
+    """``pretrain_llama.py --dry-run``: report what the run of ``config``, which was parsed from ``line``, will need."""
+    config.dry_run.check()
+    if world_size > 1:
+        raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
+    assert config.dry_run.num_gpus is not None
+    check_run(config, config.dry_run.num_gpus)
+    plan_and_report(config, line)
+
+
+def plan_and_report(config: RunConfig, line: CommandLine, console: "Console | None" = None) -> "Plan":
     """Simulate the run of checked flags, write ``--dry-run-json`` and ``--dry-run-html``, and print the report.
 
-    ``arguments`` are the words that ``config`` was parsed from. Raises :class:`~megatron.errors.UserError` as the run
-    itself would.
+    ``config`` was parsed from ``line``. Raises :class:`~megatron.errors.UserError` as the run itself would.
     """
     from rich.console import Console
 
@@ -228,7 +240,7 @@ def plan_and_report(config: RunConfig, arguments: Sequence[str], console: "Conso
         print("layers of Transformer Engine are simulated with the local layers, whose memory is similar")
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)] if rank is None else [rank])
     # What does not fit is answered with the search of what does.
-    command = None if plan.fits else plan_command(run, arguments)
+    command = None if plan.fits else plan_command(run, line)
     fitting_load = largest_fitting_load(plan)
     if (path := config.dry_run.dry_run_json) is not None:
         text = json.dumps(as_json(plan, command, fitting_load, time.monotonic() - started))
@@ -242,8 +254,8 @@ def plan_and_report(config: RunConfig, arguments: Sequence[str], console: "Conso
     return plan
 
 
-def plan_command(run: "Run", arguments: Sequence[str]) -> str:
-    """The command that searches the layouts of ``run``: the words of its command line without those of the layout."""
+def plan_command(run: "Run", line: CommandLine) -> str:
+    """The command that searches the layouts of ``run``: the flags of its ``line`` without those of the layout."""
     parallel, training = run.config.parallel, run.config.training
     dropped = {field.name for group in _GROUPS for field in fields(group)} - {*_KEPT} | {"micro_batch_size"}
     if parallel.hierarchical_context_parallel_sizes:
@@ -253,8 +265,7 @@ def plan_command(run: "Run", arguments: Sequence[str]) -> str:
         # A search is for one batch size: that of the end of a schedule.
         dropped |= {"step_batch_size_schedule"}
         batch = ["--global-batch-size", str(run.global_batch_size)]
-    dropped |= {f"no_{name}" for name in dropped}
-    words = [*without_flags(arguments, dropped), *batch, "--plan", "--num-gpus", str(run.grid.world_size)]
+    words = [*line.without(dropped).words, *batch, "--plan", "--num-gpus", str(run.grid.world_size)]
     return shlex.join(["python", "pretrain_llama.py", *words])
 
 

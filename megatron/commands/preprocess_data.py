@@ -21,8 +21,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
 from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work, output_of
 from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
@@ -267,7 +265,7 @@ class PreprocessConfig:
     one. Documents keep their order; files of a directory are sorted by name."""
     output_prefix: str
     """Prefix of the outputs: PREFIX_KEY_document.bin and .idx."""
-    tokenizer: tyro.conf.OmitArgPrefixes[TokenizerConfig] = field(default_factory=TokenizerConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     json_keys: tuple[str, ...] = ("text",)
     """JSON keys (columns of parquet files and datasets) to tokenize; each has its own output."""
     text_documents: Separation = "file"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line, parse_line, with_flags_of_file
+from megatron.config.command_line import CommandLine, ParsedLine
 from megatron.config.operation import HANG_LIMITS
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
-from megatron.errors import ConfigError, ExitCode, UserError, report, report_crash, write_error_file
+from megatron.errors import ExitCode, UserError, report, report_crash, write_error_file
 from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
 from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
@@ -32,54 +32,40 @@ from megatron.training.checkpoints.comparison import with_hugging_face
 from megatron.training.run_files import StartedCommand, words_of_process
 
 
-def dry_run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
-    """Report what the run that ``arguments`` describe will need; ``config`` is parsed from them."""
-    config.dry_run.check()
-    if world_size > 1:
-        raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
-    assert config.dry_run.num_gpus is not None
-    check_run(config, config.dry_run.num_gpus)
-    from megatron.commands.planning import plan_and_report
-
-    plan_and_report(config, arguments)
-
-
-def plan(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
-    """Search the layout of the run that ``arguments`` describe."""
-    config.plan.check()
-    if world_size > 1:
-        raise ConfigError("--plan is one process, whatever --num-gpus says: start it with python, not torchrun.")
-    if config.dry_run.num_gpus is None:
-        raise ConfigError("--plan needs --num-gpus: set it to the number of GPUs of the run.")
-    from megatron.commands.planning import plan_run
-
-    plan_run(config, arguments)
-
-
 def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
     """Train as ``arguments`` say."""
-    given = arguments
-    arguments = with_flags_of_file(arguments)
-    if any(word.partition("=")[0].replace("_", "-") == "--explain-flags" for word in arguments):
+    line = CommandLine.of(arguments)
+    line.show_help(prints=rank == 0)
+    parsed = line.parse()
+    if parsed.config.flag_files.explain_flags:
         from megatron.commands.explain_flags import explain_files
 
-        return explain_files(arguments, os.environ) if rank == 0 else ExitCode.COMPLETE
-    config = parse_command_line(arguments, print_messages=rank == 0, world_size=world_size)
+        return explain_files(line, os.environ) if rank == 0 else ExitCode.COMPLETE
+    config = parsed.checked(world_size)
     if config.checkpoint.load_hf is not None:
-        arguments = with_hugging_face(arguments, config)
-        config = parse_command_line(arguments)
+        line = with_hugging_face(line, config)
+        parsed = line.parse()
+        config = parsed.checked()
         if rank == 0:
             print(f"> architecture and vocabulary: from {config.checkpoint.load_hf}", flush=True)
-    if config.plan.plan:
-        plan(config, arguments, world_size)
+    if config.flag_files.explain_flags is not None:
+        from megatron.commands.explain_flags import describe_origins
+
+        if rank == 0:
+            print(describe_origins(parsed), flush=True)
         return ExitCode.COMPLETE
-    if config.dry_run.dry_run:
-        dry_run(config, arguments, world_size)
+    if config.plan.plan or config.dry_run.dry_run:
+        from megatron.commands.planning import dry_run, plan
+
+        if config.plan.plan:
+            plan(config, line, world_size)
+        else:
+            dry_run(config, line, world_size)
         return ExitCode.COMPLETE
     num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
     check_run(config, world_size - num_spares)
     if rank == 0:
-        name_flags_without_effect(arguments)
+        log_flags(parsed)
     check_allowed(config.operation.inject_fault, os.environ.get(VARIABLE))
     heartbeat.write_settings(RunSettings.of(config, rank, world_size - num_spares).to_json())
     is_watched = LAUNCHER in os.environ or config.operation.on_hang == "report"
@@ -97,8 +83,9 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     from megatron.training.pretrain import pretrain
 
     process = Process.from_environment(os.environ, num_spares)
-    command = StartedCommand.of(given, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
-    run = partial(pretrain, config, process, partial(parse_command_line, arguments), queues, command, heartbeat)
+    command = StartedCommand.of(arguments, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
+    over = partial(line.over_model, f"the checkpoint of --load {config.checkpoint.load}")
+    run = partial(pretrain, config, process, over, queues, command, heartbeat)
     if config.operation.inprocess_restart:
         from megatron.training.in_process import InProcessRestart
 
@@ -109,9 +96,11 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     return run()
 
 
-def name_flags_without_effect(arguments: Sequence[str]) -> None:
-    """Print Megatron-LM's flags without effect (docs/coming_from_megatron.md), and those that follow from others."""
-    line = parse_line(arguments)
+def log_flags(line: ParsedLine) -> None:
+    """Print where the flags come from, Megatron-LM's flags without effect (docs/coming_from_megatron.md), and flags
+    that follow from others."""
+    if origins := line.describe_origins():
+        print(f"> flags: {origins} (--explain-flags lists them)", flush=True)
     if line.no_effect:
         print(f"> no effect here: {', '.join(line.no_effect)}", flush=True)
     for flag in line.inferred:

@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import tyro
-
 from megatron.commands.tool import run_tool, write_file
 from megatron.config.parallel import ParallelConfig
 from megatron.core.context_parallel import ContextSplit
 from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import EXPERT_AXES, RankGrid
-from megatron.errors import ConfigError, ExitCode
+from megatron.errors import ConfigError
 from megatron.training.initialize import rank_grid
 from megatron.urls import refuse_urls
 
@@ -32,7 +30,7 @@ class RankGroupsConfig:
 
     num_gpus: int
     """Ranks of the run."""
-    parallel: tyro.conf.OmitArgPrefixes[ParallelConfig] = field(default_factory=ParallelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     node_size: int = 8
     """Ranks of a node."""
     svg: str | None = None
@@ -321,4 +319,4 @@ def draw_all(config: PicturesConfig) -> None:
         print(path)
 
 
-main_pictures = partial(run_tool, PicturesConfig, draw_all, PICTURES_DESCRIPTION, failed=ExitCode.ACTION_REQUIRED)
+main_pictures = partial(run_tool, PicturesConfig, draw_all, PICTURES_DESCRIPTION)

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from megatron.commands.pages.run_charts import (
     AFTER,
     BEFORE,
@@ -28,7 +26,8 @@ from megatron.commands.pages.run_charts import (
     training_charts,
 )
 from megatron.commands.tool import run_tool, write_file
-from megatron.errors import DataError, ExitCode
+from megatron.errors import DataError
+from megatron.flags import Argument
 from megatron.metrics.jsonl import History, Record, read_history
 from megatron.operation.attempts import TIME_CLASSES, Attempt
 from megatron.operation.causes import advice
@@ -52,7 +51,7 @@ _NOT_A_NAME = {"checkpoints", "checkpoint", "ckpts", "ckpt"}
 class ReportConfig:
     """The run, and what to write."""
 
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, Argument(is_positional=True)]
     """Run directory, with attempts.jsonl."""
     html: str | None = None
     """Write a page with the timeline of the run: one file without references to others."""
@@ -123,7 +122,7 @@ def write_report(config: ReportConfig) -> None:
     print(report_text(report))
 
 
-main = partial(run_tool, ReportConfig, write_report, __doc__, failed=ExitCode.ACTION_REQUIRED)
+main = partial(run_tool, ReportConfig, write_report, __doc__)
 
 
 # --- the page ------------------------------------------------------------------------------------------------

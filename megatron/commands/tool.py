@@ -3,38 +3,40 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import tyro
-
+from megatron.command_line.parser import parse, parse_command
 from megatron.errors import ConfigError, UserError, report
 
 
 def run_tool(
-    flags: Any,
+    flags: type[Any] | Mapping[str, type[Any]],
     work: Callable[[Any], int | None],
     description: str | None,
     arguments: Sequence[str] | None = None,
-    failed: int = 1,
     interrupted: str = "",
 ) -> int:
-    """Call ``work`` with the dataclass ``flags``, parsed from ``arguments`` (default: ``sys.argv``).
+    """Call ``work`` with the dataclass ``flags``, or with one of several by the first word, parsed from ``arguments``
+    (default: ``sys.argv``).
 
-    Returns the exit code: that of ``work`` (None: 0), or ``failed`` after the sentence of a :class:`UserError`.
+    Returns the exit code: that of ``work`` (None: 0), or that of a :class:`UserError`, after its sentence.
     ``interrupted`` says what Ctrl-C leaves behind, for a tool that removes incomplete files.
     """
-    config = tyro.cli(flags, description=description, args=arguments)
-    if interrupted:
-        # A terminated run, too, removes its incomplete files: the exception passes through their context managers.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
+        if isinstance(flags, Mapping):
+            config = parse_command(flags, description or "", arguments)
+        else:
+            config = parse(flags, description, arguments)
+        if interrupted:
+            # A terminated run, too, removes its incomplete files: the exception passes through their context managers.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         return work(config) or 0
     except UserError as error:
         report(error, rank=0)
-        return failed
+        return error.exit_code
     except KeyboardInterrupt:
         if not interrupted:
             raise
@@ -43,12 +45,15 @@ def run_tool(
 
 
 def run_on_ranks(
-    flags: Any, work: Callable[[Any, int], int | None], description: str | None, arguments: Sequence[str] | None = None
+    flags: type[Any],
+    work: Callable[[Any, int], int | None],
+    description: str | None,
+    arguments: Sequence[str] | None = None,
 ) -> int:
     """Call ``work`` like :func:`run_tool`, with the rank as second argument, alone or under torchrun."""
     rank = int(os.environ.get("RANK", 0))
     try:
-        config = tyro.cli(flags, description=description, args=arguments, console_outputs=rank == 0)
+        config = parse(flags, description, arguments, print_messages=rank == 0)
         return work(config, rank) or 0
     except UserError as error:
         report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))

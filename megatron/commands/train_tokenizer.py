@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from megatron.commands.tool import run_tool, write_file
 from megatron.data.text_inputs import (
     InputFormat,
@@ -27,6 +25,7 @@ from megatron.data.text_inputs import (
 )
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT, byte_characters
 from megatron.errors import ConfigError, DataError
+from megatron.flags import Argument
 from megatron.urls import refuse_urls
 
 # Text is fed in pieces of whole lines up to this many bytes, so that newlines are part of what is learned.
@@ -56,7 +55,7 @@ class TrainTokenizerConfig:
     """Configuration of a Hugging Face dataset with several."""
     dataset_split: str = "train"
     """Split of a Hugging Face dataset."""
-    input_sentence_size: Annotated[int, tyro.conf.arg(aliases=["--max-sentences"])] = 0
+    input_sentence_size: Annotated[int, Argument(aliases=("--max-sentences",))] = 0
     """sentencepiece: train on this many random parts of the text (of up to 4,000 bytes); 0: all."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Training threads."""

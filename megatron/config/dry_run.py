@@ -102,13 +102,14 @@ class FlagFileConfig:
     config: str | None = None
     """YAML file with flags, such as the run.yaml of a run directory: lr: 3e-4, bf16: true, data-path: [0.7, a, 0.3, b].
     Flags of the command line override flags of the file, wherever they stand."""
-    explain_flags: str | None = None
-    """Recipe of Megatron-LM: a model_config.yaml of its functional tests, a directory of them, a shell script, or a
-    file of flags. Print for each flag whether it is kept, has no effect here, or must be corrected, and exit with code
-    0 if the run would start, otherwise 2. Other flags of the command line are added to the recipe; --num-gpus is the
-    number of ranks (default: torchrun's in the script, or the fewest that the layout needs). A script is read as bash
-    without arguments would in this environment; no command of it runs, and what cannot be decided without running it is
-    named."""
+    explain_flags: tuple[str, ...] | None = None
+    """Without a value: print the flags that are not at their defaults, and where each value comes from (the command
+    line, a line of --config, the preset, the model of --load-hf), and exit. With a recipe of Megatron-LM (a
+    model_config.yaml of its functional tests, a directory of them, a shell script, or a file of flags): print for each
+    flag whether it is kept, has no effect here, or must be corrected, and exit with code 0 if the run would start,
+    otherwise 2. Other flags of the command line are added to the recipe; --num-gpus is the number of ranks (default:
+    torchrun's in the script, or the fewest that the layout needs). A script is read as bash without arguments would in
+    this environment; no command of it runs, and what cannot be decided without running it is named."""
     explain_edit: bool = False
     """Before --explain-flags, take out the flags of architectures that are not in the registry, and replace corpus and
     tokenizer by mock data (megatron/config/recipes.py has the list)."""
@@ -119,7 +120,11 @@ class FlagFileConfig:
     nothing else. Every other command of the script is executed, so use this for a script that you would also start."""
 
     def check(self) -> None:
-        refuse_urls(values_of(self, "config", "explain_flags"), "copy the file to a local path")
+        recipes = self.explain_flags or ()
+        if len(recipes) > 1:
+            raise ConfigError(f"--explain-flags takes one recipe, not {len(recipes)}: name a directory of them.")
+        places = {"--config": self.config, "--explain-flags": next(iter(recipes), None)}
+        refuse_urls(places, "copy the file to a local path")
         require_flag(
-            "--explain-flags", self.explain_flags is not None, changed_flags(self, "explain_edit", "explain_run_script")
+            "--explain-flags with a recipe", bool(recipes), changed_flags(self, "explain_edit", "explain_run_script")
         )

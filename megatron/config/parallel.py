@@ -6,10 +6,8 @@ from dataclasses import dataclass, fields
 from math import lcm, prod
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
-
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, flag_of, require_at_least, require_flag, require_positive, values_of
+from megatron.flags import Argument, changed_flags, flag_of, require_at_least, require_flag, require_positive, values_of
 from megatron.schedules.catalog import SCHEDULES, ScheduleName
 from megatron.schedules.stages import (
     VirtualStage,
@@ -85,7 +83,7 @@ class ParallelConfig:
     # Context parallelism: cp ranks divide a sequence
     context_parallel_size: int = 1
     """Context-parallel size: ranks that share a sequence. Each holds two of 2 x size chunks, one from either end."""
-    cp_comm_type: Annotated[tuple[ContextParallelType, ...], tyro.conf.arg(help=_CP_COMM_TYPE_HELP)] = ("p2p",)
+    cp_comm_type: Annotated[tuple[ContextParallelType, ...], Argument(help=_CP_COMM_TYPE_HELP)] = ("p2p",)
     """Communication of context parallelism:"""
     hierarchical_context_parallel_sizes: tuple[int, ...] = ()
     """Sizes of the levels of --cp-comm-type a2a+p2p: ranks per all-to-all group, then number of groups (ranks of a
@@ -287,7 +285,7 @@ class PipelineConfig:
     """Pipeline schedule, and division of the layers among the pipeline stages."""
 
     # Schedule and chunks of a rank
-    pipeline_schedule: Annotated[ScheduleName | None, tyro.conf.arg(help=_SCHEDULE_HELP)] = None
+    pipeline_schedule: Annotated[ScheduleName | None, Argument(help=_SCHEDULE_HELP)] = None
     """Pipeline schedule. No effect without pipeline parallelism."""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """Layers per model chunk, for --pipeline-schedule interleaved."""

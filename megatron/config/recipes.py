@@ -9,10 +9,11 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.command_line.words import Given, most_values, split_words
 from megatron.config.bash.evaluation import Started, evaluate
 from megatron.config.bash.expansion import shown, sources, without_unset
 from megatron.config.megatron_lm import NO_EFFECT
-from megatron.config.words import Given, all_spellings, fields_by_flag, is_switch, split_words
+from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
 
 
@@ -202,8 +203,9 @@ def _recipe(words: Sequence[str], num_ranks: int | None, remarks: Sequence[str])
 
 def _most_values(flag: str) -> float:
     """The number of values that a flag takes at most."""
-    field = fields_by_flag().get(flag)
-    if field is None:
+    found = RUN_PARSER.find(flag)
+    if found is None:
         is_known_switch = flag in NO_EFFECT and NO_EFFECT[flag].values is None
-        return 0 if is_known_switch or not flag or flag in all_spellings() else inf
-    return 0 if is_switch(field) else inf if "tuple" in str(field.type) else 1
+        return 0 if is_known_switch or not flag else inf
+    most = most_values(found[0].kind)
+    return most if most <= 1 else inf

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.directory import TRACKER, saved_iterations
 from megatron.config.run import RunConfig
-from megatron.config.words import run_yaml
+from megatron.config.run_yaml import run_yaml
 from megatron.errors import ExitCode, NoProgressError, UserError, cause_of
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,

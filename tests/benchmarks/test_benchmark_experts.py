@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.benchmark_experts import Options, Shape, build_steps, draw_counts, main
+from benchmarks.benchmark_experts import Options, Shape, build_steps, draw_counts, measure_all
 from megatron.core.ops.grouped import RowCounts
 
 SMALL = Shape(experts=4, topk=2, tokens=48, hidden_size=16, width=24)
 
 
 def test_the_table_has_a_row_for_every_contender(capsys: pytest.CaptureFixture[str]) -> None:
-    main(Options(shapes=("small",), repeats=2, warmup=1), {"small": SMALL})
+    measure_all(Options(shapes=("small",), repeats=2, warmup=1), {"small": SMALL})
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     contenders = ["dense MLP", "padded", "loop", "grouped_mm", "loop, the same counts in every turn"]
     assert [line[:3] for line in lines[2:]] == [

@@ -14,10 +14,10 @@ import pytest
 
 import megatron
 from megatron.config.checks import check_resolved_architecture, check_run
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.model import preset
-from megatron.config.words import fields_by_flag
+from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
 from megatron.flags import flag_of
 from megatron.schedules.catalog import SCHEDULES
@@ -175,7 +175,7 @@ def refuse(arguments: str, world_size: int) -> ConfigError:
 def test_a_bad_combination_is_refused_by_a_sentence_that_helps(arguments: str, world_size: int, named: str) -> None:
     message = str(refuse(arguments, world_size))
     assert_helpful(message, named)
-    known = {*fields_by_flag(), *("--no-" + name[2:] for name in fields_by_flag()), "--sequence-length"}
+    known = {*RUN_PARSER.flags, *("--no-" + name[2:] for name in RUN_PARSER.flags), "--sequence-length"}
     known |= {*NO_EFFECT, *NOT_SUPPORTED, "--learning-rate", "--help"}
     assert set(re.findall(r"--[a-z][a-z0-9-]*", message)) <= known, "the message names a flag that does not exist"
 
@@ -217,17 +217,14 @@ def raised_at(traceback: TracebackType | None) -> tuple[Path, int]:
 
 def test_every_refusal_of_the_flag_groups_is_in_the_table() -> None:
     (package,) = megatron.__path__
-    modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py")]
+    modules = [Path(package, name) for name in ("urls.py", "flags.py", "schedules/stages.py", "command_line/words.py")]
     modules += Path(package, "update_rules").glob("[!r]*.py")
     # test_fault_grammar.py has the table of --inject-fault, test_run_yaml.py and test_megatron_recipes.py of files;
     # tests/inference of the flags of tools that use a model.
-    others: tuple[str, ...] = ("faults.py", "recipes.py", "inference.py")
+    others: tuple[str, ...] = ("faults.py", "recipes.py", "inference.py", "run_yaml.py")
     others += tuple(file.name for file in Path(package, "config/bash").iterdir())
     modules += (file for file in sorted(Path(package, "config").rglob("*.py")) if file.name not in others)
     trees = {file: ast.parse(file.read_text()) for file in modules}
-    yaml = ("read_run_yaml", "_yaml_words", "_yaml_texts")
-    words = trees[Path(package, "config/words.py")]
-    words.body = [node for node in words.body if getattr(node, "name", "") not in yaml]
     # Of a writer's file, the check of its flags; what it raises when it opens depends on files and packages.
     trees |= {
         file: ast.Module([node for node in ast.walk(tree) if getattr(node, "name", "") == "check"], [])  # type: ignore[misc]
@@ -259,12 +256,12 @@ def test_an_architecture_that_came_later_is_checked_like_one_of_the_flags() -> N
         (replace(preset("tiny"), num_layers=None), "--num-layers"),
         (preset("tiny"), "--num-query-groups 4, --tensor-model-parallel-size 8"),
     ):
-        config = parse_command_line(arguments, defaults)
+        config = CommandLine.of(arguments).over_model("a checkpoint", defaults)
         check_run(config, 8)
         with pytest.raises(ConfigError) as raised:
             check_resolved_architecture(config, 8)
         assert_helpful(str(raised.value), named)
-    check_resolved_architecture(parse_command_line(arguments, preset("llama3-8b")), 8)
+    check_resolved_architecture(CommandLine.of(arguments).over_model("a checkpoint", preset("llama3-8b")), 8)
 
 
 def test_the_layout_follows_from_the_flags() -> None:

@@ -6,19 +6,22 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from megatron.commands.pretrain_llama import main, name_flags_without_effect
+from megatron.command_line.words import COMMAND_LINE
+from megatron.commands.pretrain_llama import log_flags, main
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line, parse_line
+from megatron.config.command_line import CommandLine, ParsedLine, parse_command_line
 from megatron.config.compatibility import DESCRIPTIVE
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.words import SYNONYMS, all_spellings, fields_by_flag
+from megatron.config.run_parser import RUN_PARSER, SYNONYMS
+from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.megatron_recipe import recipe
 
@@ -48,6 +51,14 @@ def refusal(*arguments: str) -> str:
     return str(raised.value)
 
 
+def parse_line(words: Sequence[str]) -> ParsedLine:
+    return CommandLine.of(words).parse()
+
+
+def over(words: Sequence[str], defaults: ModelConfig) -> ModelConfig:
+    return CommandLine.of(words).over_model("a checkpoint", defaults).model
+
+
 # Help
 
 
@@ -68,7 +79,7 @@ def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_
 def test_help_shows_every_flag_with_its_docstring() -> None:
     printed = run_script("--help", "all").stdout
     shown = " ".join(printed.split())
-    for flag in fields_by_flag():
+    for flag in RUN_PARSER.flags:
         assert re.search(rf"^  {flag}( |$)", printed, re.MULTILINE), f"{flag} is not in --help all"
     for group in GROUPS:
         source = inspect.getsource(group)
@@ -159,13 +170,13 @@ PARSER = Path(__file__).parent / "recipes/megatron_lm_parser.txt"
 
 def test_every_flag_of_the_parser_of_megatron_has_an_answer() -> None:
     names = PARSER.read_text().split()
-    known = {*all_spellings(), *NO_EFFECT, *NOT_SUPPORTED, *(f"--{name}" for name in SYNONYMS), "--help", "-h"}
+    known = {*RUN_PARSER.spellings, *NO_EFFECT, *NOT_SUPPORTED, *(f"--{name}" for name in SYNONYMS), "--help", "-h"}
     assert len(names) > 840
     assert not [name for name in names if name not in known and remedy_of_family(name) is None]
 
 
 def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:
-    known = {*fields_by_flag(), *("--no-" + name[2:] for name in fields_by_flag())}
+    known = {*RUN_PARSER.flags, *("--no-" + name[2:] for name in RUN_PARSER.flags)}
     assert not known & (NOT_SUPPORTED.keys() | NO_EFFECT.keys())
     assert not NOT_SUPPORTED.keys() & NO_EFFECT.keys()
     reasons = {one.reason for one in NO_EFFECT.values()} - {"it is a setting of --optimizer-cpu-offload"}
@@ -225,8 +236,8 @@ def test_a_first_start_names_all_flags_that_are_missing() -> None:
 
 def test_synonyms_are_no_flags_and_name_flags() -> None:
     for name, flag in SYNONYMS.items():
-        assert f"--{name}" not in all_spellings(), name
-        assert set(flag.split(" or ")) <= {*all_spellings()}, flag
+        assert f"--{name}" not in RUN_PARSER.spellings, name
+        assert set(flag.split(" or ")) <= {*RUN_PARSER.spellings}, flag
 
 
 # Flags without effect
@@ -249,7 +260,7 @@ def test_flags_without_effect_are_accepted_and_listed() -> None:
 def test_what_describes_the_model_is_not_listed_and_what_is_machinery_is() -> None:
     words = "--swiglu --normalization RMSNorm --use-mcore-models --ckpt-format torch --bf16"
     assert parse_line(words.split()).no_effect == ("--use-mcore-models", "--ckpt-format torch")
-    assert {f"--{name.replace('_', '-')}" for name in DESCRIPTIVE} <= set(fields_by_flag())
+    assert {f"--{name.replace('_', '-')}" for name in DESCRIPTIVE} <= set(RUN_PARSER.flags)
     shards = "--expert-tensor-parallel-size 4"
     assert parse_line(shards.split()).no_effect == ("--expert-tensor-parallel-size",)
     assert not parse_line(f"{shards} --num-experts 8".split()).no_effect
@@ -272,16 +283,57 @@ def test_two_files_of_gpt2_name_their_tokenizer_and_the_log_says_so(
     words: str, kind: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert parse_command_line(words.split()).tokenizer.tokenizer_type == kind
-    name_flags_without_effect(words.split())
+    log_flags(parse_line(words.split()))
     said = "> --tokenizer-type GPT2BPETokenizer: --vocab-file and --merge-file are its files\n"
     assert (said in capsys.readouterr().out) is (kind == "GPT2BPETokenizer")
 
 
 def test_the_line_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    name_flags_without_effect(["--use-mcore-models", "--async-strategy", "mcore", "--lr", "1"])
+    log_flags(parse_line(["--use-mcore-models", "--async-strategy", "mcore", "--lr", "1"]))
     assert capsys.readouterr().out == "> no effect here: --use-mcore-models, --async-strategy mcore\n"
-    name_flags_without_effect(["--lr", "1"])
+    log_flags(parse_line(["--lr", "1"]))
     assert not capsys.readouterr().out
+
+
+# Where values come from
+
+
+def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text("lr: 3e-4\nbf16: true\nnum-layers: 5\n")
+    words = f"--seq-length 64 --config {file} --model llama3-8b --lr 1e-3 --no_save_optim".split()
+    line = CommandLine.of(words).with_defaults(
+        RunConfig(model=ModelConfig(qk_layernorm=True), training=TrainingConfig(seed=7)), "the checkpoint"
+    )
+    parsed = line.over(["--kv-channels", "64", "--seq-length", "32"], "--load-hf here").parse()
+    assert not parsed.mistakes
+    assert (parsed.config.data.seq_length, parsed.config.learning_rate.lr, parsed.config.training.seed) == (64, 1e-3, 7)
+    assert parsed.config.model == replace(preset("llama3-8b"), num_layers=5, kv_channels=64)
+    typed = dict.fromkeys(("seq_length", "model", "lr", "save_optim"), COMMAND_LINE)
+    of_preset = {field.name for field in fields(ModelConfig) if getattr(preset("llama3-8b"), field.name)} - {"model"}
+    found = dict(parsed.origins)
+    assert typed.items() <= found.items()
+    assert (found["bf16"], found["num_layers"]) == (f"{file}, line 2", f"{file}, line 3")
+    assert (found["kv_channels"], found["seed"]) == ("--load-hf here", "the checkpoint")
+    assert found["hidden_size"] == found["num_query_groups"] == "--model llama3-8b"
+    assert set(found) <= {*typed, *of_preset, "bf16", "num_layers", "kv_channels", "seed", "qk_layernorm"}
+    assert "4 from the command line" in parsed.describe_origins()
+    assert f"2 from {file}" in parsed.describe_origins()
+    assert not parse_line(["--lr", "1"]).describe_origins()  # nothing to tell apart
+
+
+def test_explain_flags_without_a_recipe_lists_where_values_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "base.yaml"
+    file.write_text("data-path: [0.7, a b, 0.3, c]\n")
+    assert main(["--explain-flags", "--lr", "1e-3", "--no-save-optim", "--config", str(file), "--model", "tiny"]) == 0
+    rows = dict(line.rsplit("  ", 1) for line in capsys.readouterr().out.splitlines())
+    found = {words.strip(): origin for words, origin in rows.items()}
+    assert found["--data-path 0.7 'a b' 0.3 c"] == f"{file}, line 1"
+    assert found["--lr 0.001"] == found["--no-save-optim"] == found["--model tiny"] == "the command line"
+    assert found["--num-layers 4"] == "--model tiny"
+    assert main(["--explain-flags", "--lrr", "1"]) == 2
 
 
 # Presets and spellings
@@ -296,10 +348,10 @@ def test_explicit_flags_override_the_preset_wherever_they_stand() -> None:
 def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> None:
     """Those of a checkpoint, for which a flag that is given goes, even one that says what the class has by default."""
     defaults = ModelConfig(num_layers=3, rotary_base=10000, untie_embeddings_and_output_weights=False)
-    assert parse_command_line([], defaults).model == defaults
+    assert over([], defaults) == defaults
     given = ["--rotary-base", "500000", "--untie-embeddings-and-output-weights"]
-    assert parse_command_line(given, defaults).model == ModelConfig(num_layers=3)
-    assert parse_command_line(["--model", "tiny"], defaults).model == preset("tiny")
+    assert over(given, defaults) == ModelConfig(num_layers=3)
+    assert over(["--model", "tiny"], defaults) == preset("tiny")
     assert parse_command_line([]) == RunConfig()
 
 

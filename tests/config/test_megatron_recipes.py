@@ -9,19 +9,20 @@ script of ``recipes/shell_scripts.txt`` runs in bash, too, with stubs in place o
 
 import os
 import shutil
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from megatron.command_line.parser import values_by_field
+from megatron.command_line.words import split_words
 from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files, recorded
 from megatron.commands.pretrain_llama import main
 from megatron.config.bash.syntax import parse
-from megatron.config.command_line import parse_line
+from megatron.config.command_line import CommandLine
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, Recipe, edited, read_recipes, script_recipe
 from megatron.config.run import RunConfig
-from megatron.config.words import all_spellings, fields_by_flag, split_words
+from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
@@ -30,7 +31,7 @@ DENSE = {name: words for name, words in ALL.items() if "--num-experts" not in wo
 
 
 def starts(words: list[str]) -> bool:
-    config = parse_line(words).config
+    config = CommandLine.of(words).parse().config
     return not explain(words, config.parallel.least_world_size(bool(config.model.num_experts))).corrections
 
 
@@ -58,10 +59,9 @@ def test_the_edit_takes_out_architectures_and_files_alone() -> None:
 
 def value_in(config: RunConfig, flag: str) -> object:
     """The value of the field of a flag; for ``--no-x`` the negation of x."""
-    known = fields_by_flag()
+    known = RUN_PARSER.flags
     positive = known.get(flag) or known[f"--{flag.removeprefix('--no-')}"]
-    groups = [getattr(config, group.name) for group in fields(config)]
-    value = next(getattr(group, positive.name) for group in groups if hasattr(group, positive.name))
+    value = values_by_field(config)[positive.field.name]
     return value if flag in known else not value
 
 
@@ -80,12 +80,12 @@ def test_the_values_of_every_recipe_are_in_their_fields() -> None:
     """With an independent reading of the values; a flag that is accepted and dropped would be found."""
     compared = 0
     for name, words in DENSE.items():
-        line = parse_line(edited(words))
+        line = CommandLine.of(edited(words)).parse()
         wrong = " ".join(sentence for error in line.mistakes for sentence in error.sentences)
         for given in split_words(edited(words)):
             if given.flag in NO_EFFECT:
                 assert given.as_typed in line.no_effect, name
-            elif given.flag in all_spellings():
+            elif given.flag in RUN_PARSER.spellings:
                 assert_same(value_in(line.config, given.flag), given.values)
                 compared += 1
             else:
@@ -95,7 +95,7 @@ def test_the_values_of_every_recipe_are_in_their_fields() -> None:
 
 def test_a_stated_default_of_megatron_replaces_ours() -> None:
     words = "--rotary-base 10000 --lr-decay-style linear --no-untie-embeddings-and-output-weights --rerun-mode disabled"
-    config = parse_line(words.split()).config
+    config = CommandLine.of(words.split()).parse().config
     assert config.model.rotary_base == 10000
     assert not config.model.untie_embeddings_and_output_weights
 
@@ -131,7 +131,7 @@ def test_recipes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for name, text in texts.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_config.yaml").write_text(text)
-    assert explain_files(["--explain-flags", str(tmp_path)], {}) == 2
+    assert explain_files(CommandLine.of(["--explain-flags", str(tmp_path)]), {}) == 2
     shown = capsys.readouterr().out.splitlines()
     assert shown[1] == f"    1  --spec of Megatron-LM is not supported: {NOT_SUPPORTED['--spec']}"
     assert f"{tmp_path}/three/model_config.yaml is no recipe (its MODEL_ARGS is empty)" in "\n".join(shown)

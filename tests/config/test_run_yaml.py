@@ -11,11 +11,11 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.architectures.catalog import PRESETS
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.words import changed_values, read_run_yaml, run_yaml
+from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml
 from megatron.errors import ConfigError
 
 TEXTS = st.one_of(
@@ -67,7 +67,8 @@ def configs(draw: st.DrawFn) -> RunConfig:
 @settings(max_examples=20, deadline=None, phases=[Phase.generate])
 def test_what_is_written_is_read_as_the_same_run(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     text = run_yaml(config, "run.yaml")
-    read = parse_command_line(read_run_yaml(write(tmp_path_factory.getbasetemp(), text)))
+    line = CommandLine(tuple(read_run_yaml(write(tmp_path_factory.getbasetemp(), text))))
+    read = line.parse().checked()
     for group in fields(RunConfig):
         assert getattr(read, group.name) == getattr(config, group.name), text
 
@@ -114,7 +115,7 @@ def write(directory: Path, text: str) -> Path:
     ],
 )
 def test_a_line_is_a_flag(tmp_path: Path, line: str, words: str) -> None:
-    assert read_run_yaml(write(tmp_path, line)) == words.split()
+    assert CommandLine(tuple(read_run_yaml(write(tmp_path, line)))).words == words.split()
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from megatron.command_line.flag import Flag, describe_values
+from megatron.command_line.words import Given, split_words
 from megatron.commands import explain_flags
 from megatron.commands.explain_flags import MegatronFlag, ReferenceConfig, accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.help import Flag, describe_values
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
 from megatron.config.run import RunConfig
-from megatron.config.words import Given, fields_by_flag, split_words
+from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs/coming_from_megatron.md"
@@ -177,7 +178,7 @@ def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
 
 def test_every_flag_has_its_row() -> None:
     page = explain_flags.flag_page()
-    for flag in fields_by_flag():
+    for flag in RUN_PARSER.flags:
         assert page.count(f"\n| `{flag}` |") == 1, flag
 
 

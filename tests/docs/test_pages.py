@@ -17,10 +17,10 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 from megatron.architectures.catalog import PRESETS
+from megatron.command_line.flag import Flag, flags_of
 from megatron.commands.explain_flags import accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.help import Flag, flags_of
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.model import preset

@@ -28,7 +28,7 @@ ROOMS = (
     ("core",),
     ("config",),
     ("architectures", "schedules", "metrics", "update_rules", "features.flags"),
-    ("reports",),
+    ("command_line", "reports"),
     ("console", "flags", "torch_compat", "urls"),
     ("errors",),
 )

@@ -12,7 +12,7 @@ import torch
 
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, UserError
 from megatron.training.checkpoints.comparison import with_hugging_face
@@ -71,7 +71,8 @@ def with_tokenizer(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> 
 def completed(*words: object) -> RunConfig:
     """The flags that a run with these words has."""
     arguments = list(map(str, words))
-    return parse_command_line(with_hugging_face(arguments, parse_command_line(arguments)))
+    line = CommandLine.of(arguments)
+    return with_hugging_face(line, line.parse().checked()).parse().checked()
 
 
 def typed(hf: Path) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.planner.search.enumeration import require_layout
@@ -321,7 +321,7 @@ def test_less_recompute_would_not_fit_405b_and_its_search_is_named(tmp_path: Pat
         assert line in outcome.stdout
     words = shlex.split(found["plan_command"])[2:]
     assert words[-3:] == ["--plan", "--num-gpus", "16384"]
-    job = Job.of(words[:-3], read_cluster("h100"), 16384)
+    job = Job.of(CommandLine.of(words[:-3]), read_cluster("h100"), 16384)
     require_layout(job)
     assert job.config.dry_run.gpu_memory_gb == 76 and job.global_batch_size == found["global_batch_size"]
 

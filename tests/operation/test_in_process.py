@@ -55,7 +55,7 @@ def test_which_errors_end_the_process() -> None:
 def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
     """The time of the second begins where the first has ended, also between two polls."""
     memory = HeartbeatMemory(1)
-    config = parse_command_line(words_of({**MODEL, "save": tmp_path}), print_messages=False)
+    config = parse_command_line(words_of({**MODEL, "save": tmp_path}))
     settings = RunSettings.of(config, 0, 1).to_json()
     attempts = LaunchedAttempts(memory, tmp_path, print)
     attempts.begin([0], 1, Beginning.now())

@@ -12,7 +12,7 @@ from megatron.architectures.catalog import PRESETS
 from megatron.commands.pages.dry_run_report import groups
 from megatron.commands.planning import plan_command
 from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import RankGrid
 from megatron.planner.plan import Run
@@ -166,11 +166,11 @@ def test_the_search_has_the_flags_of_the_run_without_those_of_its_layout(
     config = parse_command_line(words)
     check_run(config, 4)
     of_batch = [] if batch is None else ["--global-batch-size", str(batch)]
-    found = shlex.split(plan_command(Run.of(config, 4, planned_vocabulary(config)), words))
+    found = shlex.split(plan_command(Run.of(config, 4, planned_vocabulary(config)), CommandLine.of(words)))
     assert found[2:] == [*SMALL.split(), *kept.split(), *of_batch, "--plan", "--num-gpus", "4"]
     parsed = parse_command_line(found[2:])
     parsed.plan.check()
-    job = Job.of(found[2:-3], read_cluster("h100"), 4)
+    job = Job.of(CommandLine.of(found[2:-3]), read_cluster("h100"), 4)
     require_layout(job)
     assert job.cluster.node_size == (2 if "gpus_per_node" in job.given else 8)
 

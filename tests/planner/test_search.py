@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError
 from megatron.planner.plan import parallel_map
 from megatron.planner.search import accuracy, search
 from megatron.planner.search.accuracy import Level, measured_level
 from megatron.planner.search.enumeration import enumerate_layouts, require_layout
-from megatron.planner.search.layout import Job, Layout, Operation, given_fields
+from megatron.planner.search.layout import Job, Layout, Operation
 from megatron.planner.search.result import TIE, PlannedLayout, command, first_of_families, num_dimensions, rank
 from megatron.planner.search.search import find_layouts, price_layouts, unit_records
 from megatron.planner.search.stage_memory import StageMemory
@@ -35,7 +35,7 @@ LAYOUT = Layout(
 
 
 def job(arguments: Sequence[str] = LLAMA_70B, num_gpus: int = 64, cluster: str = "h100", **operation: Any) -> Job:
-    return Job.of(arguments, read_cluster(cluster), num_gpus, Operation(**operation))
+    return Job.of(CommandLine.of(arguments), read_cluster(cluster), num_gpus, Operation(**operation))
 
 
 def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayout:
@@ -266,7 +266,7 @@ def test_a_job_names_the_flag_that_it_needs(arguments: tuple[str, ...], flag: st
     with pytest.raises(ConfigError, match=flag):
         job(arguments, 8)
     words = ["--bf16", "--no-overlap-grad-reduce", "--micro-batch-size=2", "--recompute_modules", "mlp_act"]
-    assert given_fields(words) == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
+    assert CommandLine.of(words).fields == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
 
 
 def test_terms_add_up_and_the_level_scales_them() -> None:

@@ -10,6 +10,7 @@ from textwrap import fill
 from typing import Any
 
 from megatron.commands.pages.plan_report import plan_page
+from megatron.config.command_line import CommandLine
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout, Operation
@@ -26,7 +27,7 @@ def sample_job() -> Job:
     """Llama 3.1 70B on 64 H100."""
     arguments = ["--model", "llama3.1-70b", "--seq-length", "8192", "--global-batch-size", "128", "--bf16"]
     operation = Operation(tokens=15e12, price_per_gpu_hour=2.5)
-    return Job.of(arguments, read_cluster("h100"), 64, operation)
+    return Job.of(CommandLine.of(arguments), read_cluster("h100"), 64, operation)
 
 
 def sample_layout(tp: int, pp: int, cp: int, vp: int = 1, schedule: str = "1f1b", **others: Any) -> Layout:

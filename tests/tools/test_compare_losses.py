@@ -86,7 +86,7 @@ def test_what_cannot_be_compared_is_refused_in_one_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, losses: Losses, flags: list[str], words: str
 ) -> None:
     window = [] if "--window" in flags else ["--window", "4"]
-    assert run_tool(tmp_path, [losses], *flags, *window) == 1
+    assert run_tool(tmp_path, [losses], *flags, *window) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert sentence.startswith("ERROR: ") and words in sentence
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from megatron.command_line.words import Given
 from megatron.commands import planning, pretrain_llama
 from megatron.commands.pages import plan_charts, plan_report
 from megatron.commands.pages.plan_charts import seconds, short
 from megatron.commands.pages.plan_report import plan_page
-from megatron.config.command_line import parse_command_line
-from megatron.config.words import without_flags
+from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
 from megatron.planner.search.result import SearchResult, command
@@ -137,7 +137,9 @@ def hostile(result: SearchResult) -> SearchResult:
     passes = replace(best.passes, products=(product, *best.passes.products[1:]))
     terms = {**best.terms, NASTY: 0.1}
     best = replace(best, limits=NASTY, advice=NASTY, passes=passes, terms=terms)
-    job = replace(result.job, cluster=dataclasses.replace(result.job.cluster, name=NASTY), arguments=(NASTY,))
+    job = replace(
+        result.job, cluster=dataclasses.replace(result.job.cluster, name=NASTY), line=CommandLine((Given(NASTY, ()),))
+    )
     return replace(result, job=job, layouts=(best, *result.layouts[1:]), warnings=(NASTY,))
 
 
@@ -288,10 +290,10 @@ def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.Ca
 def test_a_flag_of_the_job_is_not_repeated() -> None:
     words = ["--num-gpus", "4", *TINY, "--bf16", "--tensor-model-parallel-size", "2"]
     _, found = planning.parse(words)
-    assert found.count("--bf16") == 1 and "--tensor-model-parallel-size" in found
-    assert found.count("--fp8-format") == 0
+    assert found.words.count("--bf16") == 1 and found.has("--tensor-model-parallel-size")
+    assert not found.has("--fp8-format")
     _, found = planning.parse([*words, "--precision", "fp8", "--fp8-format", "hybrid"])
-    assert (found.count("--bf16"), found.count("--fp8-format")) == (1, 1)
+    assert (found.words.count("--bf16"), found.words.count("--fp8-format")) == (1, 1)
 
 
 def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -303,7 +305,7 @@ def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.Captu
 
 
 def test_flags_are_left_out_with_their_values() -> None:
-    words = ["--a", "--num-gpus", "8", "--b=1", "--plan-json=x", "--c", "1", "2"]
-    assert without_flags(words, {"num_gpus", "plan_json"}) == ["--a", "--b=1", "--c", "1", "2"]
+    line = CommandLine.of(["--a", "--num-gpus", "8", "--b=-x", "--plan-json=x", "--no-bf16", "--c", "1", "2"])
+    assert line.without({"num_gpus", "plan_json", "bf16"}).words == ["--a", "--b=-x", "--c", "1", "2"]
     with pytest.raises(ConfigError, match="--plan-html needs --plan"):
         parse_command_line(["--plan-html", "x"]).plan.check()

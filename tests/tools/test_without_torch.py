@@ -69,9 +69,9 @@ COMMANDS = [
     ("train", f"{PLAN} --micro-batch-size 3", 2, "--global-batch-size 128 is not divisible by --micro-batch-size 3"),
     ("estimate", "--help", 0, "compute"),
     ("estimate", "compute --help", 0, "--tflops"),
-    ("estimate", "compute --parameters -1 --tokens 1 --gpus 1 --tflops 1", 1, "--parameters"),
+    ("estimate", "compute --parameters -1 --tokens 1 --gpus 1 --tflops 1", 2, "--parameters"),
     ("predict", "--help", 0, "--csv"),
-    ("predict", "--csv http://a/b.csv --json c.json", 1, "name a local file"),
+    ("predict", "--csv http://a/b.csv --json c.json", 2, "name a local file"),
 ]
 
 

@@ -5,14 +5,14 @@ as flags and as a changed configuration.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, cast
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import RecomputeMethod, RecomputeModule
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -195,22 +195,22 @@ class Operation:
 class Job:
     """What to train on which GPUs."""
 
-    arguments: tuple[str, ...]
-    """Words of the command line of ``pretrain_llama.py``: the model, the batch, and constraints on the layout."""
+    line: CommandLine
+    """Flags of ``pretrain_llama.py``: the model, the batch, and constraints on the layout."""
     config: RunConfig
-    """The flags in ``arguments``, completed so that a layout is all that is missing."""
+    """The flags of ``line``, completed so that a layout is all that is missing."""
     given: frozenset[str]
-    """Fields of the flags in ``arguments``."""
+    """Fields of the flags of ``line``."""
     vocabulary: Vocabulary
     cluster: Cluster
     num_gpus: int
     operation: Operation = Operation()
 
     @classmethod
-    def of(cls, arguments: Sequence[str], cluster: Cluster, num_gpus: int, operation: Operation | None = None) -> "Job":
+    def of(cls, line: CommandLine, cluster: Cluster, num_gpus: int, operation: Operation | None = None) -> "Job":
         """The job of a command line. What a search does not depend on, and a run needs, gets a value: data, learning
         rate, length. Raises :class:`ConfigError` for an invalid flag, and for a size that is missing."""
-        config = parse_command_line(arguments)
+        config = line.parse().checked()
         for flag, value in (
             ("--seq-length", config.data.seq_length),
             ("--global-batch-size", config.training.global_batch_size),
@@ -219,14 +219,14 @@ class Job:
                 raise ConfigError(f"{flag} is missing: set it.")
         if num_gpus < 1:
             raise ConfigError(f"--num-gpus {num_gpus} is below 1: set the number of GPUs of the run.")
-        given = given_fields(arguments)
+        given = line.fields
         if "gpus_per_node" in given:
             cluster = replace(cluster, node_size=config.dry_run.gpus_per_node)
         completed = _completed(config, cluster, num_gpus)
         if completed.tokenizer.tokenizer_type is None and completed.mock_vocab_size is None:
             raise ConfigError("The vocabulary size is missing: add --vocab-size, or choose a preset with --model.")
         vocabulary = planned_vocabulary(completed)
-        return cls(tuple(arguments), completed, given, vocabulary, cluster, num_gpus, operation or Operation())
+        return cls(line, completed, given, vocabulary, cluster, num_gpus, operation or Operation())
 
     @property
     def name(self) -> str:
@@ -280,13 +280,6 @@ class Job:
     def with_gpus(self, num_gpus: int) -> "Job":
         """This job on another number of GPUs."""
         return replace(self, config=_completed(self.config, self.cluster, num_gpus), num_gpus=num_gpus)
-
-
-def given_fields(arguments: Sequence[str]) -> frozenset[str]:
-    """The fields of the flags in a command line."""
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-    known = {flag.name for group in fields(RunConfig) for flag in fields(group.type)}  # type: ignore[arg-type]
-    return frozenset(name if name in known else name.removeprefix("no_") for name in names)
 
 
 def _completed(config: RunConfig, cluster: Cluster, num_gpus: int) -> RunConfig:

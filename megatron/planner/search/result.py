@@ -254,7 +254,7 @@ def _layout_table(result: SearchResult, top: int) -> Table:
 
 def command(job: Job, one: PlannedLayout) -> list[str]:
     """The command line of a run with the layout, but for data, tokenizer, learning rate and length."""
-    words = ["pretrain_llama.py", *job.arguments]
+    words = ["pretrain_llama.py", *job.line.words]
     for name, value in one.flags.items():
         field = name.replace("-", "_")
         if field not in job.given:

@@ -4,7 +4,7 @@ architecture and the tokenizer of ``--load-hf`` as words of the command line.
 Imports no torch: the flags must be complete before it is imported.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from megatron.architectures.transformer_config import YARN_FIELDS, TransformerConfig
 from megatron.checkpoint.files import explained
 from megatron.checkpoint.hugging_face.config import HuggingFaceDescription, describe_directory, tokenizers_in
-from megatron.config.command_line import parse_command_line
+from megatron.config.command_line import CommandLine
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -76,19 +76,19 @@ def given_architecture(model: ModelConfig) -> dict[str, Any]:
 # --- --load-hf -----------------------------------------------------------------------------------------------
 
 
-def with_hugging_face(arguments: Sequence[str], config: RunConfig) -> list[str]:
-    """``arguments``, from which ``config`` was parsed, after the flags that describe the model of ``--load-hf``.
+def with_hugging_face(line: CommandLine, config: RunConfig) -> CommandLine:
+    """``line``, from which ``config`` was parsed, after the flags that describe the model of ``--load-hf``.
 
-    Raises :class:`CheckpointError` with every flag in ``arguments`` that contradicts the directory, and for a directory
-    that cannot be read.
+    Raises :class:`CheckpointError` with every flag of ``line`` that contradicts the directory, and for a directory that
+    cannot be read.
     """
     checkpoint = config.checkpoint
     assert checkpoint.load_hf is not None
     refuse_urls({"--load-hf": checkpoint.load_hf}, "copy the model to a local directory, whose files can be mapped")
     source = Path(checkpoint.load_hf)
     description = describe_directory(source, checkpoint.load_hf_text_only, "--load-hf-text-only")
-    model = ModelConfig.of(description.architecture)
-    given, theirs = parse_command_line(arguments, model).model, description.architecture
+    model, origin = ModelConfig.of(description.architecture), f"--load-hf {source}"
+    given, theirs = line.over_model(origin, model).model, description.architecture
     if given.model is not None:
         given = ModelConfig.of(given.resolve(theirs.vocab_size, tensor_parallel_size=1, seq_length=1))
     # Both forms of the weights of norms can be read from Hugging Face's gains.
@@ -102,7 +102,7 @@ def with_hugging_face(arguments: Sequence[str], config: RunConfig) -> list[str]:
         raise CheckpointError(f"The model in {source} has another tokenizer ({'; '.join(different)}): {_REMEDY}.")
     if config.data.seq_length is not None and config.data.seq_length > (model.max_position_embeddings or 0):
         model = replace(model, max_position_embeddings=None)  # no weight depends on it
-    return [*changed_words(model), *_tokenizer_words(config.tokenizer, description, source), *arguments]
+    return line.over([*changed_words(model), *_tokenizer_words(config.tokenizer, description, source)], origin)
 
 
 def _tokenizer_differences(

@@ -1,0 +1,166 @@
+"""A flag: a field of a dataclass with its type, default and help, which is the docstring under the field."""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import cache
+from textwrap import dedent
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron.flags import Argument, flag_of
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of a command line."""
+
+    owner: type
+    """The dataclass that has the field."""
+    field: Field[Any]
+    kind: Any
+    argument: Argument
+    """In what it is unlike a flag with the name of the field."""
+
+    @property
+    def name(self) -> str:
+        """``--tensor-model-parallel-size``; of a word without a flag its name, such as ``RUN``."""
+        return self.field.name.upper() if self.argument.is_positional else flag_of(self.field.name)
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag has no value, and a ``--no-`` form."""
+        return self.kind is bool
+
+    @property
+    def is_required(self) -> bool:
+        return self.field.default is MISSING and self.field.default_factory is MISSING
+
+    @property
+    def help(self) -> str:
+        return self.argument.help or docstrings(self.owner).get(self.field.name, "")
+
+    @property
+    def values(self) -> str:
+        """Its values in words."""
+        return describe_values(self.kind)
+
+    @property
+    def default(self) -> str:
+        """The default as it is typed on the command line; empty for none."""
+        return "" if self.field.default is MISSING else describe_default(self.field.default)
+
+    @property
+    def usage(self) -> str:
+        """The flag with its values, as it is typed."""
+        if self.is_switch or self.argument.is_positional:
+            return self.name
+        values = self.values.removeprefix("one or more: ")
+        is_list = values != self.values
+        if set(values.split()) <= {"integer", "number", "text", "path"}:
+            values = values.upper()
+        return f"{self.name} {values.replace(', ', '|')}{' ...' if is_list else ''}"
+
+    @property
+    def default_in_words(self) -> str:
+        """The default; for None the default that the help describes."""
+        described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", self.help)
+        return self.default or (described[1] or described[2] if described else "none")
+
+    @property
+    def has_no_effect(self) -> bool:
+        """Whether it is accepted only for compatibility."""
+        return self.help.startswith("Accepted for Megatron-LM")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it exists only to be refused with a reason."""
+        return self.help.startswith("Refused")
+
+
+def flags_of(config: type) -> tuple[Flag, ...]:
+    """The flags of a dataclass in order. A field that is a dataclass is a group, whose flags stand among the others."""
+    return _cached_flags(config)
+
+
+@cache
+def _cached_flags(config: type) -> tuple[Flag, ...]:
+    return tuple(_flags_of(config))
+
+
+def _flags_of(config: type) -> Iterator[Flag]:
+    kinds, hints = get_type_hints(config), get_type_hints(config, include_extras=True)
+    for field in fields(config):
+        kind = kinds[field.name]
+        if is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from _flags_of(kind)
+            continue
+        arguments = [one for one in getattr(hints[field.name], "__metadata__", ()) if isinstance(one, Argument)]
+        yield Flag(config, field, kind, *arguments or [Argument()])
+
+
+def groups_of(config: type) -> dict[str, type]:
+    """The groups among the fields of a dataclass."""
+    return _cached_groups(config)
+
+
+@cache
+def _cached_groups(config: type) -> dict[str, type]:
+    return {
+        name: kind for name, kind in get_type_hints(config).items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+
+
+def docstrings(config: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of its base classes, in one line."""
+    return _cached_docstrings(config)
+
+
+@cache
+def _cached_docstrings(config: type) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for kind in config.__mro__:
+        if "__dataclass_fields__" not in vars(kind):
+            continue
+        definition = ast.parse(dedent(inspect.getsource(kind))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):
+                continue
+            if isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant):
+                found.setdefault(statement.target.id, " ".join(str(following.value.value).split()))
+    return found
+
+
+def describe_values(kind: Any) -> str:
+    """The values of a flag of this type in words."""
+    names = {bool: "on, off", int: "integer", float: "number", str: "text"}
+    if kind in names:
+        return names[kind]
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return ", ".join(map(str, arguments))
+    if get_origin(kind) in (UnionType, Union):
+        # An optional boolean is read from a word.
+        parts = [part for part in arguments if part is not NoneType]
+        return "True, False" if bool in parts else " or ".join(map(describe_values, parts))
+    if get_origin(kind) is not tuple:
+        return "path"
+    if arguments[-1] is Ellipsis:
+        return f"one or more: {describe_values(arguments[0])}"
+    return " ".join(map(describe_values, arguments))
+
+
+def describe_default(value: Any) -> str:
+    """A default as it is typed on the command line; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    # 500000.0 and 4294967296.0 are easier to read without their fraction.
+    return str(int(value)) if isinstance(value, float) and value == int(value) and value >= 10 else str(value)
