@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.core import transport
 from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import open_transport, shared_memory
@@ -50,7 +51,7 @@ def run_kinds_of_transport() -> list[str]:
     groups = [one, Communicator(ranks, rank, "gloo", shares_memory=False), topology.tensor_parallel]
     kinds = [type(group.transport).__name__ for group in groups]
     assert twin.transport is one.transport
-    many = open_transport(one.process_group, tuple(range(shared_memory.LARGEST_GROUP + 1)), rank, None, True)
+    many = open_transport(one.process_group, tuple(range(transport.LARGEST_GROUP + 1)), rank, None, True)
     return [*kinds, type(many).__name__]
 
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.core.transport.shared_memory import LARGEST_GROUP, SharedMemoryTransport
+from megatron.core.transport.shared_memory import SharedMemoryTransport
 from megatron.core.transport.torch_distributed import Transport
+
+LARGEST_GROUP = 8
+"""Ranks of the largest group that shares memory: each adds the parts of all the others."""
 
 
 def open_transport(

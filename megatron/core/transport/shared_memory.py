@@ -26,8 +26,6 @@ from torch import Tensor
 
 from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 
-LARGEST_GROUP = 8
-"""Ranks of the largest group that shares memory: each adds the parts of all the others."""
 LARGEST_BYTES = 64 * 2**20
 """Larger all-reduces and exchanges use gloo: messages stay in memory until all ranks have read them."""
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, of gloo's collectives
