@@ -131,10 +131,10 @@ class CpuFlashAttention(AttentionKernel):
         return AttentionOutput(inputs, output, log_sum_exp)
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
-        query, key, value, output, log_sum_exp = attended.tensors
+        query, key, value, output, log_sum_exp = tensors = attended.tensors
         differentiate = torch_compat.cpu_flash_attention_backward
         if not self._splits_queries(attended.inputs):
-            grads: Gradients = differentiate(grad, *attended.tensors, 0.0, attended.inputs.is_causal)
+            grads: Gradients = differentiate(grad, *tensors, 0.0, attended.inputs.is_causal)
             return grads
         grad_query = torch.empty_like(query) if out is None else out[0]
         dtype, length = query.dtype, query.shape[2]
