@@ -2,7 +2,8 @@
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
 no other process and search no layouts, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products
-of layouts. A file named on the command line runs with its slow tests.
+of layouts. A file named on the command line runs with its slow tests. ``--transport gloo`` runs the default tests of
+several ranks, which else share memory, over gloo's sockets: ``tests/run.sh`` does so after the slow tests.
 """
 
 import gc
@@ -39,6 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole-matrix", action="store_true", help="slow tests, and all rows of products of factors")
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where tests/gpu and the staged layouts compute"
+    )
+    parser.addoption(
+        "--transport",
+        choices=("shared-memory", "gloo"),
+        default="shared-memory",
+        help="gloo: only the default tests of several ranks, over gloo instead of shared memory",
     )
     parser.addoption("--module-order", type=int, help="test files in an order that this seed draws")
     parser.addoption(
@@ -127,6 +134,8 @@ def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) ->
     """Whether a test runs under the options given; ``is_named`` says whether its file is on the command line."""
     if item.get_closest_marker("whole_matrix") and not config.getoption("--whole-matrix"):
         return False
+    if config.getoption("--transport") == "gloo":
+        return has_ranks(item) and not is_over_gloo(item) and not item.get_closest_marker("slow")
     if config.getoption("--unit"):
         return is_unit(item)
     is_slow_wanted = is_named or config.getoption("--slow") or config.getoption("--whole-matrix")
@@ -137,23 +146,36 @@ def is_unit(item: pytest.Item) -> bool:
     """Whether a test is quick and starts no process."""
     if any(item.get_closest_marker(name) for name in ("slow", "processes")):
         return False
-    if {"four_ranks", "sixteen_ranks"} & set(getattr(item, "fixturenames", ())):
-        return False
     path = item.path.relative_to(TESTS)
-    return not any(path.is_relative_to(place) for place in NOT_UNIT)
+    return not has_ranks(item) and not any(path.is_relative_to(place) for place in NOT_UNIT)
+
+
+def has_ranks(item: pytest.Item) -> bool:
+    """Whether a test runs on the ranks of a session."""
+    return bool({"four_ranks", "sixteen_ranks"} & set(getattr(item, "fixturenames", ())))
+
+
+def is_over_gloo(item: pytest.Item) -> bool:
+    """Whether a test of ranks does not depend on ``--transport``: tests of transports, and rows of layouts on a
+    transport of the tests, which is over gloo."""
+    if item.path == TESTS / "core" / "test_transport.py":
+        return True
+    callspec = getattr(item, "callspec", None)
+    layout = callspec.params.get("layout") if callspec is not None else None
+    return getattr(layout, "late", False) or getattr(layout, "staged", False)
 
 
 @pytest.fixture(scope="session")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Four gloo ranks, the same for all modules."""
-    with RankPool(4, tmp_path_factory.mktemp("ranks")) as pool:
+def four_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Four ranks, the same for all modules."""
+    with RankPool(4, tmp_path_factory.mktemp("ranks"), request.config.getoption("--transport")) as pool:
         yield pool
 
 
 @pytest.fixture(scope="session")
-def sixteen_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Up to sixteen gloo ranks, the same for all modules; costly on two cores."""
-    with RankPool(16, tmp_path_factory.mktemp("ranks")) as pool:
+def sixteen_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Up to sixteen ranks, the same for all modules; costly on two cores."""
+    with RankPool(16, tmp_path_factory.mktemp("ranks"), request.config.getoption("--transport")) as pool:
         yield pool
 
 

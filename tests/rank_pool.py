@@ -1,4 +1,4 @@
-"""Real gloo ranks for tests: started once a session, for the cases of all modules.
+"""Real ranks for tests: started once a session, for the cases of all modules.
 
 A case is a module-level function ``case(*arguments)`` that runs on ranks ``0..world_size-1`` of the pool; the
 others stay idle, so one pool serves every smaller world too.
@@ -21,14 +21,16 @@ keep in one world keep theirs; with hundreds of threads per rank a collective ta
 
 
 class RankPool:
-    """Up to ``size`` processes, joined by gloo in worlds; each starts when it is first needed.
+    """Up to ``size`` processes, joined by gloo in worlds; each starts when it is first needed. They share memory,
+    unless the ``transport`` is gloo.
 
     After a case that failed, or that left many threads, the next one gets new processes. Close the pool at the end, or
     use ``with``.
     """
 
-    def __init__(self, size: int, directory: Path) -> None:
+    def __init__(self, size: int, directory: Path, transport: str = "shared-memory") -> None:
         self.size = size
+        self._transport = transport
         self._directory = directory
         self._world_size = 0
         self._generation = 0
@@ -41,7 +43,7 @@ class RankPool:
         context = fork_context()
         for rank in range(len(self._processes), count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, self._transport), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -106,12 +108,16 @@ class RankPool:
         self.close()
 
 
-def _serve(rank: int, pipe: Connection) -> None:
+def _serve(rank: int, pipe: Connection, transport_name: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
 
+    from megatron.core import transport
+
     torch.set_num_threads(1)
+    if transport_name == "gloo":
+        transport.LARGEST_GROUP = 0  # no group shares memory
     current_store = None
     while True:
         try:

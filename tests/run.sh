@@ -7,4 +7,13 @@ source tools/environment.sh requirements-dev.txt
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 WANDB_MODE=offline
 # A module stays in one worker: its fixtures are made once, and its ranks join once. Modules start in the order of their
 # names: the default, by their number of tests, would leave the few long ones to the end, where one worker has no work.
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+run() { python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
+status=0
+run "$@" || status=$?
+if [[ " $* " == *" --slow "* || " $* " == *" --whole-matrix "* ]]; then
+    echo "The default tests of several ranks once more, over gloo instead of shared memory:"
+    over_gloo=0
+    run --transport gloo "$@" || over_gloo=$?
+    if [[ $status == 0 && $over_gloo != 5 ]]; then status=$over_gloo; fi  # 5: the tests named have no ranks
+fi
+exit $status

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.activations import HostCopies, TensorPair
 from megatron.core.communication import Communicator
 from megatron.core.topology import Topology
-from megatron.core.transport import Message, Reduction, Transport
+from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 
 
 class StagedWork:

@@ -26,7 +26,7 @@ from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.precision import number_formats
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import Reduction
+from megatron.core.transport.torch_distributed import Reduction
 from megatron.flags import require_at_least
 
 

@@ -114,7 +114,7 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
     for place, rank in enumerate(run.grid.group(first, ("cp", "dp"))):
         shards: dict[str, Tensor] = {}
         for split in splits:
-            start, stop = split.ranges[place]
+            start, stop = split.range_of(place)
             if start < stop:
                 axes = replica_axes if split.info.tensor_parallel_sharded else ("tp", *replica_axes)
                 for kind, dtype in kinds:

@@ -127,4 +127,4 @@ class BareAttention:
     def backward(self) -> None:
         """Gradients of queries, keys and values."""
         while self._attended:
-            self._kernel.backward(self._grad, self._inputs, self._attended.pop())
+            self._kernel.backward(self._grad, self._attended.pop())

@@ -113,7 +113,7 @@ def _peak_on_cuda(step: Callable[[], None], device: torch.device) -> int:
 
 # --- samples of the stack -------------------------------------------------------------------------------------------
 GROUPS: tuple[tuple[str, str], ...] = (
-    ("communication", r"megatron/core/(communication|transport)\.py|torch/distributed/"),
+    ("communication", r"megatron/core/(communication\.py|transport/)|torch/distributed/"),
     ("products", r"megatron/core/ops/(matmul|grouped)\.py"),
     ("attention", r"megatron/core/ops/attention\w*\.py"),
     ("norms, SwiGLU, rotary", r"megatron/core/ops/(norm|swiglu|rope)\.py"),

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.transport import Message, Reduction, Transport, open_transport
+from megatron.core.transport import open_transport
+from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 from megatron.torch_compat import storage_id
 
 T = TypeVar("T")

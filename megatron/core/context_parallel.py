@@ -129,7 +129,7 @@ def _slice(positions: range) -> slice:
     return slice(positions.start, positions.stop)
 
 
-class _AttentionOverRanks:
+class _AttentionOverRanks(Attention):
     """Attention of a rank's queries to the keys of all ranks."""
 
     def __init__(self, kernel: AttentionKernel, ranks: Communicator) -> None:
@@ -154,7 +154,7 @@ class RingAttention(_AttentionOverRanks):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
         rank, size = self._ranks.rank, self._ranks.size
-        tiled = TiledAttention(self._kernel, inputs.query)
+        tiled = TiledAttention(self._kernel, inputs)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         for step in range(size):
             # Post the next keys, compute with the current ones, merge the two softmaxes, wait.
@@ -166,15 +166,14 @@ class RingAttention(_AttentionOverRanks):
                 key_value = arriving.wait()
         return tiled.result()
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         # The gradients of keys and values follow them around the ring, a step behind; each rank adds its part. Both are
         # sent in one launch: with one hardware queue a second one would wait for the first and block the attention
         # that is launched after it.
+        inputs = attended.inputs
         spans, length = self._whole(inputs)
         rank, size = self._ranks.rank, self._ranks.size
-        gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
+        gradients = TiledGradients(self._kernel, grad, attended)
         key_value = torch.stack((inputs.key, inputs.value))  # [2, b, groups, s, d]
         moving: list[Tensor] = []
         for step in range(size):
@@ -207,18 +206,17 @@ class AllGatherAttention(_AttentionOverRanks):
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         spans, length = self._whole(inputs)
-        tiled = TiledAttention(self._kernel, inputs.query)
+        tiled = TiledAttention(self._kernel, inputs)
         gathering = self._start_gather(inputs)
         tiled.add(diagonal_tiles(self._split, spans, length), inputs.key, inputs.value, is_first=True)
         tiled.add(earlier_tiles(self._split, spans, length), *gathering.wait())
         return tiled.result()
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         # Keys and values are gathered again; a reduce-scatter sums their gradients over the ranks.
+        inputs = attended.inputs
         spans, length = self._whole(inputs)
-        gradients = TiledGradients(self._kernel, grad, inputs.query, attended)
+        gradients = TiledGradients(self._kernel, grad, attended)
         gathering = self._start_gather(inputs)
         key, value = inputs.key, inputs.value
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
@@ -232,7 +230,7 @@ class AllGatherAttention(_AttentionOverRanks):
         return gradients.query, grad_key, grad_value
 
 
-class UlyssesAttention:
+class UlyssesAttention(Attention):
     """Attention over the positions of all ``ranks`` with a shard of the heads; both kinds of heads must be divisible.
 
     ``inner`` attends with these heads: locally, or over the groups of a hierarchy. Rank a of group p holds the chunks
@@ -262,15 +260,13 @@ class UlyssesAttention:
         query, key, value = self._to_heads(inputs.query, inputs.key, inputs.value)
         inner = self._inner.forward(AttentionInputs(query, key, value, inputs.spans))
         kept = query, key, value, inner.output, inner.log_sum_exp, inner.kept
-        return AttentionOutput(self._to_positions(inner.output)[0], None, kept)
+        return AttentionOutput(inputs, self._to_positions(inner.output)[0], None, kept)
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         query, key, value, *inner = attended.kept
         (inner_grad,) = self._to_heads(grad)
-        inner_inputs = AttentionInputs(query, key, value, inputs.spans)
-        grads = self._inner.backward(inner_grad, inner_inputs, AttentionOutput(*inner))
+        inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans)
+        grads = self._inner.backward(inner_grad, AttentionOutput(inner_inputs, *inner))
         # An all-to-all sums nothing, so gradients need no wider dtype.
         grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))
         return grad_query, grad_key, grad_value

@@ -133,7 +133,7 @@ def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None) -
     return VisibleKeys(keys, mask)
 
 
-class CachedAttention:
+class CachedAttention(Attention):
     """Attention of new tokens to those of the cache and to each other, without a backward pass.
 
     The tokens of the first pass attend to each other alone, by the kernel of training.
@@ -166,9 +166,7 @@ class CachedAttention:
         visible = current.visible_in_chunk if self._has_chunks else current.visible
         keys, values = self.keys[:, :, visible.slots], self.values[:, :, visible.slots]
         output = F.scaled_dot_product_attention(inputs.query, keys, values, visible.mask, enable_gqa=True)
-        return AttentionOutput(output, None)
+        return AttentionOutput(inputs, output, None)
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         raise NotImplementedError("generation has no backward pass")

@@ -358,7 +358,7 @@ class WholeMatrices:
             self._ranks.exchange_parts([*own, *absent], [empty] * size)
             self._ranks.exchange_parts([empty] * size, [*results, *absent])
             return results
-        info, ranges = splits[rank].info, splits[rank].ranges
+        info, ranges = splits[rank].info, [splits[rank].range_of(one) for one in range(size)]
         whole = empty.new_empty(prod(info.local_shape))
         self._ranks.exchange_parts([*own, *absent], [whole[start:stop] for start, stop in ranges])
         update = transform(info, whole.view(info.local_shape)).flatten()

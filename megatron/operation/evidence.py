@@ -126,7 +126,8 @@ _COLLECTIVES = (
     "torch/distributed/rendezvous.py",
     "megatron/core/communication.py",
     "megatron/core/control.py",
-    "megatron/core/transport.py",
+    "megatron/core/transport/shared_memory.py",
+    "megatron/core/transport/torch_distributed.py",
     "megatron/operation/namespace.py",
     "megatron/operation/waits.py",
 )

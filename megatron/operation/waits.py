@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import Message, Reduction, Transport
+from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 from megatron.metrics.timers import Timers
 from megatron.operation.heartbeat import Heartbeat, Section, Span
 

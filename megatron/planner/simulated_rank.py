@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel import ActionRecorder
 from megatron.core.precision import QuantizedTensor, build_loss_scaler
 from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import Message, Reduction, Transport
+from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 from megatron.metrics.timers import Timers
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action

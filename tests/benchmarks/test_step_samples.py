@@ -50,7 +50,7 @@ def test_the_files_of_the_groups_exist() -> None:
 
 def test_the_time_of_a_group_is_its_share() -> None:
     def run() -> None:
-        function_in("/x/megatron/core/transport.py")(lambda: time.sleep(0.6))
+        function_in("/x/megatron/core/transport/shared_memory.py")(lambda: time.sleep(0.6))
         time.sleep(0.2)
 
     shares = time_by_group(run)

@@ -322,10 +322,10 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     rows, early, late = slice(None), slice(0, middle), slice(middle, length)
     diagonal = [Tile(rows, early, early, True), Tile(rows, late, late, True)]
     before = [Tile(rows, late, early, False)]
-    tiled = TiledAttention(kernel, query)
+    tiled = TiledAttention(kernel, AttentionInputs(query, key, value))
     tiled.add(diagonal, key, value, is_first=True)
     tiled.add(before, key, value)
-    grads = TiledGradients(kernel, grad, query, tiled.result())
+    grads = TiledGradients(kernel, grad, tiled.result())
     grad_key, grad_value = (torch.zeros_like(tensor, dtype=grads.dtype) for tensor in (key, value))
     grads.add([*diagonal, *before], key, value, grad_key, grad_value)
     assert_all_close((tiled.output, (grads.query, grad_key, grad_value)), expected, dtype, torch.arange(length))
@@ -361,7 +361,7 @@ def test_one_rank_attends_inside_documents_and_chunks(kernel: AttentionKernel, c
     """The reference computes all spans in one varlen call, the other kernels a tile for each."""
     attention, (whole, grad) = LocalAttention(kernel), case.inputs(dtype)
     attended = attention.forward(whole)
-    found = attended.output, attention.backward(grad, whole, attended)
+    found = attended.output, attention.backward(grad, attended)
     assert_all_close(found, case.definition(dtype), dtype, torch.arange(case.shape[3]))
 
 
@@ -381,7 +381,7 @@ def on_ranks(
         mine, grad = case.inputs(dtype, ContextSplit(ranks.rank, size).positions(case.shape[3]))
         attended = attention.forward(mine)
         assert attended.output.dtype == dtype
-        results.append((attended.output, attention.backward(grad, mine, attended)))
+        results.append((attended.output, attention.backward(grad, attended)))
     return results, kinds
 
 

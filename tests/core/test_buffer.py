@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron.core.data_parallel.buffer import ParameterBuffer, plan_buffer
+from megatron.core.data_parallel.buffer import ParameterBuffer, ParamShard, plan_buffer
 from megatron.core.gradient import main_grad_of
 from megatron.core.parameter import ParameterInfo, empty_parameter, info_of, sharded_boxes
 
@@ -30,6 +30,10 @@ def parameters_of(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.floa
         first += parameter.numel()
         parameters.append(parameter)
     return parameters
+
+
+def shards_of(buffer: ParameterBuffer, rank: int) -> list[ParamShard]:
+    return [shard for _, _, param_shards in buffer.buckets(rank) for shard in param_shards]
 
 
 @any_plan
@@ -96,7 +100,7 @@ def test_the_pieces_of_all_ranks_hold_every_element_once(
     held: dict[str, list[Tensor]] = {}
     covered: dict[str, list[tuple[int, int]]] = {}
     for rank in range(shards):
-        for shard in buffer.param_shards(rank):
+        for shard in shards_of(buffer, rank):
             assert shard.weight.shape == shard.gradient.shape == (shard.stop - shard.start,)
             held.setdefault(shard.info.name, []).append(shard.weight)
             covered.setdefault(shard.info.name, []).append((shard.start, shard.stop))
@@ -124,7 +128,7 @@ def test_a_parameter_a_slot_a_piece_and_the_buffer_share_memory() -> None:
     main_grad = main_grad_of(parameters[0])
     assert main_grad is not None
     main_grad.add(torch.arange(12.0).view(3, 4))
-    param_shards = {shard.info.name: shard for shard in buffer.param_shards(0)}
+    param_shards = {shard.info.name: shard for shard in shards_of(buffer, 0)}
     assert torch.equal(param_shards["p0"].gradient, torch.arange(12.0))
     assert not param_shards["p1"].gradient.any()
     param_shards["p0"].weight.fill_(9.0)
@@ -137,21 +141,19 @@ def test_a_parameter_a_slot_a_piece_and_the_buffer_share_memory() -> None:
 @pytest.mark.parametrize("shards", [2, 3])
 def test_a_rank_whose_shard_is_padding_owns_nothing(shards: int) -> None:
     buffer = ParameterBuffer(parameters_of([(3,), (5,)]), torch.float32, shards)
-    assert [len(list(buffer.param_shards(rank))) for rank in range(shards)] == [2] + [0] * (shards - 1)
+    assert [len(shards_of(buffer, rank)) for rank in range(shards)] == [2] + [0] * (shards - 1)
 
 
 @any_plan
 def test_the_ranges_of_a_parameter_are_where_the_shards_of_its_bucket_meet_it(
     sizes: list[int], shards: int, bucket_size: int | None
 ) -> None:
-    layout = plan_buffer(sizes, shards, bucket_size)
-    for number, (first, last) in enumerate(layout.parameters):
-        ranges = layout.ranges(number, shards)
-        assert len(ranges) == shards
+    buffer = ParameterBuffer(parameters_of([(size,) for size in sizes]), torch.float32, shards, bucket_size)
+    layout = buffer.layout
+    for split, (first, last) in zip(buffer.splits, layout.parameters):
         owners: dict[int, int] = {}
         for rank in range(shards):
             for start, stop in layout.shard(rank, shards):
                 owners |= dict.fromkeys(range(max(start, first) - first, min(stop, last) - first), rank)
-        found = {element: rank for rank, (start, stop) in enumerate(ranges) for element in range(start, stop)}
+        found = {element: rank for rank in range(shards) for element in range(*split.range_of(rank))}
         assert found == owners and len(found) == last - first
-        assert ranges[:2] == tuple(ranges)[:2]

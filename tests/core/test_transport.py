@@ -19,7 +19,9 @@ import torch.distributed as dist
 from megatron.core import transport
 from megatron.core.communication import Communicator
 from megatron.core.topology import RankGrid, Topology
-from megatron.core.transport import SharedMemoryTransport, Transport, open_transport
+from megatron.core.transport import open_transport, shared_memory
+from megatron.core.transport.shared_memory import SharedMemoryTransport
+from megatron.core.transport.torch_distributed import Transport
 from tests.core.collectives import Results, assert_results, collectives_of, expected_results, part_of
 from tests.forked import fork_context
 from tests.late_transport import LateCommunicator
@@ -65,7 +67,7 @@ def run_where_one_cannot(obstacle: str) -> tuple[str, float]:
         if rank == 2 and obstacle == "memfd":
             patch.setattr("os.memfd_create", _refuse)
         if rank == 2 and obstacle == "host":
-            patch.setattr(transport, "_host_number", lambda: 7)
+            patch.setattr(shared_memory, "_host_number", lambda: 7)
         group = Communicator(ranks, rank, "three")
         return type(group.transport).__name__, group.all_reduce(torch.ones(2))[0].item()
 
@@ -106,7 +108,7 @@ def test_messages_wait_for_their_receiver(four_ranks: RankPool) -> None:
 def run_full_ring() -> list[int]:
     """More unread messages than there are entries: the sender waits until the first ones are read."""
     ranks = everyone()
-    count = transport._RING_SIZE + 10
+    count = shared_memory._RING_SIZE + 10
     if ranks.rank == 0:
         for number in range(count):
             ranks.start_send(torch.tensor([number]), 1)
@@ -116,13 +118,13 @@ def run_full_ring() -> list[int]:
 
 
 def test_a_sender_waits_for_a_free_entry(four_ranks: RankPool) -> None:
-    assert four_ranks.run(run_full_ring, world_size=2)[1] == list(range(transport._RING_SIZE + 10))
+    assert four_ranks.run(run_full_ring, world_size=2)[1] == list(range(shared_memory._RING_SIZE + 10))
 
 
 def run_large() -> bool:
     """Tensors too large for shared memory, between small ones."""
-    ranks, kept = everyone(), transport.LARGEST_BYTES
-    transport.LARGEST_BYTES = 4096
+    ranks, kept = everyone(), shared_memory.LARGEST_BYTES
+    shared_memory.LARGEST_BYTES = 4096
     try:
         other = 1 - ranks.rank
         for sizes in [(10, 3000), (3000, 10), (3000, 3000)]:
@@ -134,7 +136,7 @@ def run_large() -> bool:
             assert ranks.all_reduce(torch.ones(mine + its)).eq(2).all()
             assert ranks.all_gather(torch.full((mine + its,), float(ranks.rank))).sum() == mine + its
     finally:
-        transport.LARGEST_BYTES = kept
+        shared_memory.LARGEST_BYTES = kept
     return slots_of(ranks)._end < 2**21
 
 

@@ -88,7 +88,7 @@ def compare_some_heads(
             heads = slice(head, head + 1)
             part = AttentionInputs(inputs.query[rows, heads].double(), key, value, own)
             attended = exact.forward(part)
-            grads = exact.backward(grad[rows, heads].double(), part, attended)
+            grads = exact.backward(grad[rows, heads].double(), attended)
             assert_close(found[0][rows, heads], attended.output, dtype, f"output {where}")
             assert_close(found[1][rows, heads], grads[0], dtype, f"query's gradient {where}")
             grad_key, grad_value = grad_key + grads[1], grad_value + grads[2]
@@ -107,7 +107,7 @@ def test_attention(device: torch.device, kernel_name: str, case: Case, in_docume
     attended = attention.forward(inputs)
     # As the backward pass gets it: the layer saves the joined output.
     joined = case.shape.query_heads_of(attended.output.permute(2, 0, 1, 3).flatten(2))
-    grads = attention.backward(grad, inputs, replace(attended, output=joined))
+    grads = attention.backward(grad, replace(attended, output=joined))
     compare_some_heads(case, inputs, documents, grad, (attended.output, *grads))
 
 
@@ -122,12 +122,13 @@ def test_tiles_with_other_keys_are_merged(device: torch.device, kernel_name: str
     begin, end = slice(0, half), slice(half, case.length)
     own = [Tile(every, begin, begin, True), Tile(every, end, end, True)]
     before = [Tile(every, end, begin, False)]
-    tiled = TiledAttention(kernel, query)
+    inputs = AttentionInputs(query, key, value)
+    tiled = TiledAttention(kernel, inputs)
     tiled.add(own, key, value, is_first=True)
     tiled.add(before, key, value)
     attended = tiled.result()
-    gradients = TiledGradients(kernel, grad, query, attended)
+    gradients = TiledGradients(kernel, grad, attended)
     grad_key, grad_value = (torch.zeros_like(one, dtype=gradients.dtype) for one in (key, value))
     gradients.add([*own, *before], key, value, grad_key, grad_value)
     found = attended.output, gradients.query, grad_key, grad_value
-    compare_some_heads(case, AttentionInputs(query, key, value), None, grad, found)
+    compare_some_heads(case, inputs, None, grad, found)

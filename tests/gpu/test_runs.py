@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron import torch_compat
 from megatron.core.activations import OffloadedTensors
-from megatron.core.transport import Transport
+from megatron.core.transport.torch_distributed import Transport
 from tests.parallel.comparison import one_process
 from tests.parallel.layout_run import Layout, assemble, train
 from tests.parallel.rows import Case

@@ -88,20 +88,17 @@ class IgnoresStridesOfOneRow(ReferenceAttention):
 
 
 class DifferentiatesWithoutDocuments(ReferenceAttention):
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        total = inputs.query.shape[0]
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        total = attended.inputs.query.shape[0]
         whole = AttentionSpans([Span(slice(1), 0, total)], 1, total, CPU)
-        return super().backward_varlen(grad, replace(inputs, spans=whole), attended, out)
+        attended = replace(attended, inputs=replace(attended.inputs, spans=whole))
+        return super().backward_varlen(grad, attended, out)
 
 
 class WritesNoGradients(ReferenceAttention):
     """But says that it did."""
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         assert out is not None
         for place in out:
             place.zero_()

@@ -63,12 +63,10 @@ class Recorder(ReferenceAttention):
         self.received.append((inputs.query, inputs.key, inputs.value))
         return super().forward_varlen(inputs)
 
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        self.spans.append(inputs.packed_spans)
-        self.received.append((grad, inputs.query, inputs.key, inputs.value, attended.output))
-        return super().backward_varlen(grad, inputs, attended, out)
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        self.spans.append(attended.inputs.packed_spans)
+        self.received.append((grad, *attended.tensors[:4]))
+        return super().backward_varlen(grad, attended, out)
 
 
 def test_one_row_is_packed_without_a_copy() -> None:
@@ -119,8 +117,8 @@ def test_flash_attention_3_writes_gradients_into_the_fused_gradient(
     inputs = AttentionInputs(*shape.split(qkv), spans)
     attention, reference = LocalAttention(flash_attention_3), LocalAttention(ReferenceAttention())
     views = shape.split(torch.full_like(qkv, torch.nan))
-    found = attention.backward(grad, inputs, attention.forward(inputs), views)
-    expected = reference.backward(grad, inputs, reference.forward(inputs), views)
+    found = attention.backward(grad, attention.forward(inputs), views)
+    expected = reference.backward(grad, reference.forward(inputs), views)
     # Several rows of documents are packed into a copy.
     assert (found is views) == (spans is None or rows == 1)
     assert expected is not views
@@ -182,8 +180,8 @@ def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
         attended = kernel.forward(inputs)
         assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == query.shape[:3]
         assert attended.output.permute(2, 0, 1, 3).flatten(2).is_contiguous()
-        saved = AttentionOutput(joined, attended.log_sum_exp, attended.kept)
-        grads = kernel.backward(grad, inputs, saved)
+        saved = AttentionOutput(inputs, joined, attended.log_sum_exp, attended.kept)
+        grads = kernel.backward(grad, saved)
         assert [one.shape for one in grads] == [query.shape, inputs.key.shape, inputs.value.shape]
         # A tile of other keys.
         key, value = (empty(rows, shape.key_value_heads, 1024, shape.head_size, device="cuda") for _ in range(2))
@@ -191,7 +189,7 @@ def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
         tile = kernel.forward(others)
         assert tile.log_sum_exp is not None
         assert (tile.output.shape, tile.log_sum_exp.shape) == (query.shape, query.shape[:3])
-        grads = kernel.backward(tile.output, others, tile)
+        grads = kernel.backward(tile.output, tile)
         assert [one.shape for one in grads] == [query.shape, key.shape, value.shape]
 
 
@@ -208,5 +206,5 @@ def test_torchs_varlen_kernel_takes_fake_cuda_tensors_of_real_sizes(shape: Atten
         attended = kernel.forward_varlen(inputs)
         assert attended.output.shape == query.shape and attended.output.is_contiguous()
         assert attended.log_sum_exp is not None and attended.log_sum_exp.shape == (shape.query_heads, LENGTH)
-        grads = kernel.backward_varlen(torch.empty_like(query), inputs, attended)
+        grads = kernel.backward_varlen(torch.empty_like(query), attended)
         assert [one.shape for one in grads] == [query.shape, inputs.key.shape, inputs.value.shape]

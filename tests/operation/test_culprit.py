@@ -13,7 +13,8 @@ import pytest
 
 from megatron.core.communication import Communicator
 from megatron.core.control import ControlGroup
-from megatron.core.transport import Transport
+from megatron.core.transport.shared_memory import SharedMemoryTransport
+from megatron.core.transport.torch_distributed import Transport
 from megatron.operation import evidence
 from megatron.operation.causes import Cause
 from megatron.operation.culprit import failure_of_hang, find_culprit
@@ -63,13 +64,16 @@ def test_the_text_of_a_dump_is_parsed() -> None:
     assert parse_stacks("no stack\n  File x") == []
 
 
-@pytest.mark.parametrize("waits", [fresh_namespace, MeteredTopology, Communicator, ControlGroup, Transport])
+@pytest.mark.parametrize(
+    "waits", [fresh_namespace, MeteredTopology, Communicator, ControlGroup, Transport, SharedMemoryTransport]
+)
 def test_what_waits_for_ranks_is_found_in_its_file(waits: Callable[..., object]) -> None:
     """The files are named by their paths, which a move must not leave behind."""
     assert is_waiting_for_ranks((Frame(str(inspect.getsourcefile(waits)).removeprefix(evidence._REPOSITORY), 1, ""),))
 
 
 WAITING = parse_stacks(text())[1]
+SHARED_MEMORY = "megatron/core/transport/shared_memory.py"
 SLEEPING = (Frame("corpus.py", 3, "read"), Frame("pretrain_llama.py", 90, "<module>"))
 
 
@@ -81,15 +85,12 @@ SLEEPING = (Frame("corpus.py", 3, "read"), Frame("pretrain_llama.py", 90, "<modu
         # The caller of a collective that computes is not in it.
         ((Frame("torch/nn/functional.py", 5, "linear"), *WAITING), False),
         # A send that a thread of ours waits for.
-        (
-            (Frame("/usr/lib/python3.11/threading.py", 327, "wait"), Frame("megatron/core/transport.py", 89, "wait")),
-            True,
-        ),
+        ((Frame("/usr/lib/python3.11/threading.py", 327, "wait"), Frame(SHARED_MEMORY, 89, "wait")), True),
         (
             (Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader.py", 9, "f")),
             False,
         ),
-        ((Frame("megatron/core/transport.py", 310, "_wait_until"), *WAITING[1:]), True),
+        ((Frame(SHARED_MEMORY, 310, "_wait_until"), *WAITING[1:]), True),
         ((), False),
     ],
 )

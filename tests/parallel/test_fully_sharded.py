@@ -12,7 +12,7 @@ from megatron.config.parallel import ParallelConfig, ShardingStrategy
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
-from megatron.core.data_parallel.fully_sharded import RowPart
+from megatron.core.data_parallel.fully_sharded import split_rows
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerModel
@@ -29,12 +29,12 @@ from tests.rank_pool import RankPool
 def test_row_parts_are_the_chunks_of_torch(rows: int, width: int, shards: int) -> None:
     info = ParameterInfo("w", *sharded_boxes([rows], [width], 0, 1), None, True, False)
     chunks = torch.arange(rows).chunk(shards)
+    split = split_rows(info, shards)
+    assert split.part == len(chunks[0]) * width
     for rank in range(shards):
-        part = RowPart.of(info, rank, shards)
+        start, stop = split.range_of(rank)
         expected = chunks[rank].tolist() if rank < len(chunks) else []
-        assert list(range(part.first, part.first + part.rows)) == expected
-        assert part.padded_rows == len(chunks[0])
-        assert part.padded_size == part.padded_rows * part.width == len(chunks[0]) * width
+        assert list(range(start // width, stop // width)) == expected and (stop - start) % width == 0
 
 
 FORMATS = {

@@ -201,11 +201,9 @@ class LoggedAttention(ReferenceAttention):
         self.log.compute(LAYER)
         return super().forward(inputs)
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         self.log.compute(LAYER)
-        return super().backward(grad, inputs, attended, out)
+        return super().backward(grad, attended, out)
 
 
 def build(log: LaunchLog, overlap: bool) -> tuple[BufferedDataParallel, Sequence[Unit]]:
@@ -273,7 +271,7 @@ def test_the_ring_of_keys_and_values_overlaps_with_attention(one_queue: bool) ->
     assert sum(launch.stream == "collectives" for launch in log.launches) == 3
     assert log.duration(one_queue) == log.computation
     log.clear()
-    attention.backward(attended.output, inputs, attended)
+    attention.backward(attended.output, attended)
     log.compute(0.0)
     assert sum(launch.stream == "collectives" for launch in log.launches) == 5
     # The gradients of keys and values arrive after the last step.

@@ -691,7 +691,7 @@ LLAMA4 = (
     ),
     Fault(
         "heads that are exchanged lose their chunks in the backward pass",
-        "inner_inputs = AttentionInputs(query, key, value, inputs.spans)",
+        "inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans)",
         "inner_inputs = AttentionInputs(query, key, value, None)",
         ("context_parallel", EXPERTS_AND_LAYOUTS),
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
-from megatron.core.transport import Reduction
+from megatron.core.transport.torch_distributed import Reduction
 from megatron.errors import DataError
 from megatron.operation.signals import SignalWatch, watch_signals
 from megatron.training.loop.step import NO_DATA, RankAlarm, StopConditions

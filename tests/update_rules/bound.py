@@ -34,7 +34,7 @@ def bind(
         Group([Shard(info, weight.view(-1), gradient.view(-1), rule.state(weight.view(-1)))], decay)
         for info, weight, gradient, decay in zip(infos, weights, gradients, decays, strict=True)
     ]
-    splits = [ParameterSplit(info, ((0, weight.numel()),)) for info, weight in zip(infos, weights)]
+    splits = [ParameterSplit(info, 0, weight.numel()) for info, weight in zip(infos, weights)]
 
     def whole_matrices(belongs: Callable[[ParameterFacts], bool]) -> "MatrixUpdates":
         return WholeMatrices(

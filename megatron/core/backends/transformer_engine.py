@@ -341,7 +341,7 @@ class TransformerEngineProvider:
         }
 
 
-class TransformerEngineAttention(AutogradAttention, HalfPrecisionGpuKernel):
+class TransformerEngineAttention(HalfPrecisionGpuKernel, AutogradAttention):
     """``DotProductAttention``; it does not return the log-sum-exp."""
 
     name = "Transformer Engine"
@@ -363,7 +363,7 @@ class TransformerEngineAttention(AutogradAttention, HalfPrecisionGpuKernel):
             with self._engine.pytorch.autocast(enabled=False):
                 joined = self._modules[shape](*by_position, attn_mask_type="causal" if inputs.is_causal else "no_mask")
             output = joined.view(*joined.shape[:2], heads, -1).permute(1, 2, 0, 3)  # [b, n, s, d]
-        return AttentionOutput(output.detach(), None, (output, q, k, v))
+        return AttentionOutput(inputs, output.detach(), None, (output, q, k, v))
 
 
 class RMSNorm(NormThenQuantization):

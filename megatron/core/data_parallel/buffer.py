@@ -18,7 +18,7 @@ Source: ZeRO (arXiv 1910.02054), as laid out by Megatron-LM.
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import overload
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -48,44 +48,6 @@ class BufferLayout:
             part = (stop - start) // shards
             yield start + rank * part, start + (rank + 1) * part
 
-    def ranges(self, number: int, shards: int) -> "ShardRanges":
-        """Elements of a parameter that lie in each of ``shards`` ranks' part of its bucket."""
-        first, last = self.parameters[number]
-        start, stop = next(bucket for bucket in self.buckets if bucket[0] <= first < bucket[1])
-        return ShardRanges(last - first, start - first, (stop - start) // shards, shards)
-
-
-@dataclass(frozen=True)
-class ShardRanges(Sequence[tuple[int, int]]):
-    """Elements ``[start, stop)`` of a flattened parameter by rank of the shard group, computed when they are read: a
-    rank needs a few of them, and all are parameters times ranks."""
-
-    size: int
-    """Elements of the parameter."""
-    origin: int
-    """Begin of the first rank's part, counted from the parameter's start; not positive."""
-    part: int
-    """Elements of a rank's part."""
-    shards: int
-
-    def __len__(self) -> int:
-        return self.shards
-
-    @overload
-    def __getitem__(self, rank: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> tuple[tuple[int, int], ...]: ...
-
-    def __getitem__(self, rank: int | slice) -> tuple[int, int] | tuple[tuple[int, int], ...]:
-        if isinstance(rank, slice):
-            return tuple(self[one] for one in range(*rank.indices(self.shards)))
-        if not 0 <= rank < self.shards:
-            raise IndexError(rank)
-        begin = self.origin + rank * self.part
-        low = min(max(0, begin), self.size)
-        return low, max(min(self.size, begin + self.part), low)
-
 
 def plan_buffer(
     sizes: Sequence[int], shards: int, bucket_size: int | None = None, alone: Collection[int] = ()
@@ -111,11 +73,19 @@ def plan_buffer(
 
 @dataclass(frozen=True)
 class ParameterSplit:
-    """The division of one parameter among the ranks of a shard group."""
+    """The division of one parameter among the ranks of a shard group: every rank updates the next ``part`` elements,
+    padding included."""
 
     info: ParameterInfo
-    ranges: Sequence[tuple[int, int]]
-    """Elements ``[start, stop)`` of the flattened local tensor that each rank updates, in rank order."""
+    origin: int
+    """Begin of the first rank's part, counted from the parameter's first element; not positive."""
+    part: int
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Elements ``[start, stop)`` of the flattened local tensor that ``rank`` updates."""
+        size, begin = prod(self.info.local_shape), self.origin + rank * self.part
+        start = min(max(0, begin), size)
+        return start, max(min(size, begin + self.part), start)
 
 
 @dataclass(frozen=True)
@@ -162,9 +132,16 @@ class ParameterBuffer:
     ) -> None:
         # The backward pass fills the buckets from the last layer to the first.
         self.parameters = tuple(reversed(parameters))
+        infos = [info_of(parameter) for parameter in self.parameters]
         # A tied weight has a bucket of its own, so that both stages that hold it divide it in the same way.
-        tied = [number for number, parameter in enumerate(self.parameters) if info_of(parameter).tied_end]
+        tied = [number for number, info in enumerate(infos) if info.tied_end]
         self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size, tied)
+        self.splits = [
+            ParameterSplit(info, start - first, (stop - start) // shards)
+            for start, stop in self.layout.buckets
+            for info, (first, _) in zip(infos, self.layout.parameters)
+            if start <= first < stop
+        ]
         self._shards, self._shards_gradients = shards, shard_gradients
         first = self.parameters[0]
         self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
@@ -179,37 +156,23 @@ class ParameterBuffer:
             attach_main_grad(parameter, main_grad)
             self.main_grads.append(main_grad)
 
-    def _shards_of(self, rank: int) -> Iterator[tuple[int, int, int, int, Tensor]]:
-        """Start and stop of every bucket, start and stop of its shard of ``rank``, and the gradients of the shard."""
-        for (start, stop), (first, last) in zip(self.layout.buckets, self.layout.shard(rank, self._shards)):
+    def buckets(self, rank: int) -> Iterator[tuple[Tensor, GradientView, list[ParamShard]]]:
+        """The weights and the gradients of every bucket, and what ``rank`` updates of its parameters, in the order in
+        which backward fills the buckets."""
+        members = list(zip(self.splits, self.main_grads, self.layout.parameters))
+        for (start, stop), (shard_start, shard_stop) in zip(self.layout.buckets, self.layout.shard(rank, self._shards)):
             # If only shards are kept, the shards of earlier buckets lie before this one.
-            place = start // self._shards if self._shards_gradients else first
-            yield start, stop, first, last, self.gradients[place : place + last - first]
-
-    def buckets(self, rank: int) -> Iterator[tuple[Tensor, GradientView]]:
-        """The weights and the gradients of every bucket, in the order in which backward fills them."""
-        members = list(zip(self.parameters, self.main_grads, self.layout.parameters))
-        for start, stop, _, _, shard in self._shards_of(rank):
-            main_grads = [
-                (info_of(parameter), main_grad, first - start)
-                for parameter, main_grad, (first, _) in members
-                if start <= first < stop
-            ]
+            shift = start // self._shards - shard_start if self._shards_gradients else 0
+            main_grads: list[tuple[ParameterInfo, MainGrad, int]] = []
+            param_shards: list[ParamShard] = []
+            for split, main_grad, (place, _) in members:
+                if start <= place < stop:
+                    main_grads.append((split.info, main_grad, place - start))
+                    begin, end = split.range_of(rank)
+                    if begin < end:
+                        weight = self.weights[place + begin : place + end]
+                        gradient = self.gradients[shift + place + begin : shift + place + end]
+                        param_shards.append(ParamShard(split.info, begin, end, weight, gradient))
             whole = None if self._shards_gradients else self.gradients[start:stop]
-            yield self.weights[start:stop], GradientView(stop - start, whole, shard, main_grads)
-
-    def splits(self) -> list[ParameterSplit]:
-        return [
-            ParameterSplit(info_of(parameter), self.layout.ranges(number, self._shards))
-            for number, parameter in enumerate(self.parameters)
-        ]
-
-    def param_shards(self, rank: int) -> Iterator[ParamShard]:
-        for _, _, shard_start, shard_stop, gradients in self._shards_of(rank):
-            for parameter, (first, last) in zip(self.parameters, self.layout.parameters):
-                # What of the parameter lies in the shard, in elements of the buffer.
-                start, stop = max(first, shard_start), min(last, shard_stop)
-                if start < stop:
-                    gradient = gradients[start - shard_start : stop - shard_start]
-                    weight = self.weights[start:stop]
-                    yield ParamShard(info_of(parameter), start - first, stop - first, weight, gradient)
+            shard = self.gradients[shift + shard_start : shift + shard_stop]
+            yield self.weights[start:stop], GradientView(stop - start, whole, shard, main_grads), param_shards

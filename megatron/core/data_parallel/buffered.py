@@ -68,8 +68,8 @@ class BufferedDataParallel(DataParallel):
             bucket_size = config.bucket_size(kind.size, num_elements)
             buffer = ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
             self._buffers.append(buffer)
-            param_shards += buffer.param_shards(shards.rank)
-            for weights, gradients in buffer.buckets(shards.rank):
+            for weights, gradients, bucket_shards in buffer.buckets(shards.rank):
+                param_shards += bucket_shards
                 if shards.size > 1:
                     weight_bucket = WeightBucket(weights, shards)
                     names = [info.name for info, _, _ in gradients.main_grads]
@@ -86,7 +86,7 @@ class BufferedDataParallel(DataParallel):
                 master = torch.zeros_like(shard.weight, dtype=formats.master)
                 self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight
                 param_shards[number] = replace(shard, weight=master)
-        splits = [split for buffer in self._buffers for split in buffer.splits()]
+        splits = [split for buffer in self._buffers for split in buffer.splits]
         infos = [(info_of(parameter), parameter) for parameter in parameters]
         super().__init__(formats, topology, sharing, param_shards, buckets, splits, infos)
         self.local_params = whole_params((parameter for parameter in parameters if parameter.itemsize > 1), sharing)

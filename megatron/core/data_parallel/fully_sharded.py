@@ -12,7 +12,6 @@ PyTorch FSDP (arXiv 2304.11277).
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, cast
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
 from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
-from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard, ShardRanges
+from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
 from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.parameter import ParameterInfo, RowDivision, attach_info, info_of
@@ -35,31 +34,9 @@ from megatron.core.topology import Topology
 from megatron.torch_compat import lazy_fsdp_chunks
 
 
-@dataclass(frozen=True)
-class RowPart:
-    """The rows of a parameter that a rank of the shard group keeps; FSDP2 divides dim 0."""
-
-    info: ParameterInfo
-    first: int
-    rows: int
-    padded_rows: int
-    """Equal on all ranks."""
-
-    @classmethod
-    def of(cls, info: ParameterInfo, rank: int, shards: int) -> "RowPart":
-        """The part of ``rank``. The division is even, rounded up, so that the last ranks may have no rows."""
-        padded = -(-info.local_shape[0] // shards)
-        first = min(rank * padded, info.local_shape[0])
-        return cls(info, first, min(padded, info.local_shape[0] - first), padded)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return prod(self.info.local_shape[1:])
-
-    @property
-    def padded_size(self) -> int:
-        return self.padded_rows * self.width
+def split_rows(info: ParameterInfo, shards: int) -> ParameterSplit:
+    """FSDP2's division of dim 0: even, rounded up to a row, so that the last ranks may have no rows."""
+    return ParameterSplit(info, 0, -(-info.local_shape[0] // shards) * prod(info.local_shape[1:]))
 
 
 class _Unit:
@@ -73,9 +50,9 @@ class _Unit:
         self.fsdp = cast(FSDPModule, module)
         self.infos = list(infos.values())
         self.group = sharing.of_parameter(self.infos[0])
-        self.parts = [RowPart.of(info, self.group.shards.rank, self.group.shards.size) for info in self.infos]
+        self.splits = [split_rows(info, self.group.shards.size) for info in self.infos]
         self.is_trained = [parameter.requires_grad for parameter in self.parameters]
-        self.trained = [part for part, is_trained in zip(self.parts, self.is_trained) if is_trained]
+        self.trained = [split for split, is_trained in zip(self.splits, self.is_trained) if is_trained]
         self.main_grads = [MainGrad() for _ in self.trained]
 
     @property
@@ -118,7 +95,7 @@ class FullyShardedDataParallel(DataParallel):
         for chunk, modules in chunk_units:
             self._units += _shard_chunk(chunk, modules, formats, sharing, topology.device, config)
         share_comm_ctx([cast(FSDPModule, chunk) for chunk, _ in chunk_units])
-        sizes = [sum(part.padded_size for part in unit.trained) for unit in self._units]
+        sizes = [sum(split.part for split in unit.trained) for unit in self._units]
         self._gradients = torch.zeros(sum(sizes), dtype=formats.gradient, device=topology.device)
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         param_shards: list[ParamShard] = []
@@ -128,27 +105,26 @@ class FullyShardedDataParallel(DataParallel):
         for unit, gradients in zip(self._units, self._gradients.split(sizes)):
             unit.attach_main_grads()
             shards, start = unit.group.shards, 0
-            for part, parameter, is_trained in zip(unit.parts, unit.parameters, unit.is_trained):
+            for split, parameter, is_trained in zip(unit.splits, unit.parameters, unit.is_trained):
                 weight = cast(DTensor, parameter.detach()).to_local().view(-1)  # this rank's rows
-                first, size = part.first * part.width, part.rows * part.width
-                assert weight.numel() == size, (part, weight.shape)
-                if size:
-                    stored.append((part.info, first, weight))
+                first, last = split.range_of(shards.rank)
+                assert weight.numel() == last - first, (split, weight.shape)
+                if first < last:
+                    stored.append((split.info, first, weight))
                 if not is_trained:
                     continue
-                if size:
-                    gradient = gradients[start : start + size]
-                    param_shards.append(ParamShard(part.info, first, first + size, weight, gradient))
-                start += part.padded_size
-                ranges = ShardRanges(prod(part.info.local_shape), 0, part.padded_size, shards.size)
-                splits.append(ParameterSplit(part.info, ranges))
+                if first < last:
+                    gradient = gradients[start : start + last - first]
+                    param_shards.append(ParamShard(split.info, first, last, weight, gradient))
+                start += split.part
             if not unit.trained:
                 continue
+            splits += unit.trained
             # Each parameter is padded so that all ranks have equal parts: | p0: rank 0, rank 1 | p1: rank 0, rank 1 |
-            part_sizes = [part.padded_size for part in unit.trained]
+            part_sizes = [split.part for split in unit.trained]
             whole_sizes = [size * shards.size for size in part_sizes]
             starts = accumulate(whole_sizes, initial=0)
-            main_grads = list(zip((part.info for part in unit.trained), unit.main_grads, starts))
+            main_grads = list(zip((split.info for split in unit.trained), unit.main_grads, starts))
             view = GradientView(sum(whole_sizes), None, gradients, main_grads)
             reduction = GradientReduction(shards, unit.group.replicas)
             buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
@@ -175,7 +151,7 @@ class FullyShardedDataParallel(DataParallel):
         shards = self.sharing.of_parameter(info).shards
         if shards.stride is None or len(self.sharing.holders(info, of_shard=True)) > 1:
             return None
-        return RowDivision(RowPart.of(info, 0, shards.size).padded_rows, shards.ranks[0], shards.stride)
+        return RowDivision(-(-info.local_shape[0] // shards.size), shards.ranks[0], shards.stride)
 
     def memory(self) -> dict[str, int]:
         weights = sum(stored.tensor.untyped_storage().nbytes() for stored in self.local_params)

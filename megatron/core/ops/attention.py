@@ -13,9 +13,10 @@ not. A kernel for packed spans computes all spans of a batch in one call instead
             7   x x x x | x x x x
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,8 +57,9 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class AttentionOutput:
-    """The result of a forward pass over the given keys."""
+    """The result of a forward pass, as the backward pass needs it."""
 
+    inputs: AttentionInputs
     output: Tensor
     """``[b, n, s_q, d]``; of a varlen call ``[total, n, d]``."""
     log_sum_exp: Tensor | None
@@ -66,60 +68,62 @@ class AttentionOutput:
     kept: Sequence[Any] = ()
     """Further tensors and values for backward."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value, output and log-sum-exp, of a kernel that returns the last."""
+        assert self.log_sum_exp is not None
+        return self.inputs.query, self.inputs.key, self.inputs.value, self.output, self.log_sum_exp
 
-class Attention(Protocol):
+
+class Attention(ABC):
     """Attention over whole sequences, of which this rank has some positions, or over one tile."""
 
+    @abstractmethod
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         """Output ``[b, n, s_q, d]`` in the dtype of the inputs."""
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    @abstractmethod
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         """Gradients of query, key and value: ``out`` itself if they are written there, which is optional."""
 
 
-class AttentionKernel(Attention, Protocol):
+class AttentionKernel(Attention):
     """Attention in one tile. In the backward pass ``attended`` may have the output and log-sum-exp over more keys."""
 
     name: str
-    returns_log_sum_exp: bool
+    returns_log_sum_exp = True
     """Whether the output can be merged with the output over other keys."""
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
+        return True
 
 
-@runtime_checkable
-class VarlenKernel(AttentionKernel, Protocol):
+class VarlenKernel(AttentionKernel):
     """A kernel that also attends within all spans of a batch in one call, whatever their lengths."""
 
+    @abstractmethod
     def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
         """Causal attention within each span of packed ``inputs``."""
 
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    @abstractmethod
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         """Gradients of query, key and value, packed; ``out`` as in ``backward``."""
 
 
 class HalfPrecisionGpuKernel:
-    """Base of kernels for half precisions on GPUs."""
-
-    returns_log_sum_exp = True
+    """The support of kernels for half precisions on GPUs; the first base class."""
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cuda" and dtype.itemsize == 2
 
 
-class AutogradAttention:
+class AutogradAttention(AttentionKernel):
     """Base of kernels whose backward pass is autograd: ``kept`` is the output with its graph, and the inputs."""
 
     returns_log_sum_exp = False
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         output, *leaves = attended.kept
         grads = torch.autograd.grad(output, leaves, grad)
         return grads[0], grads[1], grads[2]
@@ -147,8 +151,8 @@ class TiledAttention:
     The first tiles must contain every query once. Backward adds the same tiles in the same order.
     """
 
-    def __init__(self, kernel: AttentionKernel, query: Tensor) -> None:
-        self._kernel, self._query = kernel, query
+    def __init__(self, kernel: AttentionKernel, inputs: AttentionInputs) -> None:
+        self._kernel, self._inputs, query = kernel, inputs, inputs.query
         wide = torch.promote_types(query.dtype, torch.float32)
         self.output = torch.empty(query.shape, dtype=wide, device=query.device)  # [b, n, s, d]
         self.log_sum_exp = torch.empty(query.shape[:3], dtype=wide, device=query.device)  # [b, n, s]
@@ -157,7 +161,7 @@ class TiledAttention:
     def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, is_first: bool = False) -> None:
         """Attend to ``key`` and ``value`` as well, in ``tiles``."""
         for tile in tiles:
-            part = self._kernel.forward(tile.inputs(self._query, key, value))
+            part = self._kernel.forward(tile.inputs(self._inputs.query, key, value))
             self.kept.append(part.kept)
             output = self.output[tile.rows, :, tile.queries]  # [b, n, s_q, d]
             log_sum_exp = self.log_sum_exp[tile.rows, :, tile.queries]  # [b, n, s_q]
@@ -176,33 +180,33 @@ class TiledAttention:
 
     def result(self) -> AttentionOutput:
         """The merged output in the query's dtype."""
-        return AttentionOutput(self.output.to(self._query.dtype), self.log_sum_exp, self.kept)
+        output = self.output.to(self._inputs.query.dtype)
+        return AttentionOutput(self._inputs, output, self.log_sum_exp, self.kept)
 
 
 class TiledGradients:
     """The backward pass of :class:`TiledAttention`; query gradients accumulate in fp32 or wider."""
 
-    def __init__(self, kernel: AttentionKernel, grad: Tensor, query: Tensor, attended: AttentionOutput) -> None:
-        assert attended.log_sum_exp is not None
-        self._kernel, self._kept = kernel, iter(attended.kept)
-        self._grad, self._query = grad, query
-        self._output, self._log_sum_exp = attended.output, attended.log_sum_exp
+    def __init__(self, kernel: AttentionKernel, grad: Tensor, attended: AttentionOutput) -> None:
+        self._kernel, self._kept, self._grad = kernel, iter(attended.kept), grad
+        self._query, _, _, self._output, self._log_sum_exp = attended.tensors
         self.dtype = self._log_sum_exp.dtype
-        self.query = torch.zeros(query.shape, dtype=self.dtype, device=query.device)
+        self.query = torch.zeros(self._query.shape, dtype=self.dtype, device=grad.device)
 
     def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
         """Add the gradients of ``tiles`` to the query gradient, ``grad_key`` and ``grad_value``."""
         for tile in tiles:
             queries, keys = (tile.rows, slice(None), tile.queries), (tile.rows, slice(None), tile.keys)
             # The log-sum-exp is over all keys, so that the probabilities of a tile are those of the whole row.
-            attended = AttentionOutput(self._output[queries], self._log_sum_exp[queries], next(self._kept))
-            parts = self._kernel.backward(self._grad[queries], tile.inputs(self._query, key, value), attended)
+            inputs, log_sum_exp = tile.inputs(self._query, key, value), self._log_sum_exp[queries]
+            attended = AttentionOutput(inputs, self._output[queries], log_sum_exp, next(self._kept))
+            parts = self._kernel.backward(self._grad[queries], attended)
             self.query[queries].add_(parts[0])
             grad_key[keys].add_(parts[1])
             grad_value[keys].add_(parts[2])
 
 
-class LocalAttention:
+class LocalAttention(Attention):
     """Attention among positions that are all on this rank: one varlen call for all spans, or one tile for each."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
@@ -214,26 +218,25 @@ class LocalAttention:
             return self.kernel.forward(inputs)
         if self._varlen is not None:
             attended = self._varlen.forward_varlen(inputs.packed())
-            return replace(attended, output=_unpacked(attended.output, rows=inputs.query.shape[0]))
-        tiled = TiledAttention(self.kernel, inputs.query)
+            return replace(attended, inputs=inputs, output=_unpacked(attended.output, rows=inputs.query.shape[0]))
+        tiled = TiledAttention(self.kernel, inputs)
         tiled.add(_span_tiles(inputs.spans), inputs.key, inputs.value, is_first=True)
         return tiled.result()
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        inputs = attended.inputs
         if inputs.spans is None:
-            return self.kernel.backward(grad, inputs, attended, out)
+            return self.kernel.backward(grad, attended, out)
         if self._varlen is None:
-            gradients = TiledGradients(self.kernel, grad, inputs.query, attended)
+            gradients = TiledGradients(self.kernel, grad, attended)
             grad_key, grad_value = (torch.zeros_like(one, dtype=gradients.dtype) for one in (inputs.key, inputs.value))
             gradients.add(_span_tiles(inputs.spans), inputs.key, inputs.value, grad_key, grad_value)
             return gradients.query, grad_key, grad_value
         rows = inputs.query.shape[0]
         # Several rows are packed into a copy: gradients written there would not be in ``out``.
         packed_out = None if out is None or rows > 1 else (_packed(out[0]), _packed(out[1]), _packed(out[2]))
-        attended = replace(attended, output=_packed(attended.output))
-        parts = self._varlen.backward_varlen(_packed(grad), inputs.packed(), attended, packed_out)
+        packed = replace(attended, inputs=inputs.packed(), output=_packed(attended.output))
+        parts = self._varlen.backward_varlen(_packed(grad), packed, packed_out)
         if out is not None and parts is packed_out:
             return out
         grad_query, grad_key, grad_value = (_unpacked(part, rows) for part in parts)
@@ -313,10 +316,10 @@ class _FusedAttention(Function):
         qkv, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
-        inputs = AttentionInputs(*shape.split(qkv), ctx.spans)
+        attended = AttentionOutput(AttentionInputs(*shape.split(qkv), ctx.spans), output, *ctx.restore(tensors))
         grad_qkv = torch.empty_like(qkv)  # [s, b, (n + 2 groups) d]
         views = shape.split(grad_qkv)
-        parts = ctx.attention.backward(grad, inputs, AttentionOutput(output, *ctx.restore(tensors)), out=views)
+        parts = ctx.attention.backward(grad, attended, out=views)
         if parts is not views:
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part)

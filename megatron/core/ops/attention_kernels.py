@@ -18,39 +18,31 @@ from megatron.core.ops.attention import (
     AutogradAttention,
     Gradients,
     HalfPrecisionGpuKernel,
+    VarlenKernel,
 )
 from megatron.core.ops.documents import PackedSpans
 
 
-class ReferenceAttention:
+class ReferenceAttention(VarlenKernel):
     """The definition; materialises all scores, and computes in fp32 or wider."""
 
     name = "reference"
-    returns_log_sum_exp = True
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return True
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         return self._forward(inputs, _future(inputs))
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        return self._backward(grad, inputs, attended, _future(inputs))
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        return self._backward(grad, attended, _future(attended.inputs))
 
     def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
-        attended = self._forward(_one_row(inputs), _future_or_other_span(inputs))
-        assert attended.log_sum_exp is not None
-        return AttentionOutput(attended.output[0].transpose(0, 1), attended.log_sum_exp[0])
+        *_, output, log_sum_exp = self._forward(_one_row(inputs), _future_or_other_span(inputs)).tensors
+        return AttentionOutput(inputs, output[0].transpose(0, 1), log_sum_exp[0])
 
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        assert attended.log_sum_exp is not None
-        grad, output = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, attended.output))  # [1, n, total, d]
-        one_row = AttentionOutput(output, attended.log_sum_exp.unsqueeze(0))
-        grads = self._backward(grad, _one_row(inputs), one_row, _future_or_other_span(inputs))
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        *_, output, log_sum_exp = attended.tensors
+        grad, output = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (grad, output))  # [1, n, total, d]
+        one_row = AttentionOutput(_one_row(attended.inputs), output, log_sum_exp.unsqueeze(0))
+        grads = self._backward(grad, one_row, _future_or_other_span(attended.inputs))
         grad_query, grad_key, grad_value = (part[0].transpose(0, 1) for part in grads)
         return grad_query, grad_key, grad_value
 
@@ -64,17 +56,14 @@ class ReferenceAttention:
         scores = self._scores(query, key, hidden)
         log_sum_exp = scores.logsumexp(dim=-1)  # [b, groups, n / groups, s_q]
         output = (scores - log_sum_exp.unsqueeze(-1)).exp() @ value.unsqueeze(2)  # [b, groups, n / groups, s_q, d]
-        return AttentionOutput(output.flatten(1, 2).to(inputs.query.dtype), log_sum_exp.flatten(1, 2))
+        return AttentionOutput(inputs, output.flatten(1, 2).to(inputs.query.dtype), log_sum_exp.flatten(1, 2))
 
-    def _backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, hidden: Tensor | None
-    ) -> Gradients:
-        assert attended.log_sum_exp is not None
-        query, key, value = _grouped(inputs)
-        groups = (key.shape[1], -1)
-        grad, output = (one.to(query.dtype).unflatten(1, groups) for one in (grad, attended.output))
+    def _backward(self, grad: Tensor, attended: AttentionOutput, hidden: Tensor | None) -> Gradients:
+        query, key, value = _grouped(attended.inputs)
+        groups, (*_, output, log_sum_exp) = (key.shape[1], -1), attended.tensors
+        grad, output = (one.to(query.dtype).unflatten(1, groups) for one in (grad, output))
         scores = self._scores(query, key, hidden)
-        probabilities = (scores - attended.log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
+        probabilities = (scores - log_sum_exp.unflatten(1, groups).unsqueeze(-1)).exp()
         grad_probabilities = grad @ value.transpose(-1, -2).unsqueeze(2)
         delta = (grad * output).sum(dim=-1, keepdim=True)  # [b, groups, n / groups, s_q, 1]
         grad_scores = probabilities * (grad_probabilities - delta) / math.sqrt(query.shape[-1])
@@ -82,7 +71,7 @@ class ReferenceAttention:
         # The heads of a group have the same key and value, so their gradients are summed.
         grad_key = (grad_scores.transpose(-1, -2) @ query).sum(dim=2)
         grad_value = (probabilities.transpose(-1, -2) @ grad).sum(dim=2)
-        dtype = inputs.query.dtype
+        dtype = attended.inputs.query.dtype
         return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
 
 
@@ -114,7 +103,7 @@ def _grouped(inputs: AttentionInputs) -> Gradients:
     return query.to(wide).unflatten(1, (key.shape[1], -1)), key.to(wide), value.to(wide)
 
 
-class CpuFlashAttention:
+class CpuFlashAttention(AttentionKernel):
     """torch's flash attention for CPUs; keys and values are not repeated for the heads of a group.
 
     torch's kernel computes 512 keys at a time and does not skip masked ones, so that a causal tile of up to 512
@@ -124,7 +113,6 @@ class CpuFlashAttention:
     """
 
     name = "torch flash (CPU)"
-    returns_log_sum_exp = True
     _KEYS, _QUERIES = 512, 64
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -133,24 +121,20 @@ class CpuFlashAttention:
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         query, key, value, attend = inputs.query, inputs.key, inputs.value, torch_compat.cpu_flash_attention
         if not self._splits_queries(inputs):
-            return AttentionOutput(*attend(query, key, value, 0.0, inputs.is_causal))
+            return AttentionOutput(inputs, *attend(query, key, value, 0.0, inputs.is_causal))
         output = torch.empty_like(query)
         wide = torch.promote_types(query.dtype, torch.float32)
         log_sum_exp = torch.empty(query.shape[:3], dtype=wide, device=query.device)
         for queries, keys, mask in self._blocks(query):
             part = attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, False, attn_mask=mask)
             output[:, :, queries], log_sum_exp[:, :, queries] = part
-        return AttentionOutput(output, log_sum_exp)
+        return AttentionOutput(inputs, output, log_sum_exp)
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        query, key, value = inputs.query, inputs.key, inputs.value
-        output, log_sum_exp = attended.output, attended.log_sum_exp
-        assert log_sum_exp is not None
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        query, key, value, output, log_sum_exp = tensors = attended.tensors
         differentiate = torch_compat.cpu_flash_attention_backward
-        if not self._splits_queries(inputs):
-            grads: Gradients = differentiate(grad, query, key, value, output, log_sum_exp, 0.0, inputs.is_causal)
+        if not self._splits_queries(attended.inputs):
+            grads: Gradients = differentiate(grad, *tensors, 0.0, attended.inputs.is_causal)
             return grads
         grad_query = torch.empty_like(query) if out is None else out[0]
         dtype, length = query.dtype, query.shape[2]
@@ -189,7 +173,7 @@ class CpuFlashAttention:
             yield slice(start, stop), slice(stop), mask[: stop - start, before - start : before - start + stop]
 
 
-class CudaFlashAttention(HalfPrecisionGpuKernel):
+class CudaFlashAttention(HalfPrecisionGpuKernel, VarlenKernel):
     """torch's flash attention for GPUs; keys and values are not repeated for the heads of a group."""
 
     name = "torch flash (CUDA)"
@@ -197,29 +181,23 @@ class CudaFlashAttention(HalfPrecisionGpuKernel):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.query, inputs.key, inputs.value
         output, log_sum_exp, *kept = torch_compat.flash_attention(*tensors, 0.0, inputs.is_causal)
-        return AttentionOutput(output, log_sum_exp, tuple(kept[:6]))
+        return AttentionOutput(inputs, output, log_sum_exp, tuple(kept[:6]))
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        *tensors, log_sum_exp = grad, *attended.tensors
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
-        assert attended.log_sum_exp is not None
-        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, attended.log_sum_exp.contiguous()
-        differentiate = torch_compat.flash_attention_backward
-        grads: Gradients = differentiate(*tensors, *lengths, 0.0, inputs.is_causal, seed, offset)
+        options = *lengths, 0.0, attended.inputs.is_causal, seed, offset
+        grads: Gradients = torch_compat.flash_attention_backward(*tensors, log_sum_exp.contiguous(), *options)
         return grads
 
     def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
         tensors, lengths = (inputs.query, inputs.key, inputs.value), _lengths(inputs.packed_spans)
         output, log_sum_exp, *kept = torch_compat.varlen_flash_attention(*tensors, *lengths, 0.0, True, False)
-        return AttentionOutput(output, log_sum_exp, tuple(kept[:2]))
+        return AttentionOutput(inputs, output, log_sum_exp, tuple(kept[:2]))
 
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, attended.log_sum_exp
-        differentiate = torch_compat.varlen_flash_attention_backward
-        grads: Gradients = differentiate(*tensors, *_lengths(inputs.packed_spans), 0.0, True, *attended.kept)
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        options = *_lengths(attended.inputs.packed_spans), 0.0, True, *attended.kept
+        grads: Gradients = torch_compat.varlen_flash_attention_backward(grad, *attended.tensors, *options)
         return grads
 
 
@@ -228,7 +206,7 @@ def _lengths(spans: PackedSpans) -> tuple[Tensor, Tensor, int, int]:
     return spans.cu_seqlens, spans.cu_seqlens, spans.max_seqlen, spans.max_seqlen
 
 
-class CudnnAttention(HalfPrecisionGpuKernel):
+class CudnnAttention(HalfPrecisionGpuKernel, AttentionKernel):
     """cuDNN's fused attention."""
 
     name = "cuDNN"
@@ -236,17 +214,14 @@ class CudnnAttention(HalfPrecisionGpuKernel):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.query, inputs.key, inputs.value
         output, log_sum_exp, *kept = torch_compat.cudnn_attention(*tensors, None, True, 0.0, inputs.is_causal)
-        return AttentionOutput(output, log_sum_exp.view(inputs.query.shape[:3]), tuple(kept[:6]))
+        return AttentionOutput(inputs, output, log_sum_exp.view(inputs.query.shape[:3]), tuple(kept[:6]))
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        *tensors, log_sum_exp = grad, *attended.tensors
         *lengths, seed, offset = attended.kept  # starts of queries and keys, longest of queries and keys
-        assert attended.log_sum_exp is not None
-        log_sum_exp = attended.log_sum_exp.contiguous().unsqueeze(-1)
-        tensors = grad, inputs.query, inputs.key, inputs.value, attended.output, log_sum_exp
-        differentiate = torch_compat.cudnn_attention_backward
-        grads: Gradients = differentiate(*tensors, seed, offset, None, *lengths, 0.0, inputs.is_causal)
+        options = seed, offset, None, *lengths, 0.0, attended.inputs.is_causal
+        log_sum_exp = log_sum_exp.contiguous().unsqueeze(-1)
+        grads: Gradients = torch_compat.cudnn_attention_backward(*tensors, log_sum_exp, *options)
         return grads
 
 
@@ -254,9 +229,6 @@ class TorchAttention(AutogradAttention):
     """``scaled_dot_product_attention``, which picks the fastest kernel of the device (flash, cuDNN, ...)."""
 
     name = "torch scaled_dot_product_attention"
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return True
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         with torch.enable_grad():
@@ -268,10 +240,10 @@ class TorchAttention(AutogradAttention):
             output = F.scaled_dot_product_attention(
                 q, keys, values, is_causal=inputs.is_causal, enable_gqa=repeats == 1
             )
-        return AttentionOutput(output.detach(), None, (output, q, k, v))
+        return AttentionOutput(inputs, output.detach(), None, (output, q, k, v))
 
 
-class FlashAttention3(HalfPrecisionGpuKernel):
+class FlashAttention3(HalfPrecisionGpuKernel, VarlenKernel):
     """FlashAttention 3 (arXiv 2407.08608), for Hopper; keys and values are not repeated for the heads of a group.
 
     Read against the ``hopper`` directory of flash-attention (August 2026). Not run on a GPU so far.
@@ -284,39 +256,35 @@ class FlashAttention3(HalfPrecisionGpuKernel):
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         by_position = [one.transpose(1, 2) for one in (inputs.query, inputs.key, inputs.value)]  # [b, s, heads, d]
-        attended = self._forward(by_position, inputs.is_causal)
-        return AttentionOutput(attended.output.transpose(1, 2), attended.log_sum_exp)
+        output, log_sum_exp = self._forward(by_position, inputs.is_causal)
+        return AttentionOutput(inputs, output.transpose(1, 2), log_sum_exp)
 
-    def backward(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        assert attended.log_sum_exp is not None
-        query, key, value = inputs.query, inputs.key, inputs.value
-        by_position = [one.transpose(1, 2) for one in (grad, query, key, value, attended.output)]  # [b, s, heads, d]
+    def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        query, key, value, output, log_sum_exp = attended.tensors
+        by_position = [one.transpose(1, 2) for one in (grad, query, key, value, output)]  # [b, s, heads, d]
         grads = (_empty_like(query), _empty_like(key), _empty_like(value)) if out is None else out
         written = [one.transpose(1, 2) for one in grads]
-        self._backward(by_position, attended.log_sum_exp.contiguous(), written, inputs.is_causal)
+        self._backward(by_position, log_sum_exp.contiguous(), written, attended.inputs.is_causal)
         return grads
 
     def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
-        return self._forward([inputs.query, inputs.key, inputs.value], True, **_named_lengths(inputs.packed_spans))
+        tensors, lengths = (inputs.query, inputs.key, inputs.value), _named_lengths(inputs.packed_spans)
+        return AttentionOutput(inputs, *self._forward(tensors, True, **lengths))
 
-    def backward_varlen(
-        self, grad: Tensor, inputs: AttentionInputs, attended: AttentionOutput, out: Gradients | None = None
-    ) -> Gradients:
-        assert attended.log_sum_exp is not None
-        query, key, value = inputs.query, inputs.key, inputs.value
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        *tensors, log_sum_exp = grad, *attended.tensors
+        _, query, key, value, _ = tensors
         grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)) if out is None else out
-        tensors = [grad, query, key, value, attended.output]
-        self._backward(tensors, attended.log_sum_exp, grads, True, **_named_lengths(inputs.packed_spans))
+        self._backward(tensors, log_sum_exp, grads, True, **_named_lengths(attended.inputs.packed_spans))
         return grads
 
-    def _forward(self, inputs: Sequence[Tensor], is_causal: bool, **lengths: Any) -> AttentionOutput:
-        """Query, key and value ``[b, s, heads, d]``, or packed with ``lengths`` ``[total, heads, d]``."""
+    def _forward(self, inputs: Sequence[Tensor], is_causal: bool, **lengths: Any) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp of query, key and value ``[b, s, heads, d]``, or packed with ``lengths``
+        ``[total, heads, d]``."""
         output, log_sum_exp, *_ = self._interface._flash_attn_forward(
             *inputs, softmax_scale=1 / math.sqrt(inputs[0].shape[-1]), causal=is_causal, **lengths
         )
-        return AttentionOutput(output, log_sum_exp)
+        return output, log_sum_exp
 
     def _backward(
         self, inputs: Sequence[Tensor], log_sum_exp: Tensor, grads: Sequence[Tensor], is_causal: bool, **lengths: Any

@@ -114,7 +114,7 @@ def attention_action(
     inputs = AttentionInputs(query, key, value)
 
     def run() -> None:
-        kernel.backward(grad, inputs, kernel.forward(inputs))
+        kernel.backward(grad, kernel.forward(inputs))
 
     return run
 

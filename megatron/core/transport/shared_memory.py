@@ -1,16 +1,14 @@
-"""The operations of one process group, as :class:`megatron.core.communication.Communicator` uses them.
+"""The ranks of one host, on CPUs: messages and all-reduces through memory that they share, instead of gloo's sockets.
 
-Tests and the dry run replace :class:`Transport`. On CPUs the ranks of one host send messages and all-reduce through
-memory that they share, instead of gloo's sockets. Starting an operation writes this rank's part into its arena; the
-wait for it reads the other ranks' parts. So no operation needs a thread, or that another rank waits for it too. Nothing
-is left on the host when a process ends: the memory belongs to file descriptors (``memfd_create``), which the other
-ranks open through ``/proc``. The counters need stores that other cores see in order, which x86 guarantees.
+Starting an operation writes this rank's part into its arena; the wait for it reads the other ranks' parts. So no
+operation needs a thread, or that another rank waits for it too. Nothing is left on the host when a process ends: the
+memory belongs to file descriptors (``memfd_create``), which the other ranks open through ``/proc``. The counters need
+stores that other cores see in order, which x86 guarantees.
 """
 
 import hashlib
 import mmap
 import os
-import platform
 import secrets
 import select
 import time
@@ -20,67 +18,14 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.torch_compat import all_gather_single, reduce_scatter_single
+from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 
-Reduction = Literal["sum", "max"]
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-Message = tuple[Literal["send", "receive"], Tensor, int]
-"""A tensor to send or receive, and the global rank of the peer."""
-
-
-class Transport:
-    """The operations of one process group. They are asynchronous unless they return None; ranks are global."""
-
-    def __init__(self, process_group: Any) -> None:
-        self._group = process_group
-        is_gloo = bool(dist.get_backend(process_group) == "gloo")
-        self.prefers_messages = is_gloo
-        """Whether messages between all pairs of ranks are faster than collectives."""
-        self.hides_completion = is_gloo
-        """Whether ``is_completed`` of a send is unreliable."""
-
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Any:
-        return dist.all_reduce(tensor, _REDUCTIONS[reduction], group=self._group, async_op=True)
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Any:
-        return all_gather_single(output, tensor, group=self._group, async_op=True)
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Any:
-        return reduce_scatter_single(output, tensor, group=self._group, async_op=True)
-
-    def all_to_all(self, output: Tensor, tensor: Tensor) -> Any:
-        return dist.all_to_all_single(output, tensor, group=self._group, async_op=True)
-
-    def exchange_rows(self, output: Tensor, tensor: Tensor, received: Sequence[int], sent: Sequence[int]) -> Any:
-        """All-to-all of ``sent[i]`` rows to the group's rank i and ``received[i]`` rows from it."""
-        return dist.all_to_all_single(output, tensor, list(received), list(sent), group=self._group, async_op=True)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        dist.broadcast(tensor, source, group=self._group)
-
-    def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
-        """Start all ``messages`` together."""
-        operations = {"send": dist.isend, "receive": dist.irecv}
-        return dist.batch_isend_irecv(
-            [dist.P2POp(operations[kind], tensor, peer, self._group) for kind, tensor, peer in messages]
-        )
-
-    def send(self, tensor: Tensor, target: int) -> Any:
-        return dist.isend(tensor, target, self._group)
-
-    def receive(self, tensor: Tensor, source: int) -> Any:
-        return dist.irecv(tensor, source, self._group)
-
-
-LARGEST_GROUP = 8
-"""Ranks of the largest group that shares memory: each adds the parts of all the others."""
 LARGEST_BYTES = 64 * 2**20
 """Larger all-reduces and exchanges use gloo: messages stay in memory until all ranks have read them."""
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's, of gloo's collectives
@@ -380,18 +325,6 @@ class SharedMemoryTransport(Transport):
         poll = select.poll()
         poll.register(self._processes[peer - (peer > self.rank)], select.POLLIN)
         return bool(poll.poll(0))
-
-
-def open_transport(
-    process_group: Any, ranks: Sequence[int], rank: int, timeout: timedelta | None, shares_memory: bool
-) -> Transport:
-    """The transport of a group: through shared memory if it is allowed and all ranks can. Collective."""
-    is_gloo = dist.get_backend(process_group) == "gloo"
-    is_ordered = platform.machine() in ("x86_64", "AMD64")
-    if shares_memory and is_gloo and is_ordered and len(ranks) <= LARGEST_GROUP:
-        with suppress(OSError):
-            return SharedMemoryTransport(process_group, ranks, rank, timeout)
-    return Transport(process_group)
 
 
 def _new_arena(header: int) -> tuple[_Arena | None, int, int]:
