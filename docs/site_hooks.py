@@ -1,4 +1,5 @@
-"""What mkdocs does not do by itself: pages of files outside docs/, and anchors as GitHub makes them.
+"""What mkdocs does not do by itself: pages of files outside docs/, among them the README as the site's home, and
+anchors as GitHub makes them.
 
 The pages are written to be read on GitHub, too, so their links name files of the repository.
 """
@@ -12,12 +13,14 @@ from mkdocs.structure.pages import Page
 
 REPOSITORY = Path(__file__).parents[1]
 OUTSIDE = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "LICENSE": "LICENSE.txt",
 }
 """Files outside docs/, and their names on the site."""
+INDEX, INDEX_ON_SITE = "README.md", "pages.md"
+"""The index of docs/, which GitHub shows with the folder; mkdocs would make it the home."""
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -31,10 +34,15 @@ def anchor(heading: str, separator: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the files outside docs/."""
+    """Add the files outside docs/, and move the index of docs/."""
     for name, on_site in OUTSIDE.items():
         text = (REPOSITORY / name).read_text(encoding="utf-8")
         files.append(File.generated(config, on_site, content=links_of_the_site(text, "", "docs/")))
+    index = files.src_uris.get(INDEX)
+    assert index is not None
+    files.remove(index)
+    text = links_of_the_site(index.content_string, "../", "")
+    files.append(File.generated(config, INDEX_ON_SITE, content=text))
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -49,4 +57,5 @@ def links_of_the_site(text: str, to_top: str, to_docs: str) -> str:
         lambda link: f"]({OUTSIDE[link[1]]}",
         text,
     )
-    return outside.replace(f"]({to_docs}", "](") if to_docs else outside
+    inside = outside.replace(f"]({to_docs}", "](") if to_docs else outside
+    return inside.replace(f"]({INDEX}", f"]({INDEX_ON_SITE}")

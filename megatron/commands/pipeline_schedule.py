@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.commands.schedule_drawing import Panel, PictureFormat, draw, draw_as_text
+from megatron.commands.pages.schedule_chart import schedule_picture, schedule_text
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import ConfigError, DataError
 from megatron.flags import require_at_least, values_of
@@ -218,7 +218,7 @@ def summary(study: Study, columns: int) -> str:
     lines += [f"{'work of a stage':<19} {work:.6g}{unit}", "", *_stage_table(study)]
     if study.measured is None:
         chunks = study.schedule.placement.num_chunks
-        rows = draw_as_text(study.simulated, chunks, columns)
+        rows = schedule_text(study.simulated, chunks, columns)
         second = "; lower case: second chunk" if chunks == 2 else ""
         lines += ["", *(rows or [])]
         if rows is None:
@@ -257,21 +257,24 @@ def _stage_table(study: Study) -> list[str]:
     return lines
 
 
-def picture(study: Study, picture_format: PictureFormat) -> bytes:
-    """A picture of the timelines: the measured one, if there is one, above the simulated one."""
+def picture(study: Study) -> str:
+    """An SVG of the timelines: the measured one, if there is one, above the simulated one."""
     runs = [(study.title, study.simulated)]
     if study.measured is not None:
         runs = [(f"measured {study.title}", study.measured), ("simulated with its median times", study.simulated)]
-    panels = [
-        Panel(
-            f"{title}, bubble {_percent(timeline.bubble_fraction)}",
-            timeline,
-            study.schedule.placement.num_chunks,
-            study.schedule.splits_backward,
-        )
-        for title, timeline in runs
-    ]
-    return draw(panels, "time" if study.measured is None else "time (s)", picture_format)
+    titled = [(f"{title}, bubble {_percent(timeline.bubble_fraction)}", timeline) for title, timeline in runs]
+    return schedule_picture(study.schedule, titled, "time" if study.measured is None else "time (s)")
+
+
+def _to_png(svg: str) -> bytes:
+    """The picture at 150 dots per inch, with the font of matplotlib: many machines have none."""
+    try:
+        import matplotlib
+        import resvg_py
+    except ImportError as error:
+        raise ConfigError("--png needs resvg_py and matplotlib: pip install resvg_py matplotlib.") from error
+    font = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+    return resvg_py.svg_to_bytes(svg, zoom=150 / 96, skip_system_fonts=True, font_files=[str(font)])
 
 
 def study(config: PipelineScheduleConfig) -> None:
@@ -284,9 +287,9 @@ def study(config: PipelineScheduleConfig) -> None:
     if config.json is not None:
         write_file("--json", config.json, json.dumps(to_json(found), indent=1) + "\n")
     if config.svg is not None:
-        write_file("--svg", config.svg, picture(found, "svg"))
+        write_file("--svg", config.svg, picture(found))
     if config.png is not None:
-        write_file("--png", config.png, picture(found, "png"))
+        write_file("--png", config.png, _to_png(picture(found)))
     print(summary(found, shutil.get_terminal_size((_WIDTH_WITHOUT_TERMINAL, 24)).columns))
 
 

@@ -219,6 +219,11 @@ class Topology:
     ) -> Communicator:
         return Communicator(ranks, self.rank, name, twin, exclusive, self._timeout, self._shares_memory)
 
+    @property
+    def communicators(self) -> list[Communicator]:
+        """Those that were asked for so far, with the channels of the pipeline."""
+        return [*self._communicators.values(), *self._channels.values()]
+
     def pipeline_channel(self, kind: str, source: int, target: int) -> Communicator:
         """The communicator for messages of one ``kind`` from stage ``source`` to stage ``target``.
 

@@ -6,13 +6,16 @@ keep their size. Curves are paths, which have no percentages: they are drawn in 
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from megatron.reports.page import Lane, lanes
 
 Point = tuple[float, float]
+_HERE = Path(__file__).parent
 _STRETCHED = 1000.0
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 _SECONDS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200)
@@ -85,6 +88,29 @@ def svg(height: float, *shapes: str, label: str = "") -> str:
     return f'<svg class="chart" height="{height:g}"{role}>{"".join(shapes)}</svg>'
 
 
+def picture(width: float, height: float, *shapes: str, style: str = "") -> str:
+    """A chart as a file of its own, on white paper, in the light colours of the pages."""
+    css = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css"))
+    light = dict(reversed(re.findall(r"--(\w+): (#\w{6})", css)))  # those of the dark page follow in the files
+    rules = (_HERE / "picture.css").read_text(encoding="utf-8") + style
+    rules = re.sub(r"var\(--(\w+)\)", lambda found: light[found[1]], rules)
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    parts = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
+        f"<style>\n{rules}</style>",
+        paper,
+        *shapes,
+        "</svg>\n",
+    )
+    return "\n".join(parts)
+
+
+def placed(x: float, y: float, width: float, chart: str) -> str:
+    """A chart at (x, y) of a picture, ``width`` pixels wide."""
+    return f'<svg x="{x:g}" y="{y:g}" width="{width:.2f}" overflow="visible">{chart}</svg>'
+
+
 def attributes(css: str = "", tip: str = "", link: str = "", part: str = "") -> str:
     """CSS classes, the text that appears on hovering, what is marked together, and the entry of the legend."""
     found = (("class", css), ("data-tip", tip), ("data-link", link), ("data-part", part))
@@ -92,10 +118,18 @@ def attributes(css: str = "", tip: str = "", link: str = "", part: str = "") -> 
 
 
 def rect(
-    x: str, y: float, width: str, height: float, css: str = "", tip: str = "", radius: float = 0.0, part: str = ""
+    x: str,
+    y: float,
+    width: str,
+    height: float,
+    css: str = "",
+    tip: str = "",
+    radius: float = 0.0,
+    part: str = "",
+    opacity: float = 1.0,
 ) -> str:
-    rounded = f' rx="{radius:g}"' if radius else ""
-    return f'<rect x="{x}" y="{y:g}" width="{width}" height="{height:g}"{rounded}{attributes(css, tip, part=part)}/>'
+    look = f' rx="{radius:g}"' * (radius > 0) + f' fill-opacity="{opacity:.3g}"' * (opacity < 1)
+    return f'<rect x="{x}" y="{y:g}" width="{width}" height="{height:g}"{look}{attributes(css, tip, part=part)}/>'
 
 
 def vertical(x: str, top: float, bottom: float, css: str = "", tip: str = "") -> str:
@@ -222,7 +256,7 @@ def percentage(share: float) -> str:
 
 # --- charts --------------------------------------------------------------------------------------------------
 
-_BAR, _ROW = 24.0, 20.0
+_BAR, ROW = 24.0, 20.0
 """Heights in pixels."""
 _LEAST_LABELLED = 0.085
 """Share of a chart's width from which on a part has its size written on it."""
@@ -320,30 +354,36 @@ class Box:
     part: str
     """The name of the part in the legend."""
     colour: str
-    shade: int = 0
-    """0 to 3, from full colour to the lightest."""
+    shade: float = 0.0
+    """0 to 1, from full colour to the lightest."""
     text: str = ""
     tip: str = ""
 
 
 def boxes_over_time(rows: Sequence[tuple[str, Sequence[Box]]], axis: "Axis", label: str) -> str:
     """A row of boxes for each ``(name, boxes)`` above one time axis."""
-    charts = [Lane(name, _row(boxes, axis.scale, f"{label}, {name}")) for name, boxes in rows]
+    charts = [Lane(name, row_of_boxes(boxes, axis.scale, f"{label}, {name}")) for name, boxes in rows]
     return lanes([*charts, Lane("", horizontal_axis(axis))], css="rows")
 
 
-def _row(boxes: Sequence[Box], scale: Scale, label: str) -> str:
-    shapes = [rect("0", 0, "100%", _ROW, "idle-row", radius=2)]
+def row_of_boxes(boxes: Sequence[Box], scale: Scale, label: str, least_numbered: float = _LEAST_NUMBERED) -> str:
+    """A chart of ``ROW`` pixels; ``least_numbered`` is the share of its width from which on a box has its number."""
+    shapes = [rect("0", 0, "100%", ROW, "idle-row", radius=2)]
     for box in boxes:
-        css = f"pass {box.colour}" + (f" shade-{min(box.shade, 3)}" if box.shade else "")
+        place, width = scale.percent(box.start), scale.width(box.start, box.end)
         shapes.append(
-            rect(scale.percent(box.start), 0, scale.width(box.start, box.end), _ROW, css, box.tip, part=box.part)
+            rect(place, 0, width, ROW, f"pass {box.colour}", box.tip, part=box.part, opacity=opacity(box.shade))
         )
         # A number is written only where it fits its box.
-        if box.text and (box.end - box.start) / scale.high >= _LEAST_NUMBERED * (1 + len(box.text)) / 2:
-            on = f"on on-{box.colour}" if box.shade < 2 else "strong"
+        if box.text and (box.end - box.start) / scale.high >= least_numbered * (1 + len(box.text)) / 2:
+            on = f"on on-{box.colour}" if box.shade < 0.5 else "strong"
             shapes.append(text(scale.percent((box.start + box.end) / 2), 14, box.text, f"{on} pass-number"))
-    return svg(_ROW, *shapes, label=label)
+    return svg(ROW, *shapes, label=label)
+
+
+def opacity(shade: float) -> float:
+    """Opacity of the fill: half of the full colour for the lightest shade."""
+    return 1.0 - 0.5 * shade
 
 
 @dataclass(frozen=True)

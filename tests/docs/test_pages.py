@@ -307,7 +307,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page_of(site: Path, source: Path) -> str:
     """The HTML of a page."""
-    on_site = {REPOSITORY / "README.md": "overview", REPOSITORY / "docs/README.md": "."}
+    on_site = {REPOSITORY / "README.md": ".", REPOSITORY / "docs/README.md": "pages"}
     return (site / on_site.get(source, source.stem) / "index.html").read_text(encoding="utf-8")
 
 
@@ -335,10 +335,10 @@ def test_the_site_loads_nothing_from_the_network(site: Path) -> None:
 
 
 def test_files_outside_docs_are_linked_by_their_pages(site: Path) -> None:
-    overview = page_of(site, REPOSITORY / "README.md")
-    for page in ("contributing/", "changelog/", "LICENSE.txt", "llama4/"):
-        assert f'href="../{page}"' in overview
-    assert 'href="../overview/#two-commands"' in page_of(site, REPOSITORY / "docs/tutorial.md")
+    home = page_of(site, REPOSITORY / "README.md")
+    for page in ("contributing/", "changelog/", "LICENSE.txt", "llama4/", "pages/"):
+        assert f'href="{page}"' in home
+    assert 'href="../#two-commands"' in page_of(site, REPOSITORY / "docs/tutorial.md")
     assert (site / "LICENSE.txt").read_text() == (REPOSITORY / "LICENSE").read_text()
     for source in PAGES:
         assert "../README.md" not in page_of(site, source)
@@ -357,6 +357,6 @@ def test_broken_links_and_pages_that_nothing_leads_to_end_the_build(
     with pytest.raises(Abort):
         build(config)
     warnings = [one.getMessage() for one in caplog.records if one.name.startswith("mkdocs")]
-    for name in ("no_such_page.md", "data.md#no-such-section", "overview.md#no-such-section", "no_such_file.py"):
+    for name in ("no_such_page.md", "data.md#no-such-section", "index.md#no-such-section", "no_such_file.py"):
         assert any("slurm.md" in warning and name in warning for warning in warnings), warnings
     assert any("not_in_nav.md" in warning for warning in warnings)

@@ -96,7 +96,7 @@ def test_training_without_the_packages_of_the_extras(tmp_path: Path) -> None:
         "--tensorboard-dir needs TensorBoard: pip install tensorboard.",
         "--output needs matplotlib: pip install matplotlib.",
     ]
-    assert said["schedule"] == "--svg needs matplotlib: pip install matplotlib."
+    assert said["schedule"] == "--png needs resvg_py and matplotlib: pip install resvg_py matplotlib."
     assert said["histogram"] == "--plot needs matplotlib: pip install matplotlib."
     assert said["zst"] == "corpus.jsonl.zst needs the package pyarrow: pip install pyarrow."
     assert said["parquet"] == "corpus.parquet needs the package pyarrow: pip install pyarrow."

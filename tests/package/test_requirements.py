@@ -76,7 +76,9 @@ def test_the_extra_for_developers_is_within_the_requirements_of_the_tests() -> N
 
 
 def test_training_needs_no_extra() -> None:
-    assert not bounds().keys() & {"datasets", "wandb", "tensorboard", "matplotlib", "pyarrow", "transformer-engine"}
+    assert not bounds().keys() & {
+        "datasets", "wandb", "tensorboard", "matplotlib", "resvg-py", "pyarrow", "transformer-engine",
+    }  # fmt: skip
     assert str(bounds()["torch"].specifier) == ">=2.11"  # README and requirements.txt name it
 
 

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 from io import BytesIO
 from pathlib import Path
 
-EXTRAS = ("datasets", "pyarrow", "gigatoken", "wandb", "tensorboard", "matplotlib", "transformer_engine")
+EXTRAS = ("datasets", "pyarrow", "gigatoken", "wandb", "tensorboard", "matplotlib", "resvg_py", "transformer_engine")
 
 
 class Absent:
@@ -24,7 +24,7 @@ def say(label: str, outcome: object) -> None:
 
 def main(directory: Path, flags: Sequence[str]) -> None:
     """Train with ``flags``, and with each flag that needs a package."""
-    from megatron.commands import datasets, loss_curves, pretrain_llama, schedule_drawing
+    from megatron.commands import datasets, loss_curves, pipeline_schedule, pretrain_llama
     from megatron.data.storage import decompressed
     from megatron.data.text_inputs import InputFormat, SourceRange, _open_dataset, _read_parquet
     from megatron.errors import UserError
@@ -37,7 +37,7 @@ def main(directory: Path, flags: Sequence[str]) -> None:
     import numpy as np
 
     for label, attempt in {
-        "schedule": lambda: schedule_drawing.draw([], "time", "svg"),
+        "schedule": lambda: pipeline_schedule._to_png(""),
         "histogram": lambda: datasets.draw_histogram(np.ones(1, dtype=np.int64), "title", directory / "x.png"),
         "zst": lambda: decompressed("corpus.jsonl.zst", BytesIO()),
         "parquet": lambda: list(_read_parquet(SourceRange("corpus.parquet", 0, 1), BytesIO(), InputFormat(("text",)))),

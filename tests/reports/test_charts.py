@@ -12,7 +12,8 @@ import pytest
 from megatron.reports import svg
 from megatron.reports.svg import Axis, Bar, Box, Limit, Part, Scale, boxes_over_time, dot, plane, stacked_bars
 
-COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey")
+COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey",
+           "forward", "backward", "weight")  # fmt: skip
 CSS = (Path(svg.__file__).parent / "charts.css").read_text()
 PAGE_CSS = (Path(svg.__file__).parent / "page.css").read_text()
 
@@ -44,11 +45,12 @@ def test_narrow_parts_have_no_text() -> None:
 
 def test_boxes_are_placed_in_time() -> None:
     axis = Axis(Scale(0.0, 4.0), [(0.0, "0"), (4.0, "4 s")], "")
-    rows = [("stage 0", [Box(0.0, 1.0, "forward", "blue", text="7"), Box(2.0, 2.01, "forward", "blue", 2, "8")])]
+    rows = [("stage 0", [Box(0.0, 1.0, "forward", "blue", text="7"), Box(2.0, 2.01, "forward", "blue", 0.5, "8")])]
     root = ElementTree.fromstring(boxes_over_time(rows, axis, "schedule"))
     idle, first, second = root.iter("rect")
     assert idle.get("class") == "idle-row" and (first.get("x"), first.get("width")) == ("0.000%", "25.000%")
-    assert (second.get("x"), second.get("width"), second.get("class")) == ("50.000%", "0.250%", "pass blue shade-2")
+    assert (second.get("x"), second.get("width"), second.get("class")) == ("50.000%", "0.250%", "pass blue")
+    assert (first.get("fill-opacity"), second.get("fill-opacity")) == (None, "0.75")
     assert "7" in root.itertext() and "8" not in root.itertext()
 
 

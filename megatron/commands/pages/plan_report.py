@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.commands.pages.plan_charts import (
-    Tail,
     choices,
     compared,
     days,
@@ -17,11 +16,11 @@ from megatron.commands.pages.plan_charts import (
     pareto_figure,
     recompute_of,
     scaling_figure,
-    schedule_figure,
     seconds,
     short,
     time_figure,
 )
+from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command
 from megatron.planner.step_time.workload import Cluster
