@@ -20,18 +20,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.directory import commit
-from megatron.checkpoint.lock import (
-    LEASE,
-    LOCK,
-    RENEWAL,
-    LockAttempt,
-    LockLostError,
-    Owner,
-    ProcessTable,
-    RunLock,
-    check_token,
-)
+from megatron.checkpoint.lock import LEASE, LOCK, LockAttempt, LockLostError, check_lock, check_token
 from megatron.errors import CheckpointError
+from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, ProcessTable
 from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import small_files
 from tests.end_to_end.run_process import REPOSITORY, wait_until
@@ -128,7 +119,7 @@ def take(attempt: LockAttempt) -> None:
     lock = attempt.poll()
     assert lock is not None
     lock.release()
-    assert not [name for name in os.listdir(lock.root) if name.startswith(LOCK)]
+    assert not [name for name in os.listdir(lock.path.parent) if name.startswith(LOCK)]
 
 
 ELSEWHERE = {"host": "elsewhere", "process": "another boot/12345"}
@@ -319,7 +310,7 @@ def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypa
 def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) -> None:
     lock = acquire(tmp_path, QUICK)
     wait_until(lambda: content(tmp_path)["renewals"] >= 2, 30)
-    lock.check()
+    check_lock(lock)
     stranger = content(tmp_path) | {"token": "another", "host": "elsewhere", "pid": 7}
 
     def is_noticed() -> bool:
@@ -330,7 +321,7 @@ def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) ->
 
     wait_until(is_noticed, 30)
     with pytest.raises(LockLostError, match="taken over by"):
-        lock.check()
+        check_lock(lock)
     lock.release()
     assert content(tmp_path) == stranger, "it is not ours to remove"
 
@@ -340,7 +331,7 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
     wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
     (tmp_path / LOCK).unlink()
     wait_until((tmp_path / LOCK).exists, 30)
-    lock.check()
+    check_lock(lock)
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -348,11 +339,11 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("meanwhile", ["taken", "taken and released", "nothing"])
 def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(tmp_path: Path, meanwhile: str) -> None:
     """It stalls after it has read the lock and before it replaces it. The next one finds a lock that was released."""
-    clock, taken, has_stalled = Clock(), list[RunLock | None](), threading.Event()
+    clock, taken, has_stalled = Clock(), list[Lease | None](), threading.Event()
     # Other runs cannot know whether this process is alive.
     owner = replace(Owner.this_process(), host="elsewhere", process="another boot/12345")
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
+    lock = Lease(Claim(tmp_path / LOCK, LEASE, QUICK, clock), owner)
 
     def stall() -> None:
         attempt = LockAttempt(tmp_path, clock)
@@ -371,16 +362,16 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(t
         # The file is away for a moment while it is put back.
         renewals = lock._owner.renewals
         wait_until(lambda: lock._owner.renewals > renewals + 2, 30)
-        lock.check()
+        check_lock(lock)
     else:
         wait_until(lambda: not lock._renewing.is_alive(), 30)
         by = f"taken over by process {os.getpid()}" if taken else "was taken over"
         with pytest.raises(LockLostError, match=by):
-            lock.check()
+            check_lock(lock)
         lock.release()
     for other in taken:
         assert other is not None and content(tmp_path)["token"] == other.token
-        other.check()
+        check_lock(other)
         other.release()
     if meanwhile == "nothing":
         lock.release()
@@ -400,7 +391,7 @@ def lock_on_a_full_disk(place: Path, pipe: Connection) -> None:
         return len(times) > 2
 
     wait_until(has_changed_twice, 30)
-    lock.check()
+    check_lock(lock)
     assert content(place)["renewals"] <= renewals + 1, "the disk is not full"
     lock.release()
     with pytest.raises(CheckpointError, match="Cannot lock"):
@@ -445,7 +436,7 @@ def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path) -
     clock, is_over, has_begun = Clock(), threading.Event(), threading.Event()
     owner = Owner.this_process()
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
+    lock = Lease(Claim(tmp_path / LOCK, LEASE, QUICK, clock), owner)
     clock.meanwhile += [is_over.wait, has_begun.set]
     assert has_begun.wait(60)
     releasing = threading.Thread(target=lock.release, args=(0.2,), daemon=True)
