@@ -5,14 +5,12 @@ late. Therefore the token in the lock is read right before a checkpoint is renam
 between the two is unprotected.
 """
 
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from megatron.checkpoint.files import explained
 from megatron.errors import CheckpointError, DirectoryInUseError
-from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, clear_drafts, owner_at
+from megatron.operation.lease import Claim, Lease, Owner, clear_drafts, owner_at
 
 LOCK = ".run.lock"
 LEASE = 60.0
@@ -25,43 +23,29 @@ class LockLostError(DirectoryInUseError):
     """Another run has taken over the lock: this run must not save any more."""
 
 
-class LockAttempt:
-    """An attempt to lock ``root``: call :meth:`poll` until it returns the lock or raises.
+def try_lock(claim: Claim) -> Lease | str:
+    """Take the lock of ``claim``, or say why it waits: it is unknown whether the owner is alive. Poll again then.
 
-    The lock is renewed every ``renewal`` seconds.
+    Raises :class:`DirectoryInUseError` with the owner if it is alive.
     """
-
-    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic, renewal: float = RENEWAL) -> None:
-        self._root, self._claim = root, Claim(root / LOCK, LEASE, renewal, clock)
-
-    def poll(self) -> Lease | None:
-        """Return the lock, or None while it is unknown whether its owner is alive.
-
-        Raises :class:`DirectoryInUseError` with the owner if it is alive.
-        """
-        with explained("lock", self._root):
-            self._root.mkdir(parents=True, exist_ok=True)
-            found = self._claim.poll()
-        if isinstance(found, Lease):
-            clear_drafts(found.path)
-            return found
-        if found == "unknown":
-            return None
-        if found == "contested":
-            raise DirectoryInUseError(f"Another run is taking over {self._root} right now: choose another --save.")
-        reason = "is running" if found == "alive" else "renewed its lock while this run was waiting for it"
-        raise DirectoryInUseError(
-            f"{self._root} is in use by {_name(self._claim.owner)}, which {reason}: stop that run, or use another "
-            "--save."
-        )
-
-    @property
-    def reason_to_wait(self) -> str:
-        """The reason why :meth:`poll` waits, as a sentence."""
+    root = claim.path.parent
+    with explained("lock", root):
+        root.mkdir(parents=True, exist_ok=True)
+        found = claim.poll()
+    if isinstance(found, Lease):
+        clear_drafts(found.path)
+        return found
+    if found == "unknown":
         return (
-            f"{self._root} is locked by {_name(self._claim.owner)}, of which this host cannot know whether it runs: "
-            f"waiting at most {self._claim.patience:.0f} s for the lock to change; after that it is taken over"
+            f"{root} is locked by {_name(claim.owner)}, of which this host cannot know whether it runs: waiting at "
+            f"most {claim.patience:.0f} s for the lock to change; after that it is taken over"
         )
+    if found == "contested":
+        raise DirectoryInUseError(f"Another run is taking over {root} right now: choose another --save.")
+    reason = "is running" if found == "alive" else "renewed its lock while this run was waiting for it"
+    raise DirectoryInUseError(
+        f"{root} is in use by {_name(claim.owner)}, which {reason}: stop that run, or use another --save."
+    )
 
 
 def _name(owner: Owner | None) -> str:
