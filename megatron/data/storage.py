@@ -2,28 +2,27 @@
 
 Files are listed, read, and copied once; files ending in .gz and .zst are decompressed.
 
-One process, of this job or another, builds a result on a shared file system while the others wait. The lock is a file
-that its owner creates and rewrites every few seconds; waiting processes watch it change. It only needs atomic creation
-(``O_EXCL``), which NFS and Lustre support, while ``flock`` is often disabled. The lock only saves work: if a live owner
-is taken for dead, both build the same bytes, and files appear atomically.
+One process, of this job or another, builds a result on a shared file system while the others wait for its lease
+(``operation/lease.py``). The lease only saves work: if a live owner is taken for dead, both build the same bytes, and
+files appear atomically.
 """
 
 import glob
 import gzip
 import hashlib
 import io
-import json
 import logging
 import os
-import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
 
 from megatron.errors import DataError
+from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, clear_drafts
 from megatron.urls import is_url
 
 T = TypeVar("T")
@@ -205,10 +204,10 @@ class RemoteFile:
 
 # Two processes need the same result:
 #
-#   A   load: nothing   create STEM.lock   load again, build and store        remove STEM.lock
-#   B   load: nothing   STEM.lock exists   load every 0.2 s, watch A's heartbeat     load: found
+#   A   load: nothing   take the lease STEM.lock   load again, build and store         release STEM.lock
+#   B   load: nothing   A has the lease            load every 0.2 s, watch the lease         load: found
 #
-# If A dies, its heartbeat stops, or on one host its process id is gone: B removes the lock, and builds.
+# If A dies, the lease becomes stale, on one host at once: B takes it over, and builds.
 
 
 def load_or_build_once(
@@ -216,28 +215,43 @@ def load_or_build_once(
     load: Callable[[], T | None],
     build: Callable[[], T],
     *,
-    heartbeat_seconds: float = 5.0,
-    stale_after: float = 120.0,
+    lease_s: float = 120.0,
+    renewal_s: float = RENEWAL,
 ) -> T:
     """The result of ``load``, or of ``build``, which stores it; one process at a time builds under a ``stem``.
 
-    The others wait until ``load`` succeeds or the building process has ended, or has not renewed the lock for
-    ``stale_after`` seconds: long, since a shuffle of billions blocks the interpreter for a while. Raises
-    :class:`OSError` if the directory is not writable.
+    The others wait until ``load`` succeeds, or the building process has ended or has not renewed its lease of
+    ``lease_s`` seconds: long, since a shuffle of billions blocks the interpreter for a while. Raises :class:`OSError`
+    if the directory is not writable.
     """
-    lock = f"{stem}.lock"
-    watch: _Watch | None = None
+    lock, is_waiting = Path(f"{stem}.lock"), False
+    claim = Claim(lock, lease_s, renewal_s, needs_links=False, on_stale=partial(_remove_leftovers, stem))
     while (found := load()) is None:
-        os.makedirs(os.path.dirname(lock) or ".", exist_ok=True)
-        if _take(lock):
-            with _renewed(lock, heartbeat_seconds):
-                found = load()  # it may have been completed just before the lock was free
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lease = claim.poll()
+        if isinstance(lease, Lease):
+            try:
+                found = load()  # it may have been completed just before the lease was free
                 return build() if found is None else found
-        watch = watch or _Watch(lock, stale_after)
-        if not watch.owner_is_alive():
-            watch.remove_leftovers(stem)
+            finally:
+                lease.release()
+        if not is_waiting:
+            _logger.info("Waiting for another process to build %s", stem)
+            is_waiting = True
         time.sleep(_POLL)
     return found
+
+
+def _remove_leftovers(stem: str, owner: Owner | None) -> None:
+    """Remove the temporary files of a builder that has certainly ended."""
+    if owner is None:
+        return
+    _logger.warning("Process %d on %s has not completed %s: building it again", owner.pid, owner.host, stem)
+    if owner.fate() == "gone":
+        clear_drafts(Path(f"{stem}.lock"))
+        for path in glob.glob(f"{glob.escape(stem)}*.{owner.pid}-*{_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                os.remove(path)
 
 
 def write_atomically(path: str, write: Callable[[BinaryIO], T], sync: bool = True) -> T:
@@ -257,100 +271,3 @@ def write_atomically(path: str, write: Callable[[BinaryIO], T], sync: bool = Tru
     finally:
         with suppress(FileNotFoundError):
             os.remove(temporary)
-
-
-def _take(lock: str) -> bool:
-    """Create the lock; False if it exists."""
-    try:
-        with open(lock, "x", encoding="utf-8") as file:
-            file.write(_heartbeat())
-    except FileExistsError:
-        return False
-    return True
-
-
-def _heartbeat() -> str:
-    """Owner and time of a renewal; a waiting process compares it only with its previous value."""
-    return json.dumps({"host": _host(), "process": os.getpid(), "time": time.time()})
-
-
-def _host() -> str:
-    """Host or container whose process ids are comparable."""
-    try:
-        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-@contextmanager
-def _renewed(lock: str, heartbeat_seconds: float) -> Iterator[None]:
-    """Rewrite the lock periodically, and remove it at the end."""
-    done = threading.Event()
-
-    def beat() -> None:
-        while not done.wait(heartbeat_seconds):
-            # Without creating it: a waiter may have removed it.
-            with suppress(OSError), open(lock, "r+", encoding="utf-8") as file:
-                file.write(_heartbeat())
-                file.truncate()
-
-    heartbeats = threading.Thread(target=beat, daemon=True)
-    heartbeats.start()
-    try:
-        yield
-    finally:
-        done.set()
-        heartbeats.join()
-        with suppress(FileNotFoundError):
-            os.remove(lock)
-
-
-class _Watch:
-    """A lock as seen by a waiting process."""
-
-    def __init__(self, lock: str, stale_after: float) -> None:
-        self._lock, self._stale_after = lock, stale_after
-        self._text = ""
-        self._seen = time.monotonic()
-        _logger.info("Waiting for another process to build %s", lock.removesuffix(".lock"))
-
-    def owner_is_alive(self) -> bool:
-        """Whether the lock is free, or was renewed recently."""
-        try:
-            with open(self._lock, encoding="utf-8") as file:
-                text = file.read()
-        except FileNotFoundError:
-            return True
-        # Clocks of two hosts differ: only a change of the text counts, timed by this process.
-        if text != self._text:
-            self._text, self._seen = text, time.monotonic()
-        return time.monotonic() - self._seen < self._stale_after and not self._owner_has_ended()
-
-    def remove_leftovers(self, stem: str) -> None:
-        """Remove the lock, and its owner's temporary files if the owner has certainly ended."""
-        _logger.warning("The process that built %s has ended (%s): building it again", stem, self._text)
-        leftovers = []
-        if self._owner_has_ended():
-            leftovers = glob.glob(f"{glob.escape(stem)}*.{self._owner()['process']}-*{_SUFFIX}")
-        for path in (*leftovers, self._lock):
-            with suppress(FileNotFoundError):
-                os.remove(path)
-
-    def _owner_has_ended(self) -> bool:
-        owner = self._owner()
-        if owner.get("host") != _host():
-            return False
-        try:
-            os.kill(owner["process"], 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
-
-    def _owner(self) -> dict[str, Any]:
-        try:
-            owner: dict[str, Any] = json.loads(self._text)
-        except ValueError:
-            return {}  # half written
-        return owner

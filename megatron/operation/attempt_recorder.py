@@ -29,6 +29,7 @@ from megatron.operation.attempts import (
 from megatron.operation.causes import Cause
 from megatron.operation.failure import FILE, read_failure
 from megatron.operation.heartbeat import Heartbeat, HeartbeatMemory, RunSettings, Snapshot
+from megatron.operation.lease import THIS_HOST
 
 # Seconds between two writes of the record of the attempt under way.
 WRITE_SECONDS = 30.0
@@ -279,9 +280,7 @@ class RecorderThread:
 
 def process_age_s() -> float:
     """Seconds since this process was started; 0 where the system does not tell."""
-    with suppress(OSError, ValueError, IndexError, AttributeError):
-        # The name of the program is in brackets and may contain anything; starttime is the 20th field after it.
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError, ValueError, AttributeError):
+        started = int(THIS_HOST.start_of("self")[1]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     return 0.0

@@ -139,16 +139,6 @@ def cause_named(name: str) -> Cause:
     return Cause(name) if name in set(Cause) else Cause.UNKNOWN
 
 
-def table() -> str:
-    """The table of docs/failures.md."""
-    head = "| cause | meaning | what to do | exit codes |\n| --- | --- | --- | --- |"
-    rows = [
-        f"| `{cause}` | {item.meaning} | {item.advice} | {', '.join(str(int(code)) for code in item.exit_codes)} |"
-        for cause, item in EXPLANATIONS.items()
-    ]
-    return "\n".join([head, *rows])
-
-
 class OutOfMemoryKills:
     """The kernel's counter of processes that it killed for lack of memory, in this process's cgroup or on the host."""
 

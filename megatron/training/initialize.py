@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,6 @@ from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.namespace import fresh_namespace
 from megatron.operation.waits import MeteredTopology
 from megatron.torch_compat import release_meshes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

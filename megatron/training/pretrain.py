@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 
 import torch
 
-from megatron.checkpoint.lock import RunLock
 from megatron.config.checks import check_resolved_architecture
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -22,6 +21,7 @@ from megatron.features.preflight.run import check_nodes
 from megatron.features.spikes.listener import RollbackRequested, go_back
 from megatron.metrics.writer import print_above_bar
 from megatron.operation.heartbeat import Heartbeat, Section
+from megatron.operation.lease import Lease
 from megatron.operation.processes import LAUNCHER, HardwareQueues
 from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
@@ -136,7 +136,7 @@ def _resolve(context: RunContext, flags_over: FlagsOver) -> RunConfig:
 
 def train(
     context: RunContext,
-    locks: Sequence[RunLock],
+    locks: Sequence[Lease],
     parts: RunParts | None = None,
     on_built: Callable[[], None] = lambda: None,
 ) -> ExitCode:

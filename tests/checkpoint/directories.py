@@ -4,14 +4,15 @@ import time
 from pathlib import Path
 
 from megatron.checkpoint.directory import commit, new_saving_directory
-from megatron.checkpoint.lock import POLL, RENEWAL, LockAttempt, RunLock
+from megatron.checkpoint.lock import LEASE, LOCK, POLL, try_lock
 from megatron.checkpoint.manifest import Manifest, encode_manifest
+from megatron.operation.lease import RENEWAL, Claim, Lease
 
 
-def acquire(root: Path, renewal: float = RENEWAL) -> RunLock:
+def acquire(root: Path, renewal: float = RENEWAL) -> Lease:
     """Lock the checkpoints in ``root``; waits while the owner of the present lock may be dead."""
-    attempt = LockAttempt(root, renewal=renewal)
-    while (lock := attempt.poll()) is None:
+    claim = Claim(root / LOCK, LEASE, renewal)
+    while isinstance(lock := try_lock(claim), str):
         time.sleep(POLL)
     return lock
 

@@ -14,12 +14,11 @@ import torch.distributed as dist
 from megatron.checkpoint.directory import (
     MANIFEST,
     TRACKER,
-    Retention,
     iteration_directory,
     new_saving_directory,
 )
 from megatron.checkpoint.files import path_of
-from megatron.checkpoint.finding import find_checkpoint, list_checkpoints, verify_share
+from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
@@ -251,10 +250,3 @@ def test_a_copy_of_an_abandoned_checkpoint_does_not_come_back(tmp_path: Path) ->
     (root / TRACKER).unlink()
     found = find_saved_run(config, ALONE)
     assert found is not None and found.iteration == 3
-
-
-def test_two_broken_newer_checkpoints_do_not_cost_the_good_one(root: Path, chance: random.Random) -> None:
-    for iteration in (2, 3):
-        flip_a_bit(iteration_directory(root, iteration) / FILES[1 + chance.randrange(2)], chance)
-    retention = Retention(1, None, lambda iteration: verify_share(root, iteration, 0, 1))
-    assert retention.superfluous(list_checkpoints(root)) == []

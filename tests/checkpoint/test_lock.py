@@ -20,18 +20,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.directory import commit
-from megatron.checkpoint.lock import (
-    LEASE,
-    LOCK,
-    RENEWAL,
-    LockAttempt,
-    LockLostError,
-    Owner,
-    ProcessTable,
-    RunLock,
-    check_token,
-)
+from megatron.checkpoint.lock import LEASE, LOCK, LockLostError, check_lock, check_token, try_lock
 from megatron.errors import CheckpointError
+from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, ProcessTable
 from tests.checkpoint.directories import acquire
 from tests.checkpoint.file_faults import small_files
 from tests.end_to_end.run_process import REPOSITORY, wait_until
@@ -123,12 +114,16 @@ def gone(root: Path) -> str:
     return f"{process}9"
 
 
-def take(attempt: LockAttempt) -> None:
+def claim_on(root: Path, clock: Callable[[], float] = time.monotonic) -> Claim:
+    return Claim(root / LOCK, LEASE, clock=clock)
+
+
+def take(claim: Claim) -> None:
     """Take the lock at once, and leave nothing behind."""
-    lock = attempt.poll()
-    assert lock is not None
+    lock = try_lock(claim)
+    assert isinstance(lock, Lease)
     lock.release()
-    assert not [name for name in os.listdir(lock.root) if name.startswith(LOCK)]
+    assert not [name for name in os.listdir(lock.path.parent) if name.startswith(LOCK)]
 
 
 ELSEWHERE = {"host": "elsewhere", "process": "another boot/12345"}
@@ -152,7 +147,7 @@ def test_a_process_that_is_stopped_keeps_its_lock(owner: Other, tmp_path: Path) 
     os.kill(owner.pid, signal.SIGSTOP)
     (tmp_path / LOCK).write_text(json.dumps(content(tmp_path) | {"renewed": time.time() - 10 * LEASE}))
     with pytest.raises(CheckpointError, match="which is running"):
-        LockAttempt(tmp_path).poll()
+        try_lock(claim_on(tmp_path))
 
 
 def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
@@ -162,10 +157,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
     text = (tmp_path / LOCK).read_text()
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    take(LockAttempt(tmp_path))
+    take(claim_on(tmp_path))
     child.process.join()
     (tmp_path / LOCK).write_text(text)
-    take(LockAttempt(tmp_path))
+    take(claim_on(tmp_path))
 
 
 def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path: Path) -> None:
@@ -202,16 +197,15 @@ def test_a_lock_is_taken_over_when_it_has_not_changed_for_a_lease_whatever_the_c
 ) -> None:
     write(tmp_path, **changes, renewed=time.time() + skew)
     clock, wall = Clock(), time.time()
-    attempt = LockAttempt(tmp_path, clock)
-    assert attempt.poll() is None
-    assert f"waiting at most {LEASE + RENEWAL:.0f} s" in attempt.reason_to_wait
+    claim = claim_on(tmp_path, clock)
+    assert f"waiting at most {LEASE + RENEWAL:.0f} s" in str(try_lock(claim))
     # While the run waits, the wall clock of this host jumps.
     monkeypatch.setattr(time, "time", lambda: wall - 2 * skew)
     clock.now += LEASE + RENEWAL
-    assert attempt.poll() is None
+    assert isinstance(try_lock(claim), str)
     clock.now += 0.1
-    lock = attempt.poll()
-    assert lock is not None and content(tmp_path)["token"] == lock.token
+    lock = try_lock(claim)
+    assert isinstance(lock, Lease) and content(tmp_path)["token"] == lock.token
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -219,19 +213,19 @@ def test_a_lock_is_taken_over_when_it_has_not_changed_for_a_lease_whatever_the_c
 @pytest.mark.parametrize("skew", [-3600, 0, 3600], ids=["slow", "same clock", "fast"])
 def test_a_lock_that_changes_is_held_whatever_the_clocks_say(tmp_path: Path, skew: float) -> None:
     fields = write(tmp_path, **ELSEWHERE, renewed=time.time() + skew)
-    attempt = LockAttempt(tmp_path, Clock())
-    assert attempt.poll() is None
+    claim = claim_on(tmp_path, Clock())
+    assert isinstance(try_lock(claim), str)
     (tmp_path / LOCK).write_text(json.dumps(fields | {"renewals": 1}))
     with pytest.raises(CheckpointError, match="on elsewhere, which renewed its lock while this run was waiting"):
-        attempt.poll()
+        try_lock(claim)
 
 
 def test_a_lock_that_is_released_is_free_at_once(tmp_path: Path) -> None:
     write(tmp_path, **ELSEWHERE)
-    attempt = LockAttempt(tmp_path, Clock())
-    assert attempt.poll() is None
+    claim = claim_on(tmp_path, Clock())
+    assert isinstance(try_lock(claim), str)
     (tmp_path / LOCK).unlink()
-    take(attempt)
+    take(claim)
 
 
 SECOND_RUN = f"""
@@ -261,10 +255,10 @@ def test_a_run_in_another_pid_namespace_keeps_its_lock_until_its_lease_is_over(t
             acquire(tmp_path)
         owner.kill()
     clock = Clock()
-    attempt = LockAttempt(tmp_path, clock)
-    assert attempt.poll() is None
+    claim = claim_on(tmp_path, clock)
+    assert isinstance(try_lock(claim), str)
     clock.now += LEASE + RENEWAL + 1
-    take(attempt)
+    take(claim)
 
 
 # --- what the file system leaves ------------------------------------------------------------------------------
@@ -319,7 +313,7 @@ def test_a_run_whose_draft_is_cleared_away_gets_no_lock(tmp_path: Path, monkeypa
 def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) -> None:
     lock = acquire(tmp_path, QUICK)
     wait_until(lambda: content(tmp_path)["renewals"] >= 2, 30)
-    lock.check()
+    check_lock(lock)
     stranger = content(tmp_path) | {"token": "another", "host": "elsewhere", "pid": 7}
 
     def is_noticed() -> bool:
@@ -330,7 +324,7 @@ def test_an_owner_renews_its_lock_and_notices_when_it_is_lost(tmp_path: Path) ->
 
     wait_until(is_noticed, 30)
     with pytest.raises(LockLostError, match="taken over by"):
-        lock.check()
+        check_lock(lock)
     lock.release()
     assert content(tmp_path) == stranger, "it is not ours to remove"
 
@@ -340,7 +334,7 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
     wait_until(lambda: content(tmp_path)["renewals"] >= 1, 30)
     (tmp_path / LOCK).unlink()
     wait_until((tmp_path / LOCK).exists, 30)
-    lock.check()
+    check_lock(lock)
     lock.release()
     assert os.listdir(tmp_path) == []
 
@@ -348,19 +342,19 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("meanwhile", ["taken", "taken and released", "nothing"])
 def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(tmp_path: Path, meanwhile: str) -> None:
     """It stalls after it has read the lock and before it replaces it. The next one finds a lock that was released."""
-    clock, taken, has_stalled = Clock(), list[RunLock | None](), threading.Event()
+    clock, taken, has_stalled = Clock(), list[Lease | str](), threading.Event()
     # Other runs cannot know whether this process is alive.
     owner = replace(Owner.this_process(), host="elsewhere", process="another boot/12345")
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
+    lock = Lease(Claim(tmp_path / LOCK, LEASE, QUICK, clock), owner)
 
     def stall() -> None:
-        attempt = LockAttempt(tmp_path, clock)
+        claim = claim_on(tmp_path, clock)
         if meanwhile == "taken":
-            assert attempt.poll() is None
+            assert isinstance(try_lock(claim), str)
         clock.now += LEASE + RENEWAL + 1
         if meanwhile == "taken":
-            taken.append(attempt.poll())
+            taken.append(try_lock(claim))
         elif meanwhile == "taken and released":
             (tmp_path / LOCK).unlink()
         has_stalled.set()
@@ -371,16 +365,16 @@ def test_a_renewal_that_stalls_for_a_lease_keeps_a_lock_that_nobody_took_alone(t
         # The file is away for a moment while it is put back.
         renewals = lock._owner.renewals
         wait_until(lambda: lock._owner.renewals > renewals + 2, 30)
-        lock.check()
+        check_lock(lock)
     else:
         wait_until(lambda: not lock._renewing.is_alive(), 30)
         by = f"taken over by process {os.getpid()}" if taken else "was taken over"
         with pytest.raises(LockLostError, match=by):
-            lock.check()
+            check_lock(lock)
         lock.release()
     for other in taken:
-        assert other is not None and content(tmp_path)["token"] == other.token
-        other.check()
+        assert isinstance(other, Lease) and content(tmp_path)["token"] == other.token
+        check_lock(other)
         other.release()
     if meanwhile == "nothing":
         lock.release()
@@ -400,7 +394,7 @@ def lock_on_a_full_disk(place: Path, pipe: Connection) -> None:
         return len(times) > 2
 
     wait_until(has_changed_twice, 30)
-    lock.check()
+    check_lock(lock)
     assert content(place)["renewals"] <= renewals + 1, "the disk is not full"
     lock.release()
     with pytest.raises(CheckpointError, match="Cannot lock"):
@@ -445,7 +439,7 @@ def test_a_release_does_not_wait_for_a_file_system_that_stalls(tmp_path: Path) -
     clock, is_over, has_begun = Clock(), threading.Event(), threading.Event()
     owner = Owner.this_process()
     (tmp_path / LOCK).write_text(json.dumps(asdict(owner)))
-    lock = RunLock(tmp_path / LOCK, owner, clock, QUICK)
+    lock = Lease(Claim(tmp_path / LOCK, LEASE, QUICK, clock), owner)
     clock.meanwhile += [is_over.wait, has_begun.set]
     assert has_begun.wait(60)
     releasing = threading.Thread(target=lock.release, args=(0.2,), daemon=True)

@@ -1,5 +1,6 @@
 """Corpora behind a URL are read as local ones; one process builds while the others wait, whatever becomes of it."""
 
+import errno
 import json
 import os
 import pickle
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from megatron.data.gpt_dataset import GPTDataset, SampleSettings
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.storage import RemoteFile, load_or_build_once
 from megatron.errors import ConfigError, DataError
+from megatron.operation.lease import Claim, Owner
 from tests.data.corpora import CORPUS_A, build, golden_documents, load, stamps, tokens_of, write
 
 pytestmark = pytest.mark.usefixtures("corpora")
@@ -252,8 +254,11 @@ def test_after_kill_9_before_any_of_the_files_has_its_name_the_order_is_whole(
         shutil.rmtree("cache")
 
 
-def write_lock(process: int, host: str) -> None:
-    Path("thing.lock").write_text(json.dumps({"host": host, "process": process, "time": time.time()}))
+def write_lock(process: int, renewals: int = 0) -> None:
+    """The lock of a process that cannot be looked up here."""
+    owner = Owner(socket.gethostname(), process, "another boot/1", "token", time.time(), "pid:[1]", renewals)
+    Path("new.lock").write_text(json.dumps(asdict(owner)))
+    os.replace("new.lock", "thing.lock")
 
 
 def load_thing() -> str | None:
@@ -266,50 +271,35 @@ def build_thing() -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("host", ["another host", f"{socket.gethostname()} pid:[1]"])
-def test_a_holder_elsewhere_that_shows_no_life_is_given_up(host: str) -> None:
-    """Another container may have the host's name: its process number means nothing here, and its files must stay."""
+def test_a_holder_elsewhere_that_shows_no_life_is_given_up() -> None:
+    """Its process number means nothing here, and its files must stay."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    write_lock(ended.pid, host)
+    write_lock(ended.pid)
     half_written = Path(f"thing.npy.{ended.pid}-01234567.incomplete")
     half_written.write_bytes(b"half")
     begun = time.monotonic()
-    assert load_or_build_once("thing", load_thing, build_thing, stale_after=1.0) == "built here"
+    assert load_or_build_once("thing", load_thing, build_thing, lease_s=0.8, renewal_s=0.2) == "built here"
     assert 1.0 <= time.monotonic() - begun < 10
     assert half_written.exists() and not os.path.exists("thing.lock")
 
 
 def test_a_holder_elsewhere_that_shows_life_is_waited_for() -> None:
-    write_lock(1, "another host")
+    write_lock(1)
 
     def build_elsewhere() -> None:
-        for _ in range(10):
+        for number in range(10):
             time.sleep(0.2)
-            with suppress(FileNotFoundError), open("thing.lock", "r+") as file:
-                file.write(json.dumps({"host": "another host", "process": 1, "time": time.time()}))
+            write_lock(1, number)
         Path("thing.new").write_text("built elsewhere")
         os.replace("thing.new", "thing")  # never half written
 
     elsewhere = threading.Thread(target=build_elsewhere)
     elsewhere.start()
     try:
-        assert load_or_build_once("thing", load_thing, build_thing, stale_after=1.0) == "built elsewhere"
+        assert load_or_build_once("thing", load_thing, build_thing, lease_s=0.8, renewal_s=0.2) == "built elsewhere"
     finally:
         elsewhere.join()
-
-
-def test_a_holder_beats() -> None:
-    seen = set()
-
-    def build() -> str:
-        for _ in range(10):
-            seen.add(Path("thing.lock").read_text())
-            time.sleep(0.05)
-        return build_thing()
-
-    load_or_build_once("thing", load_thing, build, heartbeat_seconds=0.05)
-    assert len(seen - {""}) > 2
 
 
 def test_an_error_of_the_builder_frees_the_lock() -> None:
@@ -319,6 +309,21 @@ def test_an_error_of_the_builder_frees_the_lock() -> None:
     with pytest.raises(KeyError):
         load_or_build_once("thing", load_thing, fail)
     assert load_or_build_once("thing", load_thing, build_thing) == "built here"
+
+
+def test_one_builds_where_a_file_system_has_no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    def build() -> str:
+        assert Claim(Path("thing.lock"), 60.0, needs_links=False).poll() == "alive"
+        return build_thing()
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert load_or_build_once("thing", load_thing, build) == "built here"
+    assert not os.path.exists("thing.lock")
+    with pytest.raises(OSError, match="not permitted"):
+        Claim(Path("thing.lock"), 60.0).poll()
 
 
 def test_order_on_disk_is_whole_under_its_name() -> None:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint import checkpointing
-from megatron.checkpoint import lock as lock_module
 from megatron.checkpoint.directory import new_saving_directory
 from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
 from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
 from megatron.operation import attempts, failure
+from megatron.operation.lease import Claim
 from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
@@ -81,8 +81,7 @@ def lock_of_a_dead_host(root: Path) -> None:
 
 
 def test_a_start_waits_for_a_dead_hosts_lease(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock_module, "LEASE", 0.6)
-    monkeypatch.setattr(lock_module, "RENEWAL", 0.1)
+    monkeypatch.setattr(Claim, "patience", 0.7)
     lock_of_a_dead_host(tmp_path)
     outcome = call_training(flags_of(corpus, save=tmp_path, train_iters=2)).succeeded()
     (line,) = [line for line in outcome.stdout.splitlines() if "is locked by" in line]

@@ -20,19 +20,15 @@ from torch import Tensor
 from megatron.features.known_product.listener import expected_product, operands
 from megatron.features.preflight.check import Check, Node, Place, Result, Site, Verdict, found
 from megatron.operation.causes import Cause
+from megatron.operation.lease import THIS_HOST
 
 _GIB = 2**30
 
 
 def this_place(device: torch.device) -> Place:
     """Where this process runs."""
-    boot, namespace = "", ""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    with suppress(OSError):
-        namespace = str(Path("/proc/self/ns/pid").readlink())
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Place(socket.gethostname(), boot, namespace, name)
+    return Place(socket.gethostname(), THIS_HOST.boot(), THIS_HOST.namespace(), name)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.lock import RunLock
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.device import device_name
 from megatron.core.hyperparameters import build_weight_decay_schedule
@@ -30,6 +29,7 @@ from megatron.features.stragglers.listener import build_stragglers
 from megatron.metrics.jsonl import ValidationHistory
 from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
+from megatron.operation.lease import Lease
 from megatron.operation.waits import Sections
 from megatron.training.build.data import build_data
 from megatron.training.build.description import describe_run
@@ -65,7 +65,7 @@ from megatron.training.run_files import effective_time_meter
 
 def build_trainer(
     context: RunContext,
-    locks: Sequence[RunLock],
+    locks: Sequence[Lease],
     at_end: ExitStack,
     started: float,
     returned: Return | None = None,
@@ -185,7 +185,7 @@ def build_listeners(
     architecture: TransformerConfig,
     token_bytes: TokenBytes | None,
     data: Data,
-    locks: Sequence[RunLock],
+    locks: Sequence[Lease],
     known_answer: KnownAnswer,
     replay: ReplayCheck | None,
     memory_history: MemoryHistory | None,

@@ -14,9 +14,10 @@ from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import Retention, iteration_directory, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.files import RemotePath, UnreachableError
 from megatron.checkpoint.finding import list_checkpoints, verify_share
-from megatron.checkpoint.lock import POLL, LockAttempt, RunLock
+from megatron.checkpoint.lock import LEASE, LOCK, POLL, try_lock
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
+from megatron.operation.lease import Claim, Lease
 from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
 from megatron.urls import is_url
@@ -25,13 +26,13 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
+def save_directories_locked(context: RunContext) -> Iterator[Sequence[Lease]]:
     """Lock the directories that this run saves to; rank 0 holds the locks.
 
     Raises :class:`StopRequested` when a signal ends the wait for a lock.
     """
     config, control = context.config.checkpoint, context.control
-    locks: list[RunLock] = []
+    locks: list[Lease] = []
     try:
         places = [("--save", config.save), *(("--redundant-save", place) for place in config.redundant_save)]
         for flag, place in places:
@@ -46,15 +47,15 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[RunLock]]:
             lock.release()
 
 
-def _lock(root: Path, locks: list[RunLock], context: RunContext) -> None:
+def _lock(root: Path, locks: list[Lease], context: RunContext) -> None:
     """Lock ``root`` on rank 0, and wait while the owner of its lock may be alive; a collective."""
-    attempt, is_logged = LockAttempt(root), False
+    claim, is_logged = Claim(root / LOCK, LEASE), False
 
     def poll() -> str | None:
-        lock = attempt.poll()
-        if lock is None:
-            return attempt.reason_to_wait
-        locks.append(lock)
+        found = try_lock(claim)
+        if isinstance(found, str):
+            return found
+        locks.append(found)
         return None
 
     while (reason := run_on_rank0(context.control, poll)) is not None:

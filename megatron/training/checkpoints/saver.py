@@ -9,11 +9,12 @@ from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess
 from megatron.checkpoint.checkpointing import SyncSaveBackend
 from megatron.checkpoint.directory import clear_leftovers, iteration_directory
 from megatron.checkpoint.files import explained, path_of
-from megatron.checkpoint.lock import RunLock
+from megatron.checkpoint.lock import check_lock
 from megatron.checkpoint.tokenizer_files import keep_copy
 from megatron.core.control import first_failure, run_on_rank0
 from megatron.errors import CheckpointError, UserError
 from megatron.features.spikes.flags import DETECTION_DELAY
+from megatron.operation.lease import Lease
 from megatron.training.checkpoints.save_directories import Mirror, Pruning
 from megatron.training.checkpoints.state import RunState
 from megatron.training.context import RunContext
@@ -33,7 +34,7 @@ class Saver:
     of the directories, on rank 0.
     """
 
-    def __init__(self, context: RunContext, locks: Sequence[RunLock]) -> None:
+    def __init__(self, context: RunContext, locks: Sequence[Lease]) -> None:
         config = context.config.checkpoint
         assert config.save is not None
         root = Path(config.save)
@@ -41,9 +42,9 @@ class Saver:
         self._warn, self._heartbeat = context.warn_rank0, context.heartbeat
         self._operation = context.config.operation
         # The lock of a mirror is compared when a copy is committed there: without it only the copy fails.
-        self._locks = [lock for lock in locks if lock.root == root]
+        self._locks = [lock for lock in locks if lock.path.parent == root]
         self._pruning = Pruning(context, root)
-        tokens = {lock.root: lock.token for lock in locks}
+        tokens = {lock.path.parent: lock.token for lock in locks}
         self._lock_token = tokens.get(root)
         self._background = BackgroundSaves(context, root, self._lock_token) if config.async_save else None
         self._mirrors = [
@@ -173,7 +174,7 @@ class Saver:
 
     def _check_locks(self) -> None:
         for lock in self._locks:
-            lock.check()
+            check_lock(lock)
 
     def _has_saved(self, iteration: int) -> None:
         self.last_saved = iteration
