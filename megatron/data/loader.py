@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
@@ -188,14 +188,10 @@ def _work(
         del task, future  # the microbatch, while this thread waits for another task
 
 
-def _result(future: Future[Microbatch], wait: Wait) -> Microbatch:
-    while True:
-        try:
-            return future.result(POLL)
-        except TimeoutError:
-            if future.done():
-                raise  # of the read
-            wait.check()
+def _result(future: Future[Microbatch], limit: Wait) -> Microbatch:
+    while not wait([future], POLL).done:
+        limit.check()
+    return future.result()
 
 
 # --- microbatches ------------------------------------------------------------------------------------------
