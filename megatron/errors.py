@@ -36,9 +36,6 @@ CULPRIT_SECONDS = 2.0
 
 # Numbers of an OSError for which a disk or a file system is at fault.
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
-# In torch's error for a loader process that has ended. torch's handler of SIGCHLD raises it in whatever the main thread
-# does, and so not only where a rank waits for a microbatch (LoaderError).
-_LOADER_PROCESS = "DataLoader worker (pid"
 
 
 class UserError(Exception):
@@ -87,7 +84,7 @@ class DataError(UserError):
 
 
 class LoaderError(DataError):
-    """A data loader process ended or stopped responding; a restart may succeed."""
+    """The data loader cannot read, or does not deliver; a restart may succeed."""
 
     exit_code = ExitCode.CRASH
 
@@ -201,8 +198,6 @@ def cause_of(error: BaseException) -> str:
             return "out_of_memory"
         if isinstance(one, OSError) and one.errno in _DISK:
             return "disk"
-        if isinstance(one, RuntimeError) and _LOADER_PROCESS in str(one):
-            return DataError.cause
         one = one.__cause__
     return error.cause if isinstance(error, UserError) else "exception"
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data._utils import signal_handling
 
 __all__ = [
     "FakeTensor",
@@ -176,11 +175,6 @@ def release_meshes() -> None:
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
         getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
     gc.collect()
-
-
-def forget_workers(batches: object) -> None:
-    """Take the worker processes of a loader's iterator out of the table of those whose deaths torch reports."""
-    signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
 
 
 def construct_optimizers_without_compiler() -> None:

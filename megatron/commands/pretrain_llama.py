@@ -180,7 +180,7 @@ def run(arguments: Sequence[str], start: Start = train) -> NoReturn:
     exit_code = main(arguments, start)
     sys.stdout.flush()
     if exit_code not in (ExitCode.COMPLETE, ExitCode.STOPPED):
-        # At once: an orderly exit would wait for the other ranks' sockets and for loader processes.
+        # At once: an orderly exit would wait for the other ranks' sockets.
         os._exit(exit_code)
     sys.exit(exit_code)
 

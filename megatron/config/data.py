@@ -152,11 +152,11 @@ class DataConfig:
     """Train on synthetic samples, a function of (seed, sample index), instead of --data-path."""
     seq_length: int | None = None
     """Tokens per sample (required for training)."""
-    # Loader processes
+    # Loader threads
     num_workers: int = 2
-    """Data loader processes per rank; 0 loads in the training process."""
+    """Threads per rank that read microbatches ahead; 0 reads in the training thread."""
     dataloader_timeout: int | None = None
-    """Seconds that a rank waits for a microbatch from its loader processes before the run fails; 0 waits without limit
+    """Seconds that a rank waits for a microbatch from its loader threads before the run fails; 0 waits without limit
     (default: half of --distributed-timeout-minutes). With --num-workers 0 there is no limit."""
     dataloader_type: Literal["single", "cyclic"] = "single"
     """Sample order: single follows the sample index and is the same in every layout; cyclic shuffles the samples of
@@ -238,6 +238,6 @@ class DataConfig:
         require_at_least(1, values_of(self, "seq_length", "num_dataset_builder_threads"))
         if self.dataloader_timeout is not None and self.num_workers == 0:
             raise ConfigError(
-                f"--dataloader-timeout {self.dataloader_timeout} needs loader processes: set --num-workers 1 or "
+                f"--dataloader-timeout {self.dataloader_timeout} needs loader threads: set --num-workers 1 or "
                 "more, or remove it."
             )

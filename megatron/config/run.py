@@ -87,7 +87,7 @@ class RunConfig:
 
     @property
     def dataloader_timeout(self) -> float:
-        """Seconds that a rank waits for a loader process; 0 for no limit."""
+        """Seconds that a rank waits for a microbatch of its loader threads; 0 for no limit."""
         seconds = self.data.dataloader_timeout
         return self.parallel.distributed_timeout_minutes * 30 if seconds is None else seconds
 

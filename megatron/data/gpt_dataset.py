@@ -78,19 +78,12 @@ class CorpusDataset(ABC):
 
     description: Description  # all parameters of the order
 
-    def __init__(
-        self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
-    ) -> None:
-        self._arguments = corpus, split_index, num_samples, settings
+    def __init__(self, corpus: IndexedDataset, split_index: int, settings: SampleSettings) -> None:
         self.corpus = corpus
         self._masked_token, self._document_end = settings.masked_token, settings.document_end
         bounds = (0.0, 1.0) if settings.split is None else parse_split(settings.split)[split_index]
         # The sequences [first, end) of the split.
         self.sequences = split_range(bounds, len(corpus))
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        """A spawned worker maps the sample order from the cache instead of receiving it."""
-        return (type(self), self._arguments) if self._arguments[-1].cache_directory else super().__reduce__()
 
     @property
     @abstractmethod
@@ -119,7 +112,7 @@ class GPTDataset(CorpusDataset):
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
-        super().__init__(corpus, split_index, num_samples, settings)
+        super().__init__(corpus, split_index, settings)
         first, end = self.sequences
         tokens = int(corpus.sequence_lengths[first:end].sum(dtype=np.int64))
         if tokens <= settings.seq_length and num_samples:
@@ -232,7 +225,6 @@ class BlendedDataset:
         split_index: int,
         cache_directory: str | None = None,
     ) -> None:
-        self._arguments = datasets, weights, size, split_index, cache_directory
         self.datasets = datasets
         lengths = [len(dataset) for dataset in datasets]
         self.description: Description = {
@@ -265,9 +257,6 @@ class BlendedDataset:
                     f"{available}: lower its weight in --data-path."
                 )
         return {"dataset_index": datasets, "dataset_sample_index": samples}
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return (BlendedDataset, self._arguments) if self._arguments[-1] else super().__reduce__()
 
     def __len__(self) -> int:
         return len(self.dataset_index)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.storage import RemoteFile
+from megatron.data.storage import RemoteFile, part_of
 from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url
 
@@ -79,7 +79,6 @@ class IndexedDataset:
 
     def __init__(self, prefix: str, mmap: bool = True, index_cache: str | None = None) -> None:
         self.prefix = prefix
-        self._mmap, self._index_cache = mmap, index_cache
         self._remote: RemoteFile | None = None
         self._tokens: npt.NDArray[Any] | None = None
         # The order cache compares these: remote data has a version of its content, local data a time.
@@ -122,10 +121,6 @@ class IndexedDataset:
         if mmap and self._remote is None and needed:
             self._tokens = _map_file(self._bin_file)[:needed].view(self.dtype)
 
-    def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, bool, str | None]]:
-        """A worker process opens the files again instead of receiving their content."""
-        return IndexedDataset, (self.prefix, self._mmap, self._index_cache)
-
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
@@ -143,13 +138,17 @@ class IndexedDataset:
     def ranges(self, ranges: Sequence[TokenRange]) -> list[npt.NDArray[Any]]:
         """Tokens of each range, in :attr:`dtype`; remote ranges are requested concurrently."""
         places, size = [], self.dtype.itemsize
-        for index, offset, length in ranges:
-            available = int(self.sequence_lengths[index])
+        sequences = [sequence for sequence, _, _ in ranges]
+        # ``take``: see :func:`part_of`.
+        available_lengths, starts = self.sequence_lengths.take(sequences), self.byte_offsets.take(sequences)
+        for (_, offset, length), available, start in zip(
+            ranges, available_lengths.tolist(), starts.tolist(), strict=True
+        ):
             if length is None:
                 length = available - offset
             if offset < 0 or length < 0 or offset + length > available:
                 raise IndexError(f"tokens {offset}..{offset + length} of a sequence of {available} tokens")
-            places.append((int(self.byte_offsets[index]) // size + offset, length))
+            places.append((start // size + offset, length))
         return self.runs(places)
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
@@ -159,7 +158,7 @@ class IndexedDataset:
     def runs(self, places: Sequence[tuple[int, int]]) -> list[npt.NDArray[Any]]:
         """:meth:`tokens` of each (start, length); remote ranges are requested concurrently."""
         if self._tokens is not None:
-            return [self._tokens[start : start + length] for start, length in places]
+            return [part_of(self._tokens, start, start + length) for start, length in places]
         size = self.dtype.itemsize
         ranges = [(start * size, length * size) for start, length in places]
         contents: Sequence[bytes | bytearray]
@@ -194,7 +193,7 @@ class IndexedDataset:
                 )
 
     def _read(self, position: int, size: int) -> bytearray:
-        """``size`` bytes of ``.bin``; pread has no file position, so forked workers can share the file."""
+        """``size`` bytes of ``.bin``; pread has no file position, so threads can share the file."""
         content = bytearray()
         while len(content) < size:
             part = os.pread(self._bin_file.fileno(), size - len(content), position + len(content))

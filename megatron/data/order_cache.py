@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, new_digests, seal
 from megatron.data.sample_order import IndexArray
-from megatron.data.storage import load_or_build_once, write_atomically
+from megatron.data.storage import load_or_build_once, part_of, write_atomically
 from megatron.errors import DataError
 
 # An entry of the cache, KEY being the md5 of the description:
@@ -206,7 +206,10 @@ class _VerifiedArray:
                     raise DataError(
                         f"The cached sample order {error}: remove this file, and the next start builds it again."
                     ) from error
-        return self._array[rows]
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            return part_of(self._array, start, stop) if step == 1 else self._array[rows]
+        return self._array.take(rows, axis=0)  # see part_of
 
     def _blocks_of(self, rows: int | slice | npt.NDArray[np.int64]) -> Iterable[int]:
         """The blocks of the file that hold these rows."""

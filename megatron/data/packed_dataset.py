@@ -212,7 +212,7 @@ class PackedDataset(CorpusDataset):
     def __init__(
         self, corpus: IndexedDataset, split_index: int, num_samples: int | None, settings: SampleSettings
     ) -> None:
-        super().__init__(corpus, split_index, num_samples, settings)
+        super().__init__(corpus, split_index, settings)
         assert settings.padding is not None
         self._padding, self._seq_length = settings.padding, settings.seq_length
         lengths = corpus.sequence_lengths[slice(*self.sequences)]
@@ -282,7 +282,7 @@ class PackedDataset(CorpusDataset):
 
     def _piece_lengths(self, pieces: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         # The rest of the document, up to a whole sample: lengths need not be stored.
-        left = self.corpus.sequence_lengths[self.order.documents[pieces]] - self.order.offsets[pieces]
+        left = self.corpus.sequence_lengths.take(self.order.documents[pieces]) - self.order.offsets[pieces]
         return np.minimum(left, self._seq_length + 1).astype(np.int64)
 
     def describe(self) -> str:

@@ -21,6 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
+
 from megatron.errors import DataError
 from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, clear_drafts
 from megatron.urls import is_url
@@ -47,6 +50,7 @@ _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified",
 _COPY_BYTES = 1 << 26  # bytes
 _POLL = 0.2  # seconds between two looks at a lock
 _SUFFIX = ".incomplete"
+_MOST_UNDER_LOCK = 512  # elements; NPY_BEGIN_THREADS_THRESHOLDED
 
 
 class SourceFile(NamedTuple):
@@ -120,16 +124,23 @@ def file_system(url: str) -> tuple[Any, str]:
     return system, str(place)
 
 
+def part_of(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[Any]:
+    """``array[start:stop]`` of a mapped file, for a thread that reads while others run.
+
+    NumPy copies up to 500 elements without releasing the interpreter's lock, so a page that the storage does not
+    deliver would stop all threads. ``take`` always releases it. A long part is a view.
+    """
+    return array[start:stop] if stop - start > _MOST_UNDER_LOCK else array.take(np.arange(start, stop), axis=0)
+
+
 class RemoteFile:
     """A file in an object store or remote file system, read by ranges. Errors are :class:`DataError`."""
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._system: Any = None
-        self._path = ""
-        self._process = 0
         try:
-            information = self._open().info(self._path)
+            self._system, self._path = file_system(url)
+            information = self._system.info(self._path)
             self.size = int(information["size"])
         except Exception as error:  # every file system has its own
             raise self._cannot_read(error) from error
@@ -137,17 +148,12 @@ class RemoteFile:
         named = next((information[name] for name in _VERSION_FIELDS if information.get(name) is not None), "")
         self.version = f"{self.size} {named}"
 
-    def __reduce__(self) -> tuple[type["RemoteFile"], tuple[str]]:
-        """A worker process opens its own connection."""
-        return RemoteFile, (self.url,)
-
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes at each (position, size), requested concurrently if the file system supports it."""
         wanted = [(start, start + size) for start, size in ranges if size]
         try:
-            system = self._open()
             starts, ends = [start for start, _ in wanted], [end for _, end in wanted]
-            found = system.cat_ranges([self._path] * len(wanted), starts, ends, on_error="raise")
+            found = self._system.cat_ranges([self._path] * len(wanted), starts, ends, on_error="raise")
         except Exception as error:
             raise self._cannot_read(error) from error
         for (start, end), content in zip(wanted, found, strict=True):
@@ -180,13 +186,6 @@ class RemoteFile:
                 f"Cannot write a copy of {self.url} to {directory} ({error.strerror or error}): use a writable "
                 "directory with --object-storage-cache-path or --data-cache-path."
             ) from error
-
-    def _open(self) -> Any:
-        """The file system, opened in every process: connections and threads do not survive a fork."""
-        if self._process != os.getpid():
-            self._system, self._path = file_system(self.url)
-            self._process = os.getpid()
-        return self._system
 
     def _cannot_read(self, error: Exception) -> DataError:
         if isinstance(error, DataError):

@@ -47,7 +47,7 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
         "rank only needed longer, raise --hang-limit-s, or the limit of the section.",
     ),
     Cause.STOPPED_PROCESS: Explanation(
-        "A rank, a loader process or a background writer was stopped by a signal or a debugger.",
+        "A rank or a background writer was stopped by a signal or a debugger.",
         "Find out who sends SIGSTOP (a debugger, a batch system that suspends jobs); the run itself is sound.",
     ),
     Cause.KILLED: Explanation(
@@ -57,8 +57,8 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
     ),
     Cause.OUT_OF_MEMORY: Explanation(
         "The kernel killed a rank for lack of memory, or an allocation failed on the host or the GPU.",
-        "Reduce --micro-batch-size, use more recomputation or sharding (--dry-run shows the memory), fewer loader "
-        "processes, or a larger memory limit of the job.",
+        "Reduce --micro-batch-size, use more recomputation or sharding (--dry-run shows the memory), or a larger "
+        "memory limit of the job.",
     ),
     Cause.EXCEPTION: Explanation(
         "A rank raised an exception that is not a message for the user.",
@@ -114,7 +114,7 @@ EXPLANATIONS: Mapping[Cause, Explanation] = {
         (ExitCode.CRASH, ExitCode.ACTION_REQUIRED),
     ),
     Cause.DATA: Explanation(
-        "A corpus, an index, a tokenizer or a loader process is at fault.",
+        "A corpus, an index, a tokenizer or the data loader is at fault.",
         "Follow the message; check the storage of the corpus.",
         (ExitCode.CRASH, ExitCode.ACTION_REQUIRED),
     ),

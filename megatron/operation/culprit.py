@@ -101,11 +101,6 @@ def _is_oldest(one: Evidence, others: Sequence[Evidence]) -> bool:
     return len(times) > 1 and one.seconds == times[0] and times[0] - times[1] > _OLDER_SECONDS
 
 
-def _child(one: Evidence, states: str) -> str:
-    child = next(child for child in one.children if child.state in states)
-    return f"its {child.role} {child.pid}"
-
-
 _CRITERIA = (
     # Proofs: what the kernel or a launcher says of a process.
     _Criterion(
@@ -122,18 +117,13 @@ _CRITERIA = (
         Cause.STOPPED_PROCESS,
     ),
     _Criterion(
-        lambda one, _: any(child.state in STOPPED for child in one.children),
-        lambda one: f"{_child(one, STOPPED)} is stopped",
+        lambda one, _: bool(one.children),
+        lambda one: f"its {one.children[0].role} {one.children[0].pid} is stopped",
         Cause.STOPPED_PROCESS,
     ),
     _Criterion(
         lambda one, _: one.state is not None and one.state in UNINTERRUPTIBLE and one.stack is None,
         lambda one: "its process waits in the kernel (state D): a file system or a driver does not answer",
-        Cause.HANG,
-    ),
-    _Criterion(
-        lambda one, _: any(child.state in UNINTERRUPTIBLE for child in one.children) and one.section == "data",
-        lambda one: f"{_child(one, UNINTERRUPTIBLE)} waits in the kernel (state D)",
         Cause.HANG,
     ),
     _Criterion(

@@ -22,7 +22,6 @@ UNINTERRUPTIBLE = "D"
 ENDED = "ZX"
 BACKGROUND_WRITER, HELPER = "background writer", "helper process"
 _WRITER = "megatron.checkpoint.background_main"
-_HELPERS = ("resource_tracker", "forkserver", "compile_worker")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class ChildProcess:
     pid: int
     state: str
     role: str
-    """"loader process", "background writer" or "helper process"."""
+    """"background writer" or "helper process"."""
 
 
 def process_state(pid: int) -> str | None:
@@ -84,19 +83,16 @@ def _role(pid: int) -> str:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
         return HELPER
-    if _WRITER in words:
-        return BACKGROUND_WRITER
-    # torch forks its loader processes from the rank, so they have the rank's command line.
-    return HELPER if any(word in words for word in _HELPERS) else "loader process"
+    return BACKGROUND_WRITER if _WRITER in words else HELPER
 
 
 def observe_processes(pid: int) -> Processes:
-    """What the kernel says of a rank that makes no progress, and of its children."""
-    children = [child for child in child_processes(pid) if child.role != HELPER]
+    """What the kernel says of a rank that makes no progress, and of its background writer."""
+    writers = [child for child in child_processes(pid) if child.role == BACKGROUND_WRITER]
     state = process_state(pid) or "Z"
-    states = [state, *(child.state for child in children)]
+    states = [state, *(writer.state for writer in writers)]
     transferred = 0
-    for one in [pid, *(child.pid for child in children if child.role == BACKGROUND_WRITER)]:
+    for one in [pid, *(writer.pid for writer in writers)]:
         with suppress(OSError, ValueError, IndexError):
             # Bytes read from and written to files, also through mappings.
             lines = Path(f"/proc/{one}/io").read_text().splitlines()
@@ -255,7 +251,7 @@ class Evidence:
     state: str | None = None
     """Letter of the process's state; None if there is no such process."""
     children: tuple[ChildProcess, ...] = ()
-    """Stopped children, or children that wait in the kernel."""
+    """Stopped children."""
     stack: Stack | None = None
     """The stack of the main thread; None if the rank has written none."""
     waits_for_lock: bool = False
@@ -307,7 +303,7 @@ def gather_evidence(
                 seconds=0.0 if snapshot is None else (now_ns() - snapshot.entered_ns) * 1e-9,
                 collectives=None if snapshot is None else snapshot.collectives,
                 state=state,
-                children=tuple(one for one in child_processes(pid) if one.state in STOPPED + UNINTERRUPTIBLE),
+                children=tuple(one for one in child_processes(pid) if one.state in STOPPED),
                 stack=main_stack(parse_stacks(texts.get(rank, ""))),
                 waits_for_lock=_LOCK_RATES[0] <= rate <= _LOCK_RATES[1] and threads > 1,
                 **({"section": "start"} if snapshot is None else snapshot.position()),

@@ -6,12 +6,9 @@ the store of the ranks and timeouts (``test_communication.py``, ``test_control.p
 
 import ast
 import inspect
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import Popen
@@ -20,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from megatron import torch_compat
 
@@ -165,16 +161,6 @@ def test_a_fake_group_has_as_many_ranks_as_asked_for() -> None:
     finally:
         torch_compat.release_meshes()
         dist.destroy_process_group()
-
-
-def test_the_death_of_a_forgotten_worker_is_not_reported() -> None:
-    batches = iter(DataLoader(range(10), num_workers=1))  # type: ignore[arg-type]
-    torch_compat.forget_workers(batches)
-    batches._worker_pids_set = False  # type: ignore[attr-defined]
-    (worker,) = batches._workers  # type: ignore[attr-defined]
-    os.kill(worker.pid, signal.SIGKILL)
-    time.sleep(0.5)  # torch's handler of SIGCHLD would raise here
-    worker.join()
 
 
 OPTIMIZERS_WITHOUT_COMPILER = """

@@ -299,7 +299,7 @@ def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
 
 
 def endless_flags(corpus: Corpus, directory: Path, **changes: FlagValue) -> list[str]:
-    """One process, many more iterations than anybody waits for, and a loader process beside it."""
+    """One process, many more iterations than anybody waits for, and a loader thread in it."""
     return flags_of(
         corpus,
         train_iters=20_000,

@@ -2,12 +2,12 @@
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,9 @@ from hypothesis import strategies as st
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.core.parameter import ParameterInfo, columns_box, padded_rows_box, sharded_boxes
+from megatron.data.gpt_dataset import MockDataset
+from megatron.data.loader import Patience
+from megatron.errors import LoaderError
 from megatron.features.faults.flags import (
     FILE,
     ITERATION,
@@ -41,6 +44,7 @@ from megatron.features.faults.listener import (
 )
 from megatron.operation.attempts import read_attempts
 from megatron.operation.heartbeat import Heartbeat
+from tests.data.corpora import load
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,
@@ -138,25 +142,19 @@ def _advances(ticks: Any) -> bool:
     return bool(ticks.value > seen)
 
 
-def _lose_loader() -> None:
-    """In a process that has no other children."""
-    with pytest.raises(InjectedError, match="no loader process"):
-        ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
-    child.start()
-    ITERATION_FAULTS["stoploader"](parse_fault("stoploader@1"), SITE)
-    wait_until(lambda: stat_of(child.pid or 0)[:1] == ["T"], PATIENCE)
-    ITERATION_FAULTS["killloader"](parse_fault("killloader@1"), SITE)
-    child.join(PATIENCE)
-    assert child.exitcode == -signal.SIGKILL
-
-
-def test_loader_processes_are_signalled() -> None:
-    process = fork_context().Process(target=_lose_loader)
-    process.start()
-    process.join(2 * PATIENCE)
-    process.kill()
-    assert process.exitcode == 0
+@pytest.mark.parametrize(("spec", "sentence"), [("stoploader@1", "has delivered no"), ("failloader@1", "Input/output")])
+def test_reads_of_the_loader_stop_or_fail_until_the_run_ends(spec: str, sentence: str) -> None:
+    """What has been read ahead is still delivered."""
+    injection = FaultInjection(FaultInjector(), CheckpointConfig())
+    loader = load(MockDataset(0, 8, 1000, 1000), num_workers=1, patience=Patience(1.0))
+    next(loader)
+    try:
+        ITERATION_FAULTS[spec.partition("@")[0]](parse_fault(spec), SITE)
+        with pytest.raises(LoaderError, match=sentence):
+            list(loader)
+    finally:
+        injection.close()
+    assert len(list(islice(load(MockDataset(0, 8, 1000, 9), num_workers=1), 9))) == 9
 
 
 # --- bits ----------------------------------------------------------------------------------------------------

@@ -18,12 +18,10 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.operation.evidence import child_processes
 from megatron.operation.heartbeat import Section, Snapshot
 from tests.end_to_end.run_process import REPOSITORY, Flags
 from tests.operation.campaign_checks import CAUSES
@@ -54,7 +52,7 @@ class Break:
     kind: str
     rank: int
     section: str
-    """Where; a stopped loader is noticed in the section ``data``."""
+    """Where; a loader that does not read is noticed in the section ``data``."""
     before: int = 0
     """How often the rank has entered the section in its attempt."""
     is_next_attempt: bool = False
@@ -138,15 +136,10 @@ class BreakableJob(Job):
         reports = self.reports()
         began = self._directory / "began"
         began.unlink(missing_ok=True)
-        if fault.kind == "stoploader":
-            loader = loader_process(int((self._directory / f"pid.{fault.rank}").read_text()))
-            began.write_text(repr(time.time()))
-            os.kill(loader, signal.SIGSTOP)
-        else:
-            draft = self._directory / "draft"
-            attempt = len(reports) if fault.is_next_attempt else 0
-            draft.write_text(f"{fault.kind} {fault.section} {fault.before if attempt else 0} {attempt}")
-            draft.replace(self._directory / f"fault.{fault.rank}")
+        draft = self._directory / "draft"
+        attempt = len(reports) if fault.is_next_attempt else 0
+        draft.write_text(f"{fault.kind} {fault.section} {fault.before if attempt else 0} {attempt}")
+        draft.replace(self._directory / f"fault.{fault.rank}")
         self.wait_for(lambda: len(self.reports()) > len(reports))
         (new,) = self.reports()[len(reports) :]
         self._read = self.log.stat().st_size
@@ -156,18 +149,6 @@ class BreakableJob(Job):
     def reports(self) -> list[Path]:
         """Reports so far; there must be none that a fault has not caused."""
         return sorted((self._directory / "run" / "failures").glob("[0-9]*.json"))
-
-
-def loader_process(rank_pid: int) -> int:
-    """The process that loads the data of a rank: a fork of it. Rank 0 may also still run git for the run files."""
-    rank_program = os.readlink(f"/proc/{rank_pid}/exe")
-    found = []
-    for child in child_processes(rank_pid):
-        with suppress(FileNotFoundError):  # the child has ended
-            if os.readlink(f"/proc/{child.pid}/exe") == rank_program:
-                found.append(child.pid)
-    (loader,) = found
-    return loader
 
 
 def break_one_after_the_other(job: BreakableJob, faults: Sequence[Break], quiet_seconds: float = 0.0) -> list[Report]:

@@ -53,7 +53,7 @@ LAYOUTS: dict[str, Flags] = {
     "pipeline": {"pipeline_model_parallel_size": 2},
     "background": {"async_save": True, "async_save_timeout": 2, "num_workers": 1},
 }
-"""``background``: a background writer and a loader process for each rank."""
+"""``background``: a background writer and a loader thread for each rank."""
 MIRROR: Flags = {"async_save_timeout": 2}
 """``--redundant-save`` with a copier for each rank; only for kills of copiers."""
 
@@ -67,7 +67,7 @@ FIRST_LIMITS = 3
 """First iterations of an attempt, which have the watchdog's limit of a start."""
 HARMLESS = ("slow", "delay", "slowsave", "enospc", "eio")
 """Kinds that do not; the first two in all layouts, the others for synchronous saves."""
-IN_BACKGROUND = ("killloader", "killwriter", "stopwriter")
+IN_BACKGROUND = ("failloader", "killwriter", "stopwriter")
 RARE = ("flip", "collective", "stoploader")
 """Kinds that need a layout of their own."""
 NUMBERS = {"exit": 7.0, "slow": 1.5, "delay": 0.02, "slowsave": 0.3}
@@ -161,7 +161,7 @@ def make_plan(seed: int, writers: bool = False) -> Plan:
 
 
 def _rare_plan(seed: int, chance: random.Random) -> Plan:
-    """A flipped bit of a replica, a collective that one rank calls alone, or a stopped loader process."""
+    """A flipped bit of a replica, a collective that one rank calls alone, or a loader that does not read."""
     kind, rank = chance.choice(RARE), chance.randrange(RANKS)
     first = SAVE_INTERVAL * chance.randint(2, LAST_FAULT // SAVE_INTERVAL)
     if kind == "flip":
@@ -182,8 +182,8 @@ def _writer_plan(seed: int, chance: random.Random) -> Plan:
 def _fatal(chance: random.Random, layout: str) -> Fault:
     background = layout == "background"
     kind = chance.choice(FATAL + (IN_BACKGROUND[:1] if background else ()))
-    moments = [ITERATION] * 5 if kind in ("nan", "killloader") else [ITERATION] * 3 + [LOAD, START]
-    if kind not in ("nan", "killloader", "sigterm") and not background:
+    moments = [ITERATION] * 5 if kind in ("nan", "failloader") else [ITERATION] * 3 + [LOAD, START]
+    if kind not in ("nan", "failloader", "sigterm") and not background:
         moments.append(SAVE)
     moment = chance.choice(moments)
     # The first iteration has no background processes yet.

@@ -24,7 +24,7 @@ CAUSES: Mapping[str, set[Cause]] = {
     "exception": {Cause.EXCEPTION},
     "oom": {Cause.OUT_OF_MEMORY},
     "nan": {Cause.NOT_FINITE},
-    "killloader": {Cause.DATA},
+    "failloader": {Cause.DISK},
     "stop": {Cause.STOPPED_PROCESS},
     "sleep": {Cause.HANG},
     "gil": {Cause.HANG},
@@ -32,7 +32,7 @@ CAUSES: Mapping[str, set[Cause]] = {
     "flip": {Cause.SILENT_CORRUPTION},
     # Of another size, gloo aborts the process that receives it, and ranks that share memory refuse it.
     "collective": {Cause.HANG, Cause.KILLED, Cause.EXCEPTION},
-    "stoploader": {Cause.STOPPED_PROCESS},
+    "stoploader": {Cause.HANG},
 }
 """The cause that the failure report must name, by the kind of the fault."""
 PERMANENT = {

@@ -28,11 +28,15 @@ def reach(label: str) -> None:
     kind, wanted, before, attempt = REQUEST.read_text().split()
     is_due = entered[label] > int(before) and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= int(attempt)
     if wanted == label and is_due:
-        from megatron.features.faults.listener import EVENT_FAULTS
+        from megatron.features.faults.listener import EVENT_FAULTS, ITERATION_FAULTS
 
         REQUEST.unlink()
         (DIRECTORY / "began").write_text(repr(time.time()))
-        EVENT_FAULTS[kind](parse_faults(f"{kind}@1")[0])
+        (fault,) = parse_faults(f"{kind}@1")
+        if kind in EVENT_FAULTS:
+            EVENT_FAULTS[kind](fault)
+        else:  # stoploader, which acts on no part of the run
+            ITERATION_FAULTS[kind](fault, None)  # type: ignore[arg-type]
 
 
 def enter_and_break(heartbeat: Heartbeat, section: Section) -> Section:

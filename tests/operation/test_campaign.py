@@ -197,7 +197,7 @@ def test_a_fault_that_was_not_injected_is_noticed() -> None:
         ("flip@3:rank1:weight:7", [("silent_corruption", 0)], False),
         ("flip@3:rank1:weight:7", [], False),
         ("collective@3:rank1", [("hang", None)], True),
-        ("stoploader@3:rank1", [("stopped_process", None)], False),
+        ("stoploader@3:rank1", [("hang", None)], False),
     ],
 )
 def test_a_wrong_report_is_noticed(spec: str, reports: list[tuple[str, int | None]], is_right: bool) -> None:

@@ -44,7 +44,7 @@ Current thread 0x00007f1a4c0b2740 (most recent call first):
   File "{repository}/megatron/operation/waits.py", line 44 in measure
   File "{repository}/megatron/core/communication.py", line 64 in wait
   File "{repository}/megatron/training/loop/step.py", line 88 in train_step
-  File "/opt/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line ??? in __next__
+  File "/opt/lib/python3.11/site-packages/torch/nn/modules/module.py", line ??? in __next__
   File "{repository}/pretrain_llama.py", line 90 in <module>
   Garbage-collecting
 """
@@ -58,7 +58,7 @@ def test_the_text_of_a_dump_is_parsed() -> None:
     other, main = parse_stacks(text())
     assert [frame.function for frame in other] == ["wait", "_bootstrap"]
     assert main[0] == Frame("megatron/operation/waits.py", 44, "measure")
-    assert main[3] == Frame("torch/utils/data/dataloader.py", 0, "__next__")
+    assert main[3] == Frame("torch/nn/modules/module.py", 0, "__next__")
     assert main_stack([other, main]) == main_stack([main, other]) == main
     assert parse_stacks("") == [] and main_stack([]) is None
     assert parse_stacks("no stack\n  File x") == []
@@ -116,7 +116,7 @@ def rank(number: int, **changes: object) -> Evidence:
     return replace(waiting, **changes)  # type: ignore[arg-type]
 
 
-STOPPED_LOADER = ChildProcess(77, "T", "loader process")
+STOPPED_WRITER = ChildProcess(77, "T", "background writer")
 
 
 @pytest.mark.parametrize("number", [1, 2, 8])
@@ -127,7 +127,7 @@ STOPPED_LOADER = ChildProcess(77, "T", "loader process")
         ({"state": None, "stack": None, "pid": None}, Cause.KILLED, "ended"),
         ({"state": None, "stack": None, "pid": None, "is_lost": True}, Cause.NODE_LOST, "launcher"),
         ({"state": "D", "stack": None}, Cause.HANG, "kernel"),
-        ({"children": (STOPPED_LOADER,), "section": "data"}, Cause.STOPPED_PROCESS, "loader process 77"),
+        ({"children": (STOPPED_WRITER,), "section": "save"}, Cause.STOPPED_PROCESS, "background writer 77"),
         ({"waits_for_lock": True}, Cause.HANG, "interpreter's lock"),
         ({"stack": SLEEPING}, Cause.HANG, "does not wait"),
         ({"iteration": 11, "collectives": 450}, Cause.HANG, "iteration 11"),
@@ -193,7 +193,7 @@ def test_ranks_in_different_collectives_are_reported_with_their_numbers() -> Non
 
 
 def test_evidence_travels_as_json() -> None:
-    one = rank(3, children=(STOPPED_LOADER,))
+    one = rank(3, children=(STOPPED_WRITER,))
     assert Evidence.from_json(json.loads(json.dumps(asdict(one)))) == one
 
 
@@ -219,7 +219,7 @@ def test_stopped_processes_and_their_children() -> None:
     try:
         wait_until(lambda: len(child_processes(process.pid)) == 1 and count_switches(process.pid)[1] == 2, PATIENCE)
         (child,) = child_processes(process.pid)
-        assert child.role == "loader process" and child.state not in STOPPED
+        assert child.role == "helper process" and child.state not in STOPPED
         os.kill(child.pid, signal.SIGSTOP)
         wait_until(lambda: child_processes(process.pid)[0].state in STOPPED, PATIENCE)
         assert process_state(process.pid) not in (None, *STOPPED)

@@ -125,7 +125,6 @@ class OutOfMemoryError(RuntimeError):
         (DataError("corpus"), Cause.DATA),
         (LoaderError("loader"), Cause.DATA),
         # torch's handler of SIGCHLD raises it wherever the rank is, as a bare RuntimeError.
-        (RuntimeError("DataLoader worker (pid 9840) is killed by signal: Killed. "), Cause.DATA),
         (NotFiniteError("nan"), Cause.NOT_FINITE),
         (NoProgressError("3 attempts"), Cause.NO_PROGRESS),
     ],

@@ -38,7 +38,7 @@ FILE = "injected_faults.jsonl"
 _LARGEST = 10**9  # the largest iteration, rank or count
 _ANYWHERE = frozenset((ITERATION, SAVE, *EVENTS))
 _IN_ITERATION, _IN_SAVE = frozenset((ITERATION,)), frozenset((SAVE,))
-_LOADERS, _WRITERS = ("stoploader", "killloader"), ("stopwriter", "killwriter")
+_LOADERS, _WRITERS = ("stoploader", "failloader"), ("stopwriter", "killwriter")
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ KINDS: Mapping[str, FaultKind] = {
     "spike": FaultKind(
         "the learning rate times a factor", _IN_ITERATION, can_last=True, number=_FACTOR, is_on_all_ranks=True
     ),
-    "stoploader": FaultKind("SIGSTOP to the rank's loader processes", _IN_ITERATION),
-    "killloader": FaultKind("SIGKILL to the rank's loader processes", _IN_ITERATION),
+    "stoploader": FaultKind("reads of the rank's loader threads do not return", _IN_ITERATION),
+    "failloader": FaultKind("reads of the rank's loader threads fail with an input/output error", _IN_ITERATION),
     "stopwriter": FaultKind("SIGSTOP to the rank's background writer (--async-save)", _IN_ITERATION),
     "killwriter": FaultKind("SIGKILL to the rank's background writer (--async-save)", _IN_ITERATION),
     "enospc": FaultKind("no space left on the device, in a synchronous save", _IN_SAVE, can_last=True),
@@ -175,7 +175,7 @@ class FaultFlags:
                     "with --async-save a background writer writes the files: remove --async-save, or use stopwriter@N"
                 )
             elif fault.kind in _LOADERS and num_workers == 0:
-                reason = "it needs loader processes: set --num-workers to 1 or more"
+                reason = "it needs loader threads: set --num-workers to 1 or more"
             elif fault.kind in _WRITERS and not (save is not None and is_async_save):
                 reason = "it needs a background writer: add --async-save"
             if reason is not None:

@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import multiprocessing
 import os
 import random
 import signal
@@ -10,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +25,13 @@ from megatron.core.communication import Communicator
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from megatron.data import loader
 from megatron.features.faults.flags import ITERATION, SAVE, Fault, FaultInjector, parse_faults
 from megatron.operation.heartbeat import Section
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
 _WRITER = "megatron.checkpoint.background_main"
+_READ = loader.read_sample
 _TOO_MUCH = 1 << 60  # bytes; more than an address space
 
 
@@ -100,6 +101,10 @@ def read_silent_file(fault: Fault) -> None:
         os.read(descriptor, 1)
 
 
+def fail(number: int, fault: Fault) -> NoReturn:
+    raise OSError(number, os.strerror(number))
+
+
 EVENT_FAULTS: Mapping[str, Callable[[Fault], object]] = {
     "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
@@ -163,19 +168,16 @@ def _tensors(target: str, site: Site) -> list[tuple[ParameterInfo, int, Tensor]]
     return [(state.info, state.start, state.tensor.view(-1)) for state in states]
 
 
-def signal_loaders(number: signal.Signals, fault: Fault, site: Site) -> None:
-    _signal_all([child.pid for child in multiprocessing.active_children()], number, fault, "loader process")
+def spoil_reads(effect: Callable[[Fault], object], fault: Fault, site: Site) -> None:
+    """Later reads of samples have this effect; microbatches that are read ahead are still delivered."""
+    vars(loader)["read_sample"] = lambda *arguments: effect(fault)
 
 
 def signal_writer(number: signal.Signals, fault: Fault, site: Site) -> None:
-    _signal_all(_children(_WRITER), number, fault, "background writer")
-
-
-def _signal_all(pids: Sequence[int | None], number: signal.Signals, fault: Fault, kind: str) -> None:
+    pids = _children(_WRITER)
     if not pids:
-        raise InjectedError(f"{fault}: this rank has no {kind} yet.")
+        raise InjectedError(f"{fault}: this rank has no background writer yet.")
     for pid in pids:
-        assert pid is not None
         os.kill(pid, number)
 
 
@@ -194,8 +196,8 @@ ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {
     "collective": lambda fault, site: site.world.all_reduce(torch.zeros(7, device=site.device)),
     "flip": flip_bit,
     "nan": spoil_gradient,
-    "stoploader": partial(signal_loaders, signal.SIGSTOP),
-    "killloader": partial(signal_loaders, signal.SIGKILL),
+    "stoploader": partial(spoil_reads, sleep),
+    "failloader": partial(spoil_reads, partial(fail, errno.EIO)),
     "stopwriter": partial(signal_writer, signal.SIGSTOP),
     "killwriter": partial(signal_writer, signal.SIGKILL),
 }
@@ -204,15 +206,10 @@ ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {
 
 # --- faults of a save ----------------------------------------------------------------------------------------
 
-
-def fail_sync(number: int, fault: Fault) -> NoReturn:
-    raise OSError(number, os.strerror(number))
-
-
 SAVE_FAULTS: Mapping[str, Callable[[Fault], object]] = {
     **EVENT_FAULTS,
-    "enospc": partial(fail_sync, errno.ENOSPC),
-    "eio": partial(fail_sync, errno.EIO),
+    "enospc": partial(fail, errno.ENOSPC),
+    "eio": partial(fail, errno.EIO),
     "slowsave": sleep,
 }
 """Faults at the first sync of a file of a synchronous save, when its content is written."""
@@ -258,7 +255,7 @@ class SaveFaults:
 # --- the listener --------------------------------------------------------------------------------------------
 
 # Kinds that are injected before the forward pass of their iteration, like flipped bits of weights and moments.
-_AT_START = ("spike", "stoploader", "killloader", "stopwriter", "killwriter")
+_AT_START = ("spike", "stoploader", "failloader", "stopwriter", "killwriter")
 
 
 def is_after_backward(fault: Fault) -> bool:
@@ -328,6 +325,7 @@ class FaultInjection(Listener):
             self._saves.end_save()
 
     def close(self) -> None:
+        vars(loader)["read_sample"] = _READ
         if self._saves is not None:
             self._saves.disarm()
 
