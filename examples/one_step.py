@@ -118,7 +118,7 @@ class Trace(TorchDispatchMode):
 
 def main(flags: Sequence[str]) -> None:
     process = Process.from_environment(os.environ)
-    config = parse_command_line([*FLAGS.split(), *flags], print_messages=False)
+    config = parse_command_line([*FLAGS.split(), *flags])
     check_run(config, process.world_size)
     if config.parallel.sharding_strategy == "optim_grads_params":
         sys.exit("FSDP replaces the parameters whose names this script prints: use another sharding strategy.")
