@@ -74,7 +74,7 @@ def loader_rows(directory: Path, train_iters: int, num_workers: Sequence[int] = 
         with redirect_stdout(StringIO()) as console:
             if pretrain_llama.main(flags):
                 raise RuntimeError(f"The run with {workers} workers failed.")
-        # Without the first steps, in which the workers start.
+        # Without the first steps, which warm up.
         waits = [float(wait) for wait in re.findall(r"batch-generator [.:]*\s*\(([\d.]+)", console.getvalue())][3:]
         steps = [json.loads(line)["iteration_time_ms"] for line in metrics.read_text().splitlines()][3:]
         if len(waits) != len(steps):

@@ -335,13 +335,19 @@ def test_a_read_that_comes_late_is_delivered_in_its_place() -> None:
 
 STALLED = """
 import os, sys
+from megatron.data.gpt_dataset import MockDataset
 from megatron.data.loader import LoaderStalledError, Patience
 from tests.data.corpora import load
-from tests.data.test_loader import Numbers
+
+
+class Silent(MockDataset):
+    def __getitem__(self, index):
+        return os.read(fifo, 1)
+
 
 os.mkfifo("fifo")
 fifo = os.open("fifo", os.O_RDWR)
-microbatches = load(Numbers(lambda index: os.read(fifo, 1)), num_workers=2, patience=Patience(1.0))
+microbatches = load(Silent(0, 8, 1000, 9), num_workers=2, patience=Patience(1.0))
 try:
     next(microbatches)
 except LoaderStalledError as error:
