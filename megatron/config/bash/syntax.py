@@ -3,8 +3,8 @@
 Grammar: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/V3_chap02.html, and of bash arrays, ``[[ ]]``,
 ``(( ))`` and ``<<<``. Redirections are dropped.
 
-Of 533 public training scripts this parser reads all; tree-sitter-bash 0.25.1 refuses 7, and splits ``$DIR/$NAME.x`` into
-two words in 32.
+Of 533 public training scripts this parser reads all; tree-sitter-bash 0.25.1 refuses 7, and splits ``$DIR/$NAME.x``
+into two words in 32.
 """
 
 import re
