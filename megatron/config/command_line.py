@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.architectures.catalog import PRESETS
 from megatron.command_line.parser import values_by_field
-from megatron.command_line.words import COMMAND_LINE, Given, split_words
+from megatron.command_line.words import COMMAND_LINE, Given, split_words, surplus
 from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.help import help_text
@@ -90,14 +90,13 @@ class CommandLine:
             return cls(tuple(given))
         if len(files) > 1:
             raise ConfigError("--config is given twice: write all flags into one file.")
-        [path] = files[0].values or [""]
+        path, *more = files[0].values or ("",)
         if not path:
             raise ConfigError("--config needs a YAML file: add its path.")
+        if more:
+            raise ConfigError(surplus(more[0]))
         FlagFileConfig(config=path).check()
         return cls((*read_run_yaml(Path(path)), *(one for one in given if one is not files[0])))
-
-    def has(self, flag: str) -> bool:
-        return any(one.flag == flag for one in self.given)
 
     def with_defaults(self, defaults: RunConfig, origin: str) -> "CommandLine":
         """The same flags over other defaults."""
