@@ -144,6 +144,8 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         parse_command_line(["--config", str(tmp_path / "missing.yaml")])
     with pytest.raises(ConfigError, match="--config needs a YAML file"):
         parse_command_line(["--config", "--bf16"])
+    with pytest.raises(ConfigError, match="'b' is not a value of any flag"):
+        parse_command_line(["--config", "a", "b"])
 
 
 def test_flags_of_the_command_line_override_those_of_the_file(tmp_path: Path) -> None:
