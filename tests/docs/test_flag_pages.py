@@ -1,5 +1,5 @@
 """Every row of the table in docs/coming_from_megatron.md says what the parser and the checks do with the flag. The
-pages that tools/flag_reference.py writes are what the code says, and the tool notices when not.
+pages that docs/flag_pages.py writes are what the code says, and the tool notices when not.
 
 The rows are read from the page, and every value that Megatron-LM documents is given to ``pretrain_llama.py``, in the
 runs of ``megatron_flags.txt``.
@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from docs import flag_pages
+from docs.flag_pages import MegatronFlag, ReferenceConfig, accepted_flags, megatron_flags
 from megatron.command_line.flag import Flag, describe_values
 from megatron.command_line.words import Given, split_words
-from megatron.commands import explain_flags
-from megatron.commands.explain_flags import MegatronFlag, ReferenceConfig, accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
@@ -137,7 +137,7 @@ def test_what_a_row_calls_refused_is_refused_by_name() -> None:
 
 # --- the tool ------------------------------------------------------------------------------------------------
 
-DOCS = explain_flags.REPOSITORY / "docs"
+DOCS = flag_pages.REPOSITORY / "docs"
 
 
 def copied_pages(directory: Path) -> Path:
@@ -147,7 +147,7 @@ def copied_pages(directory: Path) -> Path:
 
 
 def test_the_pages_are_what_the_code_says() -> None:
-    explain_flags.write(ReferenceConfig(check=True))
+    flag_pages.write(ReferenceConfig(check=True))
 
 
 @pytest.mark.parametrize("name", ["flags.md", "coming_from_megatron.md"])
@@ -155,45 +155,45 @@ def test_a_page_that_says_something_else_is_refused_and_mended(tmp_path: Path, n
     page = copied_pages(tmp_path) / name
     page.write_text(page.read_text().replace("; no effect", "; some effect").replace("| supported |", "| ignored |"))
     changed = page.read_text()
-    with pytest.raises(ConfigError, match=f"{name} differs from the code: run python tools/flag_reference.py"):
-        explain_flags.write(ReferenceConfig(check=True, docs=tmp_path))
+    with pytest.raises(ConfigError, match=f"{name} differs from the code: run python docs/flag_pages.py"):
+        flag_pages.write(ReferenceConfig(check=True, docs=tmp_path))
     assert page.read_text() == changed, "--check writes nothing"
-    explain_flags.write(ReferenceConfig(docs=tmp_path))
+    flag_pages.write(ReferenceConfig(docs=tmp_path))
     assert page.read_text() == (DOCS / name).read_text()
 
 
 def test_what_people_wrote_around_the_table_stays(tmp_path: Path) -> None:
     page = copied_pages(tmp_path) / "coming_from_megatron.md"
     page.write_text(page.read_text().replace("refused:", "ignored:") + "The last word.\n")
-    explain_flags.write(ReferenceConfig(docs=tmp_path))
+    flag_pages.write(ReferenceConfig(docs=tmp_path))
     assert page.read_text() == (DOCS / "coming_from_megatron.md").read_text() + "The last word.\n"
 
 
 def test_a_page_without_the_marks_is_refused(tmp_path: Path) -> None:
     page = copied_pages(tmp_path) / "coming_from_megatron.md"
-    page.write_text(page.read_text().replace(explain_flags.END, ""))
+    page.write_text(page.read_text().replace(flag_pages.END, ""))
     with pytest.raises(ConfigError, match="lacks the marks"):
-        explain_flags.write(ReferenceConfig(docs=tmp_path))
+        flag_pages.write(ReferenceConfig(docs=tmp_path))
 
 
 def test_every_flag_has_its_row() -> None:
-    page = explain_flags.flag_page()
+    page = flag_pages.flag_page()
     for flag in RUN_PARSER.flags:
         assert page.count(f"\n| `{flag}` |") == 1, flag
 
 
 def test_every_flag_of_megatron_is_answered_once_and_none_is_refused_that_it_does_not_have() -> None:
-    """Every answer: :func:`explain_flags.answer` fails for a flag that has none."""
-    listed = [flag.flag for flag in explain_flags.megatron_flags()]
+    """Every answer: :func:`flag_pages.answer` fails for a flag that has none."""
+    listed = [flag.flag for flag in flag_pages.megatron_flags()]
     assert len(set(listed)) == len(listed) > 250
     assert set(listed) >= NOT_SUPPORTED.keys()
-    table = explain_flags.megatron_table()
+    table = flag_pages.megatron_table()
     for flag in listed:
         assert table.count(f"\n| `{flag}` |") == 1, flag
 
 
 def answer_to(flag: str, default: str, choices: str = "") -> str:
-    return explain_flags.answer(MegatronFlag("", flag, default, choices), explain_flags.accepted_flags())
+    return flag_pages.answer(MegatronFlag("", flag, default, choices), flag_pages.accepted_flags())
 
 
 @pytest.mark.parametrize(
@@ -237,4 +237,4 @@ def test_values_are_described(kind: object, expected: str) -> None:
 
 
 def test_help_cannot_break_a_table() -> None:
-    assert explain_flags.in_cell("t*3|(--tt|) <a> --no-x.") == "t\\*3\\|(`--tt`\\|) \\<a> `--no-x`."
+    assert flag_pages.in_cell("t*3|(--tt|) <a> --no-x.") == "t\\*3\\|(`--tt`\\|) \\<a> `--no-x`."

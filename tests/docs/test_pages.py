@@ -16,9 +16,9 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
+from docs.flag_pages import accepted_flags, megatron_flags
 from megatron.architectures.catalog import PRESETS
 from megatron.command_line.flag import Flag, flags_of
-from megatron.commands.explain_flags import accepted_flags, megatron_flags
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
