@@ -156,9 +156,9 @@ def has_ranks(item: pytest.Item) -> bool:
 
 
 def is_over_gloo(item: pytest.Item) -> bool:
-    """Whether a test of ranks does not depend on ``--transport``: tests of transports, and rows of layouts on a
-    transport of the tests, which is over gloo."""
-    if item.path == TESTS / "core" / "test_transport.py":
+    """Whether a test of ranks does not depend on ``--transport``: tests of collectives, which choose it, and rows of
+    layouts on a transport of the tests, which is over gloo."""
+    if item.path.name in ("test_communication.py", "test_transport.py"):
         return True
     callspec = getattr(item, "callspec", None)
     layout = callspec.params.get("layout") if callspec is not None else None
