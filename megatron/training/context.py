@@ -19,7 +19,7 @@ from megatron.core.precision import LossScaler
 from megatron.core.topology import Topology
 from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.signals import SignalWatch
+from megatron.operation.processes import SignalWatch
 from megatron.operation.waits import MeteredTopology
 
 _logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.planner.arithmetic import (
+from megatron.commands.estimate import (
     YEAR,
     activation_bytes,
     all_reduce_seconds,
