@@ -168,8 +168,8 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     """Print the result, and write it to the files, by flag: JSON, then HTML."""
     from rich.console import Console
 
-    from megatron.commands.pages.plan_report import plan_page
-    from megatron.planner.search.result import as_json, print_result
+    from megatron.commands.pages.plan_report import plan_page, print_result
+    from megatron.planner.search.result import as_json
 
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_SEARCH))
     print_result(result, console, top)
