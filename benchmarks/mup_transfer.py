@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import megatron_llama as ml
-from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.commands.tool import import_pyplot, run_tool
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
@@ -63,7 +63,7 @@ class Transfer:
         if len(self.widths) < 2 or len(self.exponents) < 3:
             raise ConfigError("A comparison needs two --widths and three --exponents: add some.")
         if self.plot is not None:
-            check_matplotlib("--plot")
+            import_pyplot("--plot")
 
 
 Sweep = Mapping[tuple[bool, int], Sequence[float]]
@@ -175,12 +175,8 @@ def _heading(columns: Sequence[str]) -> list[str]:
 
 def draw(config: Transfer, losses: Sweep, path: str) -> None:
     """The loss over the learning rate, a line for each width, without muP and with it side by side."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "mup"  # the same file from the same numbers
-    import matplotlib.pyplot as plt
-
+    plt = import_pyplot("--plot")
+    plt.rcParams["svg.hashsalt"] = "mup"  # the same file from the same numbers
     figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
     colors = plt.get_cmap("viridis_r")
     for use_mup, axes in zip(NAMES, panels, strict=True):

@@ -33,8 +33,8 @@ VERBS = (
     Verb("merge-data", "megatron.commands.datasets", "join tokenized corpora", "main_merge"),
     Verb("inspect-data", "megatron.commands.datasets", "show and check a tokenized corpus", "main_inspect"),
     Verb("convert", "megatron.commands.convert_checkpoint", "from and to Hugging Face, from Megatron-LM"),
-    Verb("average-checkpoints", "megatron.commands.weight_checkpoints", "averages of the weights of checkpoints"),
-    Verb("inspect-checkpoint", "megatron.commands.inspect_checkpoint", "show and check a checkpoint"),
+    Verb("average-checkpoints", "megatron.commands.checkpoints", "average the weights of checkpoints", "main_average"),
+    Verb("inspect-checkpoint", "megatron.commands.checkpoints", "show and check a checkpoint", "main_inspect"),
     Verb("generate", "megatron.commands.generate_text", "continue a text with a trained model", "run"),
     Verb("evaluate", "megatron.commands.evaluate", "loss, perplexity and bits per byte of whole texts", "run", True),
     Verb("evaluate-tasks", "megatron.commands.evaluate", "tasks of lm-eval on a trained model", "run_tasks"),
@@ -48,8 +48,8 @@ VERBS = (
     Verb("rank-groups", "megatron.commands.rank_pictures", "print and draw the ranks of every group", "main_groups"),
     Verb("parallelism-pictures", "megatron.commands.rank_pictures", "draw what each rank holds", "main_pictures"),
     Verb("predict", "megatron.commands.estimate", "predict the step times of a table of runs", "main_predict"),
-    Verb("calibrate-cluster", "megatron.commands.calibrate_cluster", "measure a machine for the planner"),
-    Verb("check-node", "megatron.commands.check_node", "check this node before a run"),
+    Verb("calibrate-cluster", "megatron.commands.machines", "measure a machine for the planner", "main_calibrate"),
+    Verb("check-node", "megatron.commands.machines", "check this node before a run", "main_check"),
 )
 
 

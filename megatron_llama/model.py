@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from megatron.config.inference import GenerationConfig
+from megatron.config.commands import GenerationConfig
 from megatron.core.topology import Topology
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import complete
@@ -40,7 +40,7 @@ class Model:
 
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation; a collective. ``sampling`` are the fields of
-        :class:`~megatron.config.inference.GenerationConfig`."""
+        :class:`~megatron.config.commands.GenerationConfig`."""
         return self._texts.continue_all([prompt], sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:

@@ -27,8 +27,7 @@ from megatron.flags import words_of as flag_words
 from megatron.inference.loading import load_model
 from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.processes import available_cores, prepare_environment
-from megatron.operation.signals import SignalWatch
+from megatron.operation.processes import SignalWatch, available_cores, prepare_environment
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.state import random_tensors, restore_random
@@ -239,7 +238,7 @@ class Run:
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation by the present weights, which are copied through a temporary checkpoint; the
         same on all ranks. A collective. ``sampling`` are the fields of
-        :class:`~megatron.config.inference.GenerationConfig`."""
+        :class:`~megatron.config.commands.GenerationConfig`."""
         return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:

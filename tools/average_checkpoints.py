@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs ``megatron/commands/weight_checkpoints.py``; ``--help`` says what it does."""
+"""Runs ``megatron/commands/checkpoints.py``; ``--help`` says what it does."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.weight_checkpoints import main
+from megatron.commands.checkpoints import main_average
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_average())

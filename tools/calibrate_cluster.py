@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs ``megatron/commands/calibrate_cluster.py``; ``--help`` says what it does."""
+"""Runs ``megatron/commands/machines.py``; ``--help`` says what it does."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.calibrate_cluster import main
+from megatron.commands.machines import main_calibrate
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_calibrate())

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.commands.tool import run_tool
-from megatron.commands.weight_checkpoints import (
+from megatron.commands.checkpoints import (
     DtypeName,
     Progress,
     check_unused,
@@ -24,6 +23,7 @@ from megatron.commands.weight_checkpoints import (
     verified_checkpoint,
     weights_state,
 )
+from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.errors import CheckpointError, ConfigError, DataError

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.commands.tool import import_pyplot, run_tool, write_figure
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import (
     check_blocks,
@@ -81,23 +81,14 @@ def print_histogram(lengths: npt.NDArray[np.int64]) -> Iterator[str]:
 
 def draw_histogram(lengths: npt.NDArray[np.int64], title: str, path: Path) -> None:
     """Documents, and tokens in them, by length."""
-    check_matplotlib("--plot")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = import_pyplot("--plot")
     edges = np.geomspace(1, max(int(lengths.max(initial=0)), 2), 60).tolist()
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     axes.hist(lengths, edges, weights=np.full(len(lengths), 1 / max(len(lengths), 1)), alpha=0.6, label="documents")
     axes.hist(lengths, edges, weights=lengths / max(lengths.sum(), 1), alpha=0.6, label="tokens")
     axes.set(xscale="log", xlabel="tokens in the document", ylabel="share", title=title)
     axes.legend(frameon=False)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be written ({error}): choose another --plot.") from error
+    write_figure("--plot", path, figure)
 
 
 def check_whole(dataset: IndexedDataset, vocab_size: int | None) -> None:

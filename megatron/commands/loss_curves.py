@@ -1,6 +1,5 @@
 """Curves of runs from their --metrics-jsonl files: plotted, and compared with a reference."""
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.commands.tool import check_matplotlib, run_tool
+from megatron.commands.tool import import_pyplot, run_tool, write_figure
 from megatron.errors import ConfigError, DataError
 from megatron.metrics.jsonl import History, Point, read_history
 from megatron.urls import refuse_urls
@@ -38,17 +37,6 @@ class PlotConfig:
     """Draw the training loss as a moving average of this many logged values."""
 
 
-def read_curve(path: str, key: str) -> tuple[list[int], list[float]]:
-    """Iterations and values of ``key``, where a record has it."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror}): check --metrics.") from error
-    records: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
-    points = [(record["iteration"], record[key]) for record in records if record.get(key) is not None]
-    return [iteration for iteration, _ in points], [value for _, value in points]
-
-
 def name_runs(config: PlotConfig) -> Sequence[str]:
     """The name of each run in the legend."""
     if config.names and len(config.names) != len(config.metrics):
@@ -62,12 +50,7 @@ def name_runs(config: PlotConfig) -> Sequence[str]:
 
 
 def draw(config: PlotConfig) -> None:
-    figure = draw_figure(config)
-    import matplotlib.pyplot as plt
-
-    Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(config.output, dpi=150)
-    plt.close(figure)
+    write_figure("--output", config.output, draw_figure(config))
 
 
 def draw_figure(config: PlotConfig) -> "Figure":
@@ -77,13 +60,9 @@ def draw_figure(config: PlotConfig) -> "Figure":
     names = name_runs(config)
     if config.smooth < 1:
         raise ConfigError(f"--smooth {config.smooth} must be at least 1.")
-    check_matplotlib("--output")
+    plt = import_pyplot("--output")
     runs = [read_history("--metrics", path) for path in config.metrics]
-    import matplotlib
-    import matplotlib.ticker
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.ticker import EngFormatter
 
     in_tokens = all(run.tokens is not None for run in runs)
     heights = {"height_ratios": (4, 1.2, 1.2)}
@@ -104,7 +83,7 @@ def draw_figure(config: PlotConfig) -> "Figure":
     if norms and max(norms) > 20 * min(norms):
         bottom.set_yscale("log")
     if in_tokens:
-        bottom.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=" "))
+        bottom.xaxis.set_major_formatter(EngFormatter(sep=" "))
     for axes in (top, middle, bottom):
         axes.grid(alpha=0.25)
     figure.align_ylabels()
@@ -189,15 +168,15 @@ class Distance:
 
 def read_run(path: str) -> Curve:
     """The curve in a metrics file, which must have every iteration from the first on."""
-    iterations, skipped = read_curve(path, "skipped")
-    losses = dict(zip(*read_curve(path, "lm_loss")))
-    if not iterations or iterations != list(range(1, len(iterations) + 1)):
+    history = read_history("--metrics", path)
+    records = history.iterations
+    if not records or [record["iteration"] for record in records] != list(range(1, len(records) + 1)):
         raise DataError(f"{path} does not have every iteration from 1 on: train with --log-interval 1.")
-    missing = [iteration for iteration, skips in zip(iterations, skipped) if not skips and iteration not in losses]
+    missing = [one["iteration"] for one in records if not one.get("skipped") and one["lm_loss"] is None]
     if missing:
         raise DataError(f"{path} has no loss at iteration {missing[0]}, which was not skipped: train anew.")
-    _, validation = read_curve(path, "validation_loss")
-    return Curve(Path(path).stem, [losses.get(n) for n in iterations], validation[-1] if validation else None)
+    validation = [value for _, value in history.curve("validation_loss", in_tokens=False)]
+    return Curve(Path(path).stem, [record["lm_loss"] for record in records], validation[-1] if validation else None)
 
 
 def distance_between(curve: Curve, reference: Curve, window: int) -> Distance:

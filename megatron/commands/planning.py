@@ -16,7 +16,7 @@ from megatron.commands.tool import write_file
 from megatron.config.activations import ActivationConfig
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
-from megatron.config.dry_run import DryRunConfig, PlanConfig
+from megatron.config.commands import DryRunConfig, PlanConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, UserError
@@ -29,9 +29,7 @@ from megatron.urls import refuse_urls
 
 # What needs torch is imported once the job is known to have layouts, or the run to be sound.
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from megatron.planner.plan import Plan, Run
+    from megatron.planner.plan import Run
     from megatron.planner.search.result import SearchResult
 
 DESCRIPTION = """\
@@ -117,12 +115,6 @@ def parse(arguments: Sequence[str]) -> tuple[PlanLayoutConfig, CommandLine]:
     return config, line
 
 
-def job_of(config: PlanLayoutConfig, line: CommandLine) -> Job:
-    """The job of all flags. Raises :class:`UserError`."""
-    operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
-    return Job.of(line, read_cluster(config.cluster), config.num_gpus, operation)
-
-
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """Shows what is being done: a bar on a terminal, elsewhere a line for each part but the first, which is quick."""
@@ -176,8 +168,8 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     """Print the result, and write it to the files, by flag: JSON, then HTML."""
     from rich.console import Console
 
-    from megatron.commands.pages.plan_report import plan_page
-    from megatron.planner.search.result import as_json, print_result
+    from megatron.commands.pages.plan_report import plan_page, print_result
+    from megatron.planner.search.result import as_json
 
     console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_SEARCH))
     print_result(result, console, top)
@@ -192,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; the exit code."""
     try:
         config, line = parse(sys.argv[1:] if arguments is None else arguments)
-        result = _search(job_of(config, line), config.measured, "--measured", config.rehearse)
+        operation = Operation(config.tokens, config.price_per_gpu_hour, config.save_s, config.restart_s)
+        job = Job.of(line, read_cluster(config.cluster), config.num_gpus, operation)
+        result = _search(job, config.measured, "--measured", config.rehearse)
         show(result, config.top, {"--json": config.json, "--html": config.html})
     except UserError as error:
         print(f"ERROR: {error}", file=sys.stderr)
@@ -212,20 +206,13 @@ _KEPT = (
 
 
 def dry_run(config: RunConfig, line: CommandLine, world_size: int) -> None:
-    """``pretrain_llama.py --dry-run``: report what the run of ``config``, which was parsed from ``line``, will need."""
+    """``pretrain_llama.py --dry-run``: simulate the run of ``config``, which was parsed from ``line``, and report
+    what it will need, also in ``--dry-run-json`` and ``--dry-run-html``."""
     config.dry_run.check()
     if world_size > 1:
         raise ConfigError("--dry-run is one process, whatever --num-gpus says: start it with python, not torchrun.")
     assert config.dry_run.num_gpus is not None
     check_run(config, config.dry_run.num_gpus)
-    plan_and_report(config, line)
-
-
-def plan_and_report(config: RunConfig, line: CommandLine, console: "Console | None" = None) -> "Plan":
-    """Simulate the run of checked flags, write ``--dry-run-json`` and ``--dry-run-html``, and print the report.
-
-    ``config`` was parsed from ``line``. Raises :class:`~megatron.errors.UserError` as the run itself would.
-    """
     from rich.console import Console
 
     from megatron.commands.pages.dry_run_report import as_json, dry_run_page, print_report
@@ -233,7 +220,6 @@ def plan_and_report(config: RunConfig, line: CommandLine, console: "Console | No
     from megatron.training.build.vocabulary import planned_vocabulary
 
     started = time.monotonic()
-    assert config.dry_run.num_gpus is not None
     run = Run.of(config, config.dry_run.num_gpus, planned_vocabulary(config))
     rank = config.dry_run.dry_run_rank
     if run.config is not config:
@@ -244,14 +230,12 @@ def plan_and_report(config: RunConfig, line: CommandLine, console: "Console | No
     fitting_load = largest_fitting_load(plan)
     if (path := config.dry_run.dry_run_json) is not None:
         text = json.dumps(as_json(plan, command, fitting_load, time.monotonic() - started))
-        _write("--dry-run-json", path, text + "\n")
+        write_file("--dry-run-json", path, text + "\n")
     if (path := config.dry_run.dry_run_html) is not None:
-        _write("--dry-run-html", path, dry_run_page(plan, command, fitting_load, time.monotonic() - started))
-    if console is None:
-        # Lines are at least as wide as the tables, also in a narrow terminal or a file.
-        console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_DRY_RUN))
+        write_file("--dry-run-html", path, dry_run_page(plan, command, fitting_load, time.monotonic() - started))
+    # Lines are at least as wide as the tables, also in a narrow terminal or a file.
+    console = Console(highlight=False, soft_wrap=True, width=max(Console().width, _WIDTH_OF_DRY_RUN))
     print_report(plan, command, fitting_load, console)
-    return plan
 
 
 def plan_command(run: "Run", line: CommandLine) -> str:
@@ -267,12 +251,3 @@ def plan_command(run: "Run", line: CommandLine) -> str:
         batch = ["--global-batch-size", str(run.global_batch_size)]
     words = [*line.without(dropped).words, *batch, "--plan", "--num-gpus", str(run.grid.world_size)]
     return shlex.join(["python", "pretrain_llama.py", *words])
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{flag} {path} cannot be written ({error.strerror}): use another file, or make it writable."
-        ) from error

@@ -73,26 +73,19 @@ def draw(grid: RankGrid, node_size: int) -> str:
     def left(rank: int) -> int:
         return LEFT + rank * CELL + rank // node_size * GAP
 
-    width, height = left(grid.world_size) + 4, TOP + len(axes) * LINE + 6
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="sans-serif" font-size="11" text-anchor="middle">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="4" y="14" text-anchor="start" font-weight="bold">--rank-order {grid.order}</text>',
-        f'<text x="4" y="{TOP - 8}" text-anchor="start">rank</text>',
-    ]
-    lines += [f'<text x="{left(rank) + CELL // 2}" y="{TOP - 8}">{rank}</text>' for rank in range(grid.world_size)]
+    drawing = Drawing(left(grid.world_size) + 4, TOP + len(axes) * LINE + 6, font_size=11)
+    drawing.text(4, 14, f"--rank-order {grid.order}", "start", bold=True)
+    drawing.text(4, TOP - 8, "rank", "start")
+    for rank in range(grid.world_size):
+        drawing.text(left(rank) + CELL // 2, TOP - 8, str(rank))
     for row, axis in enumerate(axes):
         y = TOP + row * LINE
-        lines.append(f'<text x="4" y="{y + 15}" text-anchor="start" font-weight="bold">{axis}</text>')
+        drawing.text(4, y + 15, axis, "start", bold=True)
         for number, group in enumerate(grid.groups((axis,))):
             for position, rank in enumerate(group):
-                lines.append(
-                    f'<rect x="{left(rank)}" y="{y}" width="{CELL - 1}" height="{LINE - 5}" '
-                    f'fill="{COLORS[number % len(COLORS)]}"/>'
-                    f'<text x="{left(rank) + CELL // 2}" y="{y + 15}">{position}</text>'
-                )
-    return "\n".join([*lines, "</svg>\n"])
+                drawing.box(left(rank), y, CELL - 1, LINE - 5, COLORS[number % len(COLORS)])
+                drawing.text(left(rank) + CELL // 2, y + 15, str(position))
+    return str(drawing)
 
 
 def print_groups(config: RankGroupsConfig) -> None:
@@ -145,10 +138,10 @@ class PicturesConfig:
 class Drawing:
     """Rectangles and texts of a picture."""
 
-    def __init__(self, width: float, height: float) -> None:
+    def __init__(self, width: float, height: float, font_size: int = 13) -> None:
         self._parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'height="{height:g}" font-family="sans-serif" font-size="13" text-anchor="middle">',
+            f'height="{height:g}" font-family="sans-serif" font-size="{font_size}" text-anchor="middle">',
             f'<rect width="{width:g}" height="{height:g}" fill="#ffffff"/>',
         ]
 

@@ -1,5 +1,6 @@
 """What the tools share: flags, a sentence for an error, the exit code, and files that appear as a whole."""
 
+import io
 import os
 import signal
 import sys
@@ -91,9 +92,23 @@ def write_file(flag: str, path: str | Path, content: str | bytes) -> None:
         raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
 
 
-def check_matplotlib(flag: str) -> None:
-    """Raise :class:`ConfigError` if matplotlib, an extra with which ``flag`` draws, is not installed."""
+def import_pyplot(flag: str) -> Any:
+    """matplotlib's pyplot, which draws to files; raises :class:`ConfigError` if this extra of ``flag`` is missing."""
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib
     except ImportError as error:
         raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib.") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def write_figure(flag: str, path: str | Path, figure: Any) -> None:
+    """Write a figure of matplotlib in the format of the suffix of ``path``, as :func:`write_file`."""
+    content = io.BytesIO()
+    try:
+        figure.savefig(content, dpi=150, format=Path(path).suffix.removeprefix(".") or "png")
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path} cannot be written ({error}): use another suffix.") from error
+    write_file(flag, path, content.getvalue())

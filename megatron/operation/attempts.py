@@ -207,14 +207,20 @@ def read_current(directory: Path) -> Attempt | None:
 
 
 def append_attempt(directory: Path, attempt: Attempt) -> None:
-    """Append a line to attempts.jsonl, and wait until it is on the disk; raises :class:`OSError`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory / ATTEMPTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    """Append a line to attempts.jsonl; raises :class:`OSError`."""
+    append_line(directory / ATTEMPTS, to_json(attempt))
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line with one write, because several processes may share the file, and wait until it is on the disk;
+    raises :class:`OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         size = os.fstat(descriptor).st_size
         # A line that a crash has torn must not swallow this one.
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, ("\n" * is_torn + to_json(attempt) + "\n").encode())
+        os.write(descriptor, ("\n" * is_torn + text + "\n").encode())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -26,15 +26,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megatron.config.operation import OperationConfig
+from megatron.operation.attempts import replace_file
 from megatron.operation.culprit import failure_of_hang, find_culprit
 from megatron.operation.evidence import Evidence, gather_evidence, observe_processes
 from megatron.operation.failure import Failure, FailureReports, RankStart, failure_of_lost_nodes
-from megatron.operation.heartbeat import HeartbeatMemory, run_directory_in
+from megatron.operation.heartbeat import HeartbeatMemory, run_directory_in, value_in
 from megatron.operation.nodes import Nodes
 from megatron.operation.watchdog import Limits, Overrun, Watchdog
 
@@ -116,7 +116,7 @@ class RankWatch:
     ) -> None:
         """The ``ranks`` of a new attempt have started, here by local rank, with these processes."""
         limits = Limits.of_flags(OperationConfig(), None)
-        start = _number_after("--hang-limit-start-s", self._words)
+        start = _number_in(self._words, "--hang-limit-start-s")
         limits = limits if start is None else Limits(start=start)
         key = command_key(self._words, world_size)
         # The ranks have not written their settings yet: the command line says where earlier attempts are.
@@ -167,7 +167,7 @@ class RankWatch:
     def _reports_only(self) -> bool:
         """Whether a hang is reported, and nothing is ended (``--on-hang report``)."""
         settings = self.reports.settings()
-        return (settings.operation.on_hang if settings else _word_after("--on-hang", self._words)) == "report"
+        return (settings.operation.on_hang if settings else value_in(self._words, "--on-hang")) == "report"
 
     def _sample(self, attempt: _Attempt, ended: Collection[int]) -> list[Overrun]:
         """Read the heartbeats; the ranks of this node that run and have exceeded their limits."""
@@ -308,7 +308,7 @@ class RankWatch:
         """Seconds for which the store of the launchers may be silent: as long as a rank in a step. 0: no limit."""
         if self._reports_only:
             return 0.0
-        settings, given = self.reports.settings(), _number_after("--hang-limit-s", self._words)
+        settings, given = self.reports.settings(), _number_in(self._words, "--hang-limit-s")
         limit = OperationConfig().hang_limit_s if given is None else given
         if settings is not None:
             limit = float(settings.operation.hang_limit_s)
@@ -325,15 +325,9 @@ class RankWatch:
                 write_stays(directory, attempt.key, attempt.name, stays)
 
 
-def _word_after(flag: str, words: Sequence[str]) -> str | None:
-    """The value of a flag on a command line; None if it is not there."""
-    pairs = [tuple(word.split("=", 1)) for word in words if "=" in word] + list(pairwise(words))
-    return next((value for name, value in pairs if name.replace("_", "-") == flag), None)
-
-
-def _number_after(flag: str, words: Sequence[str]) -> float | None:
-    with suppress(ValueError, TypeError):
-        return float(_word_after(flag, words) or "")
+def _number_in(words: Sequence[str], flag: str) -> float | None:
+    with suppress(ValueError):
+        return float(value_in(words, flag) or "")
     return None
 
 
@@ -367,13 +361,7 @@ def write_stays(directory: Path, key: str, attempt: str, stays: Mapping[str, flo
     others = [one for one in _read_stays(directory) if one.get("attempt") != attempt]
     own = {"attempt": attempt, _COMMAND: key, **{label: round(seconds, 3) for label, seconds in stays.items()}}
     text = json.dumps({"schema": _STAYS_SCHEMA, "attempts": [*others, own][-_MOST_ATTEMPTS:]})
-    draft = directory / f".{STAYS}.draft"  # one name, which the next attempt replaces if a launcher is killed here
-    try:
-        draft.write_text(text + "\n", encoding="utf-8")
-        os.replace(draft, directory / STAYS)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    replace_file(directory / STAYS, text + "\n")
 
 
 def _read_stays(directory: Path | None) -> list[dict[str, Any]]:

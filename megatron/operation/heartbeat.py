@@ -386,12 +386,18 @@ def run_directory(config: RunConfig) -> Path | None:
 
 def run_directory_in(arguments: Sequence[str]) -> Path | None:
     """:func:`run_directory` in a command line, for the launcher, which does not parse the flags of the run."""
-    found = {}
-    for flag, following in zip(arguments, [*arguments[1:], ""]):
-        name, _, value = flag.partition("=")
-        found[name.replace("_", "-")] = value or following
-    place = found.get("--run-dir") or found.get("--save")
+    place = value_in(arguments, "--run-dir") or value_in(arguments, "--save")
     return None if not place else Path(place).absolute()
+
+
+def value_in(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of ``flag``, the last one if it is given several times; None if it is not there."""
+    found = None
+    for word, following in zip(arguments, [*arguments[1:], ""]):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") == flag:
+            found = value or following
+    return found
 
 
 @dataclass(frozen=True)

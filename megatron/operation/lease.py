@@ -25,6 +25,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron.operation.processes import is_running
+
 RENEWAL = 5.0
 """Seconds between two renewals."""
 RELEASE_SECONDS = 10.0
@@ -73,12 +75,8 @@ class ProcessTable:
 
     def fate(self, pid: int, start: str) -> Literal["alive", "gone", "unknown"]:
         """Whether the process ``pid`` of this PID namespace that began at ``start`` is alive."""
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        if not is_running(pid):
             return "gone"
-        except PermissionError:
-            pass  # another user's process
         if self.has_proc and _link(f"{self.proc}/self") != str(os.getpid()):
             return "unknown"  # a container may see the /proc of its host
         state, actual_start = self.start_of(str(pid))

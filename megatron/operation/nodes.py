@@ -7,7 +7,6 @@ last numbers, so that they become spares if there are any. After a repair, remov
 """
 
 import json
-import os
 import secrets
 import threading
 import time
@@ -23,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from megatron.errors import ExitCode
+from megatron.operation.attempts import append_line
 from megatron.operation.causes import Cause
 from megatron.torch_compat import connection_to
 
@@ -53,6 +53,14 @@ class _SharedKeys:
         """The new value of a counter; raises :class:`DistError`."""
         return int(self._store.add(f"{self._prefix}/{key}", number))
 
+    def _meet(self, key: str, number: Callable[[], int], seconds: float) -> None:
+        """Count this launcher at ``key``, and wait for so long until ``number()`` launchers are counted there."""
+        deadline = time.monotonic() + seconds
+        with suppress(DistError):
+            self._add(key, 1)
+            while self._add(key, 0) < number() and time.monotonic() < deadline:
+                time.sleep(0.1)
+
     def exit_code(self) -> ExitCode | None:
         """Exit code with which a launcher ended the job; None if none did."""
         text = self._get("exit_code")
@@ -80,11 +88,7 @@ class RunEnd(_SharedKeys):
 
     def leave(self, seconds: float) -> None:
         """Wait for so long until the other launchers have read the end: this one may take the store with it."""
-        deadline = time.monotonic() + seconds
-        with suppress(DistError):
-            self._add("ended", 1)
-            while self._add("ended", 0) < self._add("announced", 0) and time.monotonic() < deadline:
-                time.sleep(0.1)
+        self._meet("ended", lambda: self._add("announced", 0), seconds)
 
 
 class Nodes(_SharedKeys):
@@ -190,11 +194,7 @@ class Nodes(_SharedKeys):
 
     def part(self, seconds: float) -> None:
         """Wait until all launchers have read the end of the job, because one of them hosts the store."""
-        deadline = time.monotonic() + seconds
-        with suppress(DistError):
-            self._add("parting", 1)
-            while self._add("parting", 0) < self.count and time.monotonic() < deadline:
-                time.sleep(0.1)
+        self._meet("parting", lambda: self.count, seconds)
 
 
 # --- nodes that were named -----------------------------------------------------------------------------------
@@ -255,17 +255,9 @@ class NamedNodes:
         if (naming.host, naming.attempt) in self._namings:
             return
         self.add([naming])
-        if self._directory is None:
-            return
-        with suppress(OSError):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._directory / NAMED_NODES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                # With one write, since launchers of several nodes share the file.
-                os.write(descriptor, (json.dumps(asdict(naming)) + "\n").encode())
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if self._directory is not None:
+            with suppress(OSError):
+                append_line(self._directory / NAMED_NODES, json.dumps(asdict(naming)))
 
     def suspects(self) -> dict[str, list[str]]:
         """The reasons for which each suspect was named."""

@@ -66,15 +66,8 @@ def daly_interval_s(costs: Costs) -> float:
     root; R does not change it.
     """
     mtbf, save = costs.mtbf_s, costs.save_s
-    low, high = 0.0, mtbf  # the left side is at least 1 at 0, and 0 at M
-    for _ in range(100):
-        middle = 0.5 * (low + high)
-        # The logarithm of the left side, which does not overflow.
-        if math.log1p(-middle / mtbf) + (middle + save) / mtbf > 0.0:
-            low = middle
-        else:
-            high = middle
-    return low
+    # The logarithm of the left side, which does not overflow; the side itself is at least 1 at 0, and 0 at M.
+    return _root(lambda interval: math.log1p(-interval / mtbf) + (interval + save) / mtbf, 0.0, mtbf)
 
 
 def effective_time(interval_s: float, costs: Costs) -> float:
@@ -89,17 +82,17 @@ def effective_time(interval_s: float, costs: Costs) -> float:
     return interval_s / (mtbf * math.exp(costs.restart_s / mtbf) * math.expm1(exponent))
 
 
-def mean_bounds(total: float, count: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Bounds of ``total / count``, the mean time between ``count`` failures, if failures are a Poisson process.
+def mean_bounds(total: float, count: int) -> tuple[float, float]:
+    """95 % bounds of ``total / count``, the mean time between ``count`` failures, if failures are a Poisson process.
 
     The upper bound is infinite without a failure. With c failures the expected number is between the values at which
-    c or more, or c or fewer, have the probability (1 - confidence) / 2 (Garwood, 1936).
+    c or more, or c or fewer, have the probability 2.5 % (Garwood, 1936).
     """
-    tail = (1.0 - confidence) / 2.0
-    most = _root(lambda mean: _poisson_at_most(count, mean) - tail)
+    tail, far = 0.025, 2.0 * count + 20.0  # an expected number for which count is much too small
+    most = _root(lambda mean: _poisson_at_most(count, mean) - tail, 1e-9, far)
     if count == 0:
         return total / most, math.inf
-    least = _root(lambda mean: _poisson_at_most(count - 1, mean) - (1.0 - tail))
+    least = _root(lambda mean: _poisson_at_most(count - 1, mean) - (1.0 - tail), 1e-9, far)
     return total / most, total / least
 
 
@@ -108,11 +101,8 @@ def _poisson_at_most(count: int, mean: float) -> float:
     return math.fsum(terms)
 
 
-def _root(decreasing: Callable[[float], float]) -> float:
-    """The root of a decreasing function of a positive number."""
-    low, high = 1e-9, 1.0
-    while decreasing(high) > 0.0:
-        low, high = high, 2.0 * high
+def _root(decreasing: Callable[[float], float], low: float, high: float) -> float:
+    """The root of a decreasing function between ``low`` and ``high``, by bisection."""
     for _ in range(100):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if decreasing(middle) > 0.0 else (low, middle)

@@ -167,18 +167,12 @@ class MemoryTracker(TorchDispatchMode):
                 self.track(result)
         return results
 
-    def mark(self, tensor: Tensor, kind: Kind) -> None:
-        """Change the kind of the memory of ``tensor``, if it is counted."""
+    def mark(self, tensor: Tensor, kind: Kind, if_temporary: bool = False) -> None:
+        """Change the kind of the memory of ``tensor``, if it is counted; or only ``if_temporary``, which is working
+        memory."""
         self.track(tensor)
         block = self._blocks.get(storage_id(tensor.untyped_storage()))
-        if block is not None:
-            self._move(block, kind)
-
-    def mark_if_temporary(self, tensor: Tensor, kind: Kind) -> None:
-        """Change the kind of the memory of ``tensor``, if that is working memory."""
-        self.track(tensor)
-        block = self._blocks.get(storage_id(tensor.untyped_storage()))
-        if block is not None and block.kind == "working memory":
+        if block is not None and (block.kind == "working memory" or not if_temporary):
             self._move(block, kind)
 
     def mark_activations(self, others: Collection[int] = ()) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.dry_run import ALLOWANCE
+from megatron.config.commands import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import pipeline_schedule
@@ -29,8 +29,7 @@ from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology, bui
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.torch_compat import FakeTensorMode, fake_store
-from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.build.plan import build_batches
+from megatron.training.batch_schedule import BatchSchedule, build_batches
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.initialize import rank_grid
 
@@ -90,7 +89,7 @@ class Run:
 
     @cached_property
     def _batches(self) -> BatchSchedule:
-        return build_batches(self.config, self.topology(0, ShapeTracker(), self.traffic(0)))
+        return build_batches(self.config, self.grid.dp)
 
     @property
     def global_batch_size(self) -> int:

@@ -20,9 +20,8 @@ from megatron.core.device import Machine
 from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.kernels.selection import Kernels, build_kernels
 from megatron.core.models.parallelize import parallelize
-from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel import ActionRecorder
-from megatron.core.precision import QuantizedTensor, build_loss_scaler
+from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import P2POverlap, RowGemm
 from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport.torch_distributed import Message, Reduction, Transport
@@ -175,7 +174,9 @@ class SimulatedTopology(Topology):
         self.simulated_overlap = None if device.type == "cpu" else SimulatedSymmetricMemory
         self._observer = observer
         self._transport = FakeTransport(
-            lambda tensor: tracker.mark_if_temporary(tensor, "communication buffers"), device.type == "cpu", start_work
+            lambda tensor: tracker.mark(tensor, "communication buffers", if_temporary=True),
+            device.type == "cpu",
+            start_work,
         )
 
     def _connect(
@@ -246,21 +247,19 @@ def build_rank(
     # What is allocated inside has this kind; gradients and main weights are marked afterwards.
     with tracker.allocating("weights"):
         parallel = parallelize(config, topology, vocabulary.size, kernels)
-    data_parallel = parallel.data_parallel
-    for shard in data_parallel.param_shards:
+    for shard in parallel.data_parallel.param_shards:
         tracker.mark(shard.gradient, "gradients")
     with tracker.allocating("moments"):
-        optimizer = Optimizer(config.optimizer, data_parallel, topology, kernels.optimizer)
-    for state in optimizer.state():
+        module = TrainModule.of(config, topology, parallel, kernels)
+    for state in module.optimizer.state():
         tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
     if shards_weights(config.parallel, topology, bool(config.model.num_experts)):
         # Only the simulated set-up allocates whole weights.
         tracker.peak = tracker.now
-    fp8 = parallel.model.context.fp8
 
     def mark_activations() -> None:
         """Mark the memory that outlives a pass, which is saved for a backward pass unless it is an FP8 weight."""
-        for weight in fp8.kept_weights() if fp8 is not None else ():
+        for weight in module.fp8.kept_weights() if module.fp8 is not None else ():
             tracker.mark(weight, "weights")
         tracker.mark_activations()
 
@@ -272,9 +271,7 @@ def build_rank(
             else:
                 unit.register_forward_hook(lambda module, inputs, output: mark_activations())
     parallel.executor.recorder = _PassRecorder(tracker, mark_activations)
-    scaler = build_loss_scaler(config.precision)
-    balance = parallel.model.expert_balance
-    return TrainModule(parallel.executor, data_parallel, optimizer, scaler, topology, fp8, balance)
+    return module
 
 
 def run_step(

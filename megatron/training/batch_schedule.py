@@ -7,7 +7,7 @@ size). The size depends only on consumed samples, so a resumed run has the same 
 import bisect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -138,13 +138,27 @@ def build_batch_schedule(
 
 def check_batches(config: RunConfig, data_parallel_size: int) -> None:
     """Raise :class:`ConfigError` if ``data_parallel_size`` does not divide every global batch size of the run."""
-    build_batch_schedule(
+    exact = replace(config.training, decrease_batch_size_if_needed=False)
+    build_batches(replace(config, training=exact), data_parallel_size)
+
+
+def build_batches(
+    config: RunConfig,
+    data_parallel_size: int,
+    consumed_samples: int = 0,
+    earlier_lengths: Sequence[tuple[int, int]] = (),
+) -> BatchSchedule:
+    """The schedule of a run; raises :class:`ConfigError` as :func:`build_batch_schedule`."""
+    return build_batch_schedule(
         micro_batch_size=config.micro_batch_size,
         data_parallel_size=data_parallel_size,
         global_batch_size=config.training.global_batch_size,
         rampup_batch_size=config.training.rampup_batch_size,
         step_batch_size_schedule=config.training.step_batch_size_schedule,
         seq_length=config.seq_length,
+        earlier_lengths=earlier_lengths,
+        decrease_if_needed=config.training.decrease_batch_size_if_needed,
+        consumed_samples=consumed_samples,
     )
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,14 +13,16 @@ from megatron.core.communication import Work
 from megatron.core.control import ControlGroup
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers
+from megatron.core.kernels.selection import Kernels
+from megatron.core.models.parallelize import ParallelModel
 from megatron.core.moe.routing import ExpertBalance
 from megatron.core.optimizer import Optimizer
 from megatron.core.pipeline_parallel import PipelineExecutor
-from megatron.core.precision import LossScaler
+from megatron.core.precision import LossScaler, build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.signals import SignalWatch
+from megatron.operation.processes import SignalWatch
 from megatron.operation.waits import MeteredTopology
 
 _logger = logging.getLogger(__name__)
@@ -63,6 +66,15 @@ class TrainModule:
     fp8: Fp8Layers | None = None
     experts: ExpertBalance | None = None
     """Losses, loads and biases of the routers; None for a dense model."""
+
+    @classmethod
+    def of(cls, config: RunConfig, topology: Topology, parallel: ParallelModel, kernels: Kernels) -> Self:
+        """The parts for a model on all its ranks, with a new optimizer; weights may still be uninitialised."""
+        decides_by_norm = config.operation.decides_by_norm
+        optimizer = Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer, decides_by_norm)
+        scaler, model = build_loss_scaler(config.precision), parallel.model
+        fp8, experts = model.context.fp8, model.expert_balance
+        return cls(parallel.executor, parallel.data_parallel, optimizer, scaler, topology, fp8, experts)
 
     def start_sum(self, losses: Tensor, flags: Sequence[bool] = ()) -> Work[Tensor]:
         """Sum ``losses`` ``[n]``, as the executor returns them, and count ``flags`` over all ranks: ``[n + flags]``.

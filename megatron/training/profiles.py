@@ -1,11 +1,8 @@
 """Profiles of a run: iterations (``--profile``), the pipeline (``--profile-pipeline``), and GPU memory
 (``--record-memory-history``)."""
 
-import errno
 import json
 import logging
-import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -21,7 +18,9 @@ from megatron.config.run import RunConfig
 from megatron.core.pipeline_parallel import ActionRecorder, NamedActions
 from megatron.core.topology import Topology
 from megatron.errors import ConfigError, RankError
+from megatron.operation.attempts import replace_file
 from megatron.schedules.simulator import Timeline
+from megatron.training.checkpoints.save_directories import check_writable
 from megatron.training.context import LogRank0
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.pipeline_trace import to_chrome_trace
@@ -141,17 +140,9 @@ def check_trace_path(path: str | None) -> None:
     """Raise :class:`ConfigError` unless the trace can be written."""
     if path is None:
         return
-    try:
-        directory = Path(path).parent
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-        if Path(path).is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a directory")
-    except OSError as error:
-        raise ConfigError(
-            f"--profile-pipeline {path} cannot be written ({error.strerror}): use another file."
-        ) from error
+    if Path(path).is_dir():
+        raise ConfigError(f"--profile-pipeline {path} cannot be written (it is a directory): use another file.")
+    check_writable("--profile-pipeline", Path(path).parent)
 
 
 @dataclass
@@ -189,9 +180,7 @@ class PipelineProfile(Listener):
         spans = tuple(span for stage in stages for span in stage)
         trace = to_chrome_trace(trainer.module.executor.schedule(num_microbatches), Timeline(len(stages), spans))
         try:
-            partial = f"{self.path}.partial"
-            Path(partial).write_text(json.dumps(trace))
-            os.replace(partial, self.path)
+            replace_file(Path(self.path), json.dumps(trace))
         except OSError as error:
             self.log_rank0(f"--profile-pipeline {self.path} could not be written ({error.strerror})")
         else:

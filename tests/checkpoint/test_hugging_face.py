@@ -23,8 +23,8 @@ from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_
 from megatron.checkpoint.hugging_face.weights import HuggingFaceWeights, fill_from_hugging_face
 from megatron.checkpoint.safetensors_file import packed
 from megatron.checkpoint.tokenizer_files import copy_tokenizer
+from megatron.commands.checkpoints import model_flags
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
-from megatron.commands.weight_checkpoints import model_flags
 from megatron.core.parameter import Box, ParameterInfo
 from megatron.errors import CheckpointError
 from tests.checkpoint.models import (

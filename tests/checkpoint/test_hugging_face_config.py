@@ -11,7 +11,7 @@ import torch
 from megatron.architectures.catalog import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS, architecture_of
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
-from megatron.commands.weight_checkpoints import model_flags
+from megatron.commands.checkpoints import model_flags
 from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture

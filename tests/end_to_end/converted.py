@@ -14,8 +14,8 @@ from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import convert_checkpoint
+from megatron.commands.checkpoints import DtypeName
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.commands.weight_checkpoints import DtypeName
 from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts

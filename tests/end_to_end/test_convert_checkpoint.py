@@ -14,9 +14,9 @@ from megatron.checkpoint.checkpointing import save_checkpoint
 from megatron.checkpoint.directory import MANIFEST
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.commands import convert_checkpoint, generate_text, inspect_checkpoint
+from megatron.commands import checkpoints, convert_checkpoint, generate_text
+from megatron.commands.checkpoints import DtypeName
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.commands.weight_checkpoints import DtypeName
 from megatron.config.data import TokenizerConfig
 from megatron.data.digests import seal
 from megatron.data.tokenizers import build_tokenizer
@@ -284,7 +284,7 @@ def test_the_commands_as_they_are_typed(model: Any, hf: Path, tmp_path: Path) ->
 
 def inspected(load: Path, exit_code: int, capsys: pytest.CaptureFixture[str]) -> str:
     """What the tool prints."""
-    assert inspect_checkpoint.main(["--load", str(load), "--verify"]) == exit_code
+    assert checkpoints.main_inspect(["--load", str(load), "--verify"]) == exit_code
     return "".join(capsys.readouterr())
 
 

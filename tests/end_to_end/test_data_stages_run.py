@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron.commands import inspect_checkpoint
-from megatron.commands.inspect_checkpoint import InspectConfig
+from megatron.commands import checkpoints
+from megatron.commands.checkpoints import InspectConfig
 from megatron.data.loader import Microbatch
 from megatron.training.loop import listeners, trainer
 from megatron.training.loop.data import next_microbatch
@@ -284,7 +284,7 @@ def test_three_stages_with_requeues_are_one_run(a: WrittenCorpus, b: WrittenCorp
     assert third == a.samples(24, 32, 24)
 
     assert names_and_starts(run) == [("first", 0, 0), ("second", 4, 4 * STEP), ("third", 9, 9 * STEP)]
-    report = list(inspect_checkpoint.lines(inspect_checkpoint.inspect(InspectConfig(str(run)))))
+    report = list(checkpoints.lines(checkpoints.inspect(InspectConfig(str(run)))))
     assert f"data stage third: after iteration 9 and 72 samples, sequences of 32, {a.prefix}" in report
     records = iterations(run / "metrics.jsonl")
     consumed = [STEP * n for n in range(1, 10)] + [9 * STEP + 4 * n for n in range(1, 7)]

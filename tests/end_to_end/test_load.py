@@ -12,7 +12,7 @@ import pytest
 from megatron.checkpoint.files import RemotePath
 from megatron.checkpoint.finding import missing_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.commands import evaluate, inspect_checkpoint
+from megatron.commands import checkpoints, evaluate
 from megatron.commands.convert_checkpoint import ToHuggingFace, convert
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
@@ -123,7 +123,7 @@ def test_tools_name_the_directory_that_was_meant(trained: Path, tmp_path: Path, 
     with pytest.raises(CheckpointError, match=sentence):
         evaluate.read_saved_state(RunConfig(checkpoint=CheckpointConfig(load=load)))
     with pytest.raises(CheckpointError, match=sentence):
-        inspect_checkpoint.inspect(inspect_checkpoint.InspectConfig(load))
+        checkpoints.inspect(checkpoints.InspectConfig(load))
 
 
 def test_a_url_of_one_checkpoint_names_its_directory() -> None:

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from megatron.commands import check_node
+from megatron.commands import machines
 from megatron.errors import ExitCode
 from megatron.features.preflight.check import Needs, Result, Verdict
 from megatron.features.preflight.run import CHECKS, error_of
@@ -45,7 +45,7 @@ def test_a_failed_check_ends_the_run_before_the_model_is_built(tmp_path: Path) -
 def test_the_tool_checks_two_ranks(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     flags = ["--save", str(tmp_path), "--json", str(results), "--device", "cpu", "--async-save"]
-    outcome = fork_training([*flags, "--checkpoint-gib", "0.001"], 2, check_node.main)
+    outcome = fork_training([*flags, "--checkpoint-gib", "0.001"], 2, machines.main_check)
     assert outcome.exit_code == 0, outcome.stderr
     assert outcome.stdout.splitlines()[0].split() == ["check", "verdict", "where", "measured", "limit"]
     assert "ok after" in outcome.stdout.splitlines()[-1]
@@ -58,7 +58,7 @@ def test_the_tool_checks_two_ranks(tmp_path: Path) -> None:
 def test_the_tool_ends_with_2_on_all_ranks_if_there_is_no_space(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     flags = ["--save", str(tmp_path), "--checkpoint-gib", "1e6", "--json", str(results), "--device", "cpu"]
-    outcome = fork_training(flags, 2, check_node.main)
+    outcome = fork_training(flags, 2, machines.main_check)
     assert outcome.exit_code == ExitCode.ACTION_REQUIRED, outcome.stderr
     assert "failure after" in outcome.stdout.splitlines()[-1]
     record = json.loads(results.read_text())
@@ -68,9 +68,9 @@ def test_the_tool_ends_with_2_on_all_ranks_if_there_is_no_space(tmp_path: Path) 
 
 
 def test_flags_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check_node.main(["--checkpoint-gib", "-1"]) == ExitCode.ACTION_REQUIRED
+    assert machines.main_check(["--checkpoint-gib", "-1"]) == ExitCode.ACTION_REQUIRED
     assert "ERROR: --checkpoint-gib" in capsys.readouterr().err
-    assert check_node.main(["--save", "s3://bucket/run"]) == ExitCode.ACTION_REQUIRED
+    assert machines.main_check(["--save", "s3://bucket/run"]) == ExitCode.ACTION_REQUIRED
 
 
 def test_the_error_names_the_rank_whose_node_is_at_fault() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron.commands import convert_checkpoint, evaluate, generate_text
+from megatron.commands.checkpoints import Average, Progress, average
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.commands.weight_checkpoints import Average, Progress, average
 from megatron.core.topology import single_process
 from megatron.inference.loading import load_model
 from tests.end_to_end.converted import tensors_of

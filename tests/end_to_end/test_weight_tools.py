@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
-from megatron.commands import convert_checkpoint, weight_checkpoints
+from megatron.commands import checkpoints, convert_checkpoint
+from megatron.commands.checkpoints import Average, Progress
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
-from megatron.commands.weight_checkpoints import Average, Progress
 from megatron.config.model import ModelConfig
 from megatron.core.parameter import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
@@ -235,7 +235,7 @@ def test_checkpoints_are_averaged(averaged: Path, tmp_path: Path, weights: tuple
 def average(config: Average) -> str:
     config.check()
     with Progress() as progress:
-        return weight_checkpoints.average(config, progress)
+        return checkpoints.average(config, progress)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megatron.commands.pages.dry_run_report import groups
 from megatron.commands.planning import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine, parse_command_line
-from megatron.config.dry_run import ALLOWANCE
+from megatron.config.commands import ALLOWANCE
 from megatron.core.topology import RankGrid
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
@@ -193,8 +193,8 @@ def test_nothing_is_written_or_read(tmp_path: Path) -> None:
             "--tokenizer-type TikTokenizer --tokenizer-model nowhere",
             "--dry-run has no vocabulary size: nowhere does not exist",
         ),
-        (f"{TINY} --num-gpus 1 --dry-run-json nowhere/report.json", "--dry-run-json nowhere/report.json cannot be"),
-        (f"{TINY} --num-gpus 1 --dry-run-html nowhere/page.html", "--dry-run-html nowhere/page.html cannot be written"),
+        (f"{TINY} --num-gpus 1 --dry-run-json /dev/null/a.json", "--dry-run-json /dev/null/a.json cannot be written"),
+        (f"{TINY} --num-gpus 1 --dry-run-html /dev/null/a.html", "--dry-run-html /dev/null/a.html cannot be written"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(flags: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:

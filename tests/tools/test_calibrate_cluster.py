@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.benchmark_planner_cpu import LAYOUTS, order_of_distinct, rank_correlation
 from benchmarks.lib.shared_cores import price_on_cores
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.commands import calibrate_cluster
+from megatron.commands import machines
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.planner.calibration import operations
@@ -277,7 +277,7 @@ def test_order_counts_distinct_pairs_only() -> None:
 def test_the_tool_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "cpu.toml"
     words = ["--out", str(out), "--device", "cpu", "--turns", "1", "--batches", "1", "2", f"--flags={SMALL}"]
-    assert calibrate_cluster.main(words) == 0
+    assert machines.main_calibrate(words) == 0
     cluster = read_cluster(out)
     assert cluster.generation == "cpu" and cluster.constants["product_cpu"] > 0
     assert out.read_text() in capsys.readouterr().out
@@ -292,7 +292,7 @@ def test_the_tool_writes_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert calibrate_cluster.main(["--out", str(tmp_path / "a.toml"), *words]) != 0
+    assert machines.main_calibrate(["--out", str(tmp_path / "a.toml"), *words]) != 0
     assert message in capsys.readouterr().err
 
 

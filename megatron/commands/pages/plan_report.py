@@ -1,10 +1,17 @@
-"""The planner's report: one HTML page of a layout search. The roofline of the step's matrix products follows Williams,
-Waterman and Patterson (2009)."""
+"""The planner's report: tables on the console, and one HTML page of a layout search.
+
+The roofline of the step's matrix products follows Williams, Waterman and Patterson (2009).
+"""
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from megatron.commands.pages.plan_charts import (
     choices,
@@ -22,7 +29,7 @@ from megatron.commands.pages.plan_charts import (
 )
 from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
-from megatron.planner.search.result import PlannedLayout, SearchResult, command
+from megatron.planner.search.result import PlannedLayout, SearchResult, command, first_of_families
 from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
@@ -195,7 +202,8 @@ def plan_page(result: SearchResult) -> str:
     fitting = f"Layouts that fit. {simulated} with a number: memory by the dry run, else by the units."
     count = len(result.layouts)
     first = f"The first {_MOST_ROWS:,} of {count:,}. " if count > _MOST_ROWS else ""
-    ties = "Ties, within 2 % of the fastest, come first, from the simplest on."
+    ties = "Ties, within 2 % of the fastest, come first, from the simplest on. ~: memory without the dry run."
+    links = [link_of(rank) for rank in range(1, min(count, _MOST_ROWS) + 1)]
     parts = [
         html.tiles(_tiles(result)),
         html.notes(result.warnings),
@@ -204,7 +212,7 @@ def plan_page(result: SearchResult) -> str:
         html.section("Where the time goes", time_figure(result), note="Seconds of a step by cause."),
         *_of_simulated(result),
         _scaling(result),
-        html.section("Layouts", _layout_table(result), note=first + ties),
+        html.section("Layouts", html.table(*_layout_rows(result.layouts[:_MOST_ROWS]), links=links), note=first + ties),
     ]
     return html.page(title, subtitle, [part for part in parts if part], footer=footer)
 
@@ -304,33 +312,42 @@ def _scaling(result: SearchResult) -> str:
         f"The best layout on each number of GPUs, with the same batch. {_tokens(job.operation.tokens)} tokens; a "
         f"failure in {job.gpu_hours_per_failure:,.0f} GPU-hours."
     )
+    return html.section("Strong scaling", scaling_figure(result), html.table(*_scaling_rows(result)), note=note)
+
+
+def _scaling_rows(result: SearchResult) -> tuple[list[str], list[list[html.Cell]]]:
+    """Headings and rows of the runs on each number of GPUs."""
     headings = ["GPUs", "layout", "time of a step", "tokens/s/GPU", "goodput", "save every", "days", "GPU-hours"]
-    rows = [
-        [
-            html.number(f"{point.num_gpus:,}", point.num_gpus),
-            html.Cell(point.layout.name, is_line=True),
-            html.number(seconds(point.step_time_s), point.step_time_s),
-            html.number(f"{point.tokens_per_s_per_gpu:,.0f}", point.tokens_per_s_per_gpu),
-            html.number(percentage(point.goodput), point.goodput),
-            html.number(duration(point.save_interval_s), point.save_interval_s),
-            html.number(days(point.days), point.days),
-            html.number(f"{point.gpu_hours:,.0f}", point.gpu_hours),
-        ]
-        for point in result.scaling
-    ]
+    rows = []
+    for point in result.scaling:
+        interval = point.save_interval_s
+        steps = max(1, round(interval / point.step_time_s))
+        rows.append(
+            [
+                html.number(f"{point.num_gpus:,}", point.num_gpus),
+                html.Cell(point.layout.name, is_line=True),
+                html.number(seconds(point.step_time_s), point.step_time_s),
+                html.number(f"{point.tokens_per_s_per_gpu:,.0f}", point.tokens_per_s_per_gpu),
+                html.number(percentage(point.goodput), point.goodput),
+                html.number(f"{duration(interval)} ({steps:,} steps)", interval),
+                html.number(days(point.days), point.days),
+                html.number(f"{point.gpu_hours:,.0f}", point.gpu_hours),
+            ]
+        )
     # Without a price there is no column of prices.
     if any(point.price is not None for point in result.scaling):
         headings.append("price")
         for row, point in zip(rows, result.scaling):
             row.append(html.number("" if point.price is None else f"{point.price:,.0f}", point.price))
-    return html.section("Strong scaling", scaling_figure(result), html.table(headings, rows), note=note)
+    return headings, rows
 
 
-def _layout_table(result: SearchResult) -> str:
+def _layout_rows(layouts: Iterable[PlannedLayout]) -> tuple[tuple[str, ...], list[list[html.Cell]]]:
+    """Headings and rows of ranked layouts."""
     names = "rank", "layout", "", "schedule", "sharding", "mbs", "recompute"
     figures = "step", "tokens/s/GPU", "MFU", "GiB", "bubble", "limited by", "interval"
     rows = []
-    for rank, one in enumerate(result.layouts[:_MOST_ROWS], start=1):
+    for rank, one in enumerate(layouts, start=1):
         layout, (low, high) = one.layout, one.interval_s
         sharding = layout.sharding + (", bf16 gradients" if layout.reduces_in_bf16 else "")
         rows.append(
@@ -345,10 +362,77 @@ def _layout_table(result: SearchResult) -> str:
                 html.number(seconds(one.step_time_s), one.step_time_s),
                 html.number(f"{one.tokens_per_s_per_gpu:,.0f}", one.tokens_per_s_per_gpu),
                 html.number(f"{one.mfu:.1%}", one.mfu),
-                html.number(gib(one.memory_bytes), one.memory_bytes),
+                html.number(gib(one.memory_bytes) + ("" if one.is_simulated else " ~"), one.memory_bytes),
                 html.number(f"{one.bubble_fraction:.1%}", one.bubble_fraction),
                 html.Cell(one.limits.removesuffix(" of the step"), is_line=True),
                 html.number(f"{seconds(low)} to {seconds(high)}", low),
             ]
         )
-    return html.table((*names, *figures), rows, links=[link_of(rank) for rank in range(1, len(rows) + 1)])
+    return (*names, *figures), rows
+
+
+# --- the console ---------------------------------------------------------------------------------------------
+
+_TABLE_TITLE = (
+    "layouts: ties are within 2 % of the fastest, the simplest first; ~ memory without the dry run; without variants "
+    "that differ in recompute, in chunks per stage or in the sharding of gradients"
+)
+
+
+def print_result(result: SearchResult, console: Console, top: int) -> None:
+    """The ranked layouts, the best one in full, and the cost of a run."""
+    job = result.job
+    summary = (
+        f"{job.name} on {job.num_gpus:,} GPUs of {job.cluster.name}: {job.global_batch_size:,} sequences of "
+        f"{job.seq_length:,} tokens, {job.precision}\n"
+        f"{result.num_enumerated:,} layouts, of which {result.num_fitting:,} fit and {len(result.ties):,} are within "
+        f"2 % of the fastest; {result.seconds:.0f} s\n"
+    )
+    of_runs = f"a run over {job.operation.tokens:.3g} tokens, a failure in {job.gpu_hours_per_failure:,.0f} GPU-hours"
+    headings, rows = _layout_rows(islice(first_of_families(result.layouts), top))
+    # The last column, the interval, would make it too wide: the best layout's is stated below.
+    layouts = _console_table(_TABLE_TITLE, headings[:-1], rows)
+    runs = _console_table(of_runs, *_scaling_rows(result))
+    warnings = [Text(f"WARNING: {warning}", style="yellow") for warning in result.warnings]
+    for part in (Text(summary), layouts, _best(result), runs, *warnings):
+        console.print(part)
+
+
+def _console_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> Table:
+    """The columns with ``headings`` of a table of the page."""
+    table = Table(title=title, title_justify="left")
+    for heading, cell in zip(headings, rows[0]):
+        table.add_column(heading, justify="right" if cell.is_number else "left")
+    for row in rows:
+        table.add_row(*(cell.text for cell in row[: len(headings)]))
+    return table
+
+
+def _best(result: SearchResult) -> Text:
+    """The first layout in sentences."""
+    one, job = result.best, result.job
+    low, high = one.interval_s
+    rows = [
+        f"\nbest: {one.layout.name}, {one.step_time_s:.3f} s per step ({low:.3f} to {high:.3f}), "
+        f"{one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU, MFU {one.mfu:.1%} of {job.peak_flops / 1e12:,.0f} TFLOP/s",
+        f"memory: {one.memory_bytes / 2**30:.1f} of {job.config.dry_run.gpu_memory / 2**30:g} GiB on stage "
+        f"{one.tightest_stage}, {'by the dry run' if one.is_simulated else 'by its units'}; bubble "
+        f"{one.bubble_fraction:.1%}",
+        f"limited by {one.limits}. To change that: {one.advice}.",
+    ]
+    rows += [sentence for sentence in [_numerics(result)] if sentence]
+    rows.append("\n" + shlex.join(command(job, one)))
+    return Text("\n".join(rows))
+
+
+def _numerics(result: SearchResult) -> str:
+    """The gain of the best layout with gradients in bf16, or a warning that the first one has them."""
+    text = "gradients that are accumulated and reduced in bf16 (--grad-reduce-in-bf16), which changes the numerics"
+    if result.best.layout.reduces_in_bf16:
+        return f"It has {text}."
+    narrow = [one for one in result.layouts if one.layout.reduces_in_bf16]
+    faster = min(narrow, key=lambda one: one.step_time_s, default=None)
+    if faster is None or faster.step_time_s >= result.best.step_time_s:
+        return ""
+    gain = 1 - faster.step_time_s / result.best.step_time_s
+    return f"{gain:.1%} faster: {faster.layout.name} with {text}."

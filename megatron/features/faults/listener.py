@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,10 +26,10 @@ from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.data import loader
 from megatron.features.faults.flags import ITERATION, SAVE, Fault, FaultInjector, parse_faults
+from megatron.operation.evidence import BACKGROUND_WRITER, child_processes
 from megatron.operation.heartbeat import Section
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
-_WRITER = "megatron.checkpoint.background_main"
 _READ = loader.read_sample
 _TOO_MUCH = 1 << 60  # bytes; more than an address space
 
@@ -174,22 +173,11 @@ def spoil_reads(effect: Callable[[Fault], object], fault: Fault, site: Site) -> 
 
 
 def signal_writer(number: signal.Signals, fault: Fault, site: Site) -> None:
-    pids = _children(_WRITER)
+    pids = [child.pid for child in child_processes(os.getpid()) if child.role == BACKGROUND_WRITER]
     if not pids:
         raise InjectedError(f"{fault}: this rank has no background writer yet.")
     for pid in pids:
         os.kill(pid, number)
-
-
-def _children(module: str) -> list[int]:
-    """Child processes that run this module (Linux)."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            with suppress(OSError):
-                if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
-                    found.append(int(pid))
-    return found
 
 
 ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {

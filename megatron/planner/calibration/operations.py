@@ -16,8 +16,6 @@ from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import parallelize
 from megatron.core.ops.attention import AttentionInputs, AttentionKernel
 from megatron.core.ops.matmul import InPlaceWeightGradient, linear
-from megatron.core.optimizer import Optimizer
-from megatron.core.precision import build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.metrics.timers import Timers
 from megatron.planner.rehearsal.price import PlannedStep, attention_kind
@@ -211,15 +209,7 @@ def build_step(config: RunConfig, topology: Topology, vocab_size: int, num_micro
     kernels = build_kernels(config, topology, vocab_size)
     parallel = parallelize(config, topology, vocab_size, kernels)
     parallel.data_parallel.initialize(config.training.seed)
-    module = TrainModule(
-        parallel.executor,
-        parallel.data_parallel,
-        Optimizer(config.optimizer, parallel.data_parallel, topology, kernels.optimizer),
-        build_loss_scaler(config.precision),
-        topology,
-        parallel.model.context.fp8,
-        parallel.model.expert_balance,
-    )
+    module = TrainModule.of(config, topology, parallel, kernels)
     expected_tokens = num_microbatches * config.micro_batch_size * config.seq_length * topology.grid.dp
 
     def step() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import call
 from typing import Protocol, TypeVar
 
 import torch
@@ -105,17 +106,8 @@ def divide(config: RunConfig, architecture: TransformerConfig, num_stages: int) 
     return Division(tuple(stages), of_stages, placement, kinds, tuple(map(kinds.index, kinds)), by_stage)
 
 
-@dataclass(frozen=True)
-class _Request:
-    """A unit to rehearse; without layers the ends of the model."""
-
-    rehearsals: UnitRehearsals
-    unit: Unit | None = None
-
-    def rehearse(self) -> UnitRecord | Ends:
-        if self.unit is None:
-            return self.rehearsals.ends()
-        return self.rehearsals.layers(self.unit.layers, self.unit.is_recomputed)
+Rehearsal = Callable[[], UnitRecord | Ends]
+"""Rehearses a unit, or the ends of the model."""
 
 
 class UnitRecords:
@@ -131,19 +123,19 @@ class UnitRecords:
 
     def rehearse(self, runs: Iterable["UnitsOfRun"], map_in_parallel: Map = map) -> None:
         """Rehearse every unit of ``runs`` that has no record yet."""
-        wanted: dict[Hashable, _Request] = {}
+        wanted: dict[Hashable, Rehearsal] = {}
         for run in runs:
             units = [((unit.kind, run.key), unit) for unit in run.division.different_units]
             # None stands for the ends of the model.
             for key, unit in ((run.ends_key, None), *units):
                 if key not in self._records and key not in wanted:
-                    wanted[key] = run.request(unit)
-        self._records.update(zip(wanted, map_in_parallel(_Request.rehearse, wanted.values())))
+                    wanted[key] = run.rehearsal(unit)
+        self._records.update(zip(wanted, map_in_parallel(call, wanted.values())))
 
-    def record(self, key: Hashable, request: Callable[[], _Request]) -> UnitRecord | Ends:
-        """The record of a ``key``, rehearsed by a ``request`` if there is none."""
+    def record(self, key: Hashable, prepare: Callable[[], Rehearsal]) -> UnitRecord | Ends:
+        """The record of a ``key``, of the rehearsal that ``prepare`` returns if there is none."""
         if key not in self._records:
-            self._records[key] = request().rehearse()
+            self._records[key] = prepare()()
         return self._records[key]
 
     def division(self, config: RunConfig, num_stages: int) -> Division:
@@ -210,7 +202,7 @@ class UnitsOfRun:
 
     @cached_property
     def ends(self) -> Ends:
-        record = self.records.record(self.ends_key, partial(self.request, None))
+        record = self.records.record(self.ends_key, partial(self.rehearsal, None))
         assert isinstance(record, Ends)
         return record
 
@@ -239,7 +231,7 @@ class UnitsOfRun:
     def unit(self, unit: Unit) -> UnitRecord:
         """The record of a unit between the ends."""
         if unit.kind not in self._found:
-            record = self.records.record((unit.kind, self.key), partial(self.request, unit))
+            record = self.records.record((unit.kind, self.key), partial(self.rehearsal, unit))
             assert isinstance(record, UnitRecord)
             self._found[unit.kind] = record.with_gradients_in_bf16() if self._is_derived else record
         return self._found[unit.kind]
@@ -252,7 +244,7 @@ class UnitsOfRun:
         is_separate = wanted is not None and wanted.implementation == "separate"
         return precision.bf16 and precision.grad_reduce_in_bf16 and precision.fp8_format is None and not is_separate
 
-    def request(self, unit: Unit | None) -> _Request:
+    def rehearsal(self, unit: Unit | None) -> Rehearsal:
         """The rehearsal of a unit; None for the ends."""
         config = self.config
         if unit is not None and self._is_derived:
@@ -260,7 +252,7 @@ class UnitsOfRun:
         records = self.records
         config = records.with_attention_kernel(with_local_layers(config))
         rehearsals = UnitRehearsals(config, self.grid, records.vocab_size, self.splits_backward, records.device)
-        return _Request(rehearsals, unit)
+        return rehearsals.ends if unit is None else partial(rehearsals.layers, unit.layers, unit.is_recomputed)
 
     def of_stage(self, number: int) -> list[UnitRecord]:
         """The records of all units of a virtual stage, in order."""

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.planner.search.layout import Job, Layout, divides_layers
 from megatron.planner.step_time.workload import Cluster
 from megatron.schedules.catalog import SCHEDULES
-from megatron.training.batch_schedule import build_batch_schedule
+from megatron.training.batch_schedule import build_batches
 
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
 SHORTEST_PART = 2048
@@ -264,15 +264,8 @@ class _Space:
     @cached_property
     def _batch(self) -> int:
         """What the sequences of one microbatch of all replicas must divide."""
-        training = self.config.training
-        schedule = build_batch_schedule(
-            micro_batch_size=1,
-            data_parallel_size=1,
-            global_batch_size=training.global_batch_size,
-            rampup_batch_size=training.rampup_batch_size,
-            step_batch_size_schedule=training.step_batch_size_schedule,
-            seq_length=self.config.seq_length,
-        )
+        training = replace(self.config.training, micro_batch_size=1)
+        schedule = build_batches(replace(self.config, training=training), 1)
         return gcd(*(size for _, size in schedule.steps), self.config.validation.eval_global_batch_size or 0)
 
     @property

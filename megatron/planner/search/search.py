@@ -13,10 +13,9 @@ from itertools import islice
 
 import numpy as np
 
-from megatron.config.dry_run import ALLOWANCE
+from megatron.config.commands import ALLOWANCE
 from megatron.errors import ConfigError
 from megatron.operation.run_summary import Costs, daly_interval_s, effective_time, job_mtbf_s
-from megatron.planner.arithmetic import DAY
 from megatron.planner.plan import Run, make_plan, parallel_map
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, pass_times
 from megatron.planner.rehearsal.records import Map, UnitRecords, UnitsOfRun
@@ -355,7 +354,7 @@ def scale_point(job: Job, layout: Layout, step_time_s: float) -> ScalePoint:
         tokens_per_s_per_gpu=job.tokens_per_step / step_time_s / job.num_gpus,
         goodput=goodput,
         save_interval_s=interval,
-        days=seconds / DAY,
+        days=gpu_hours / job.num_gpus / 24.0,
         gpu_hours=gpu_hours,
         price=None if price is None else gpu_hours * price,
     )

@@ -9,12 +9,11 @@ from megatron.config.run import RunConfig
 from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
-from megatron.core.topology import Topology
 from megatron.data.data_record import DataRecord, build_record, record_corpus
 from megatron.data.dataset_builder import Sources, read_sources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError
-from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule
+from megatron.training.batch_schedule import BatchSchedule, build_batches
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.checkpoints.saved_run import (
     Progress,
@@ -56,7 +55,7 @@ def plan_run(context: RunContext, vocabulary: Vocabulary, start: Start) -> RunPl
     """The plan of a run that starts from ``start``; a collective."""
     config, progress = context.config, start.progress
     stages = find_data_stages(context, vocabulary, start.resumed)
-    batches = build_batches(config, context.topology, progress.consumed_samples, earlier_lengths(stages.stages))
+    batches = build_batches(config, context.topology.grid.dp, progress.consumed_samples, earlier_lengths(stages.stages))
     train_iters = config.training.train_iters
     if not has_length(config):
         train_iters = progress.iteration  # --skip-train
@@ -138,22 +137,6 @@ def evaluates(config: RunConfig) -> bool:
     validation = config.validation
     reads = validation.full_validation or validation.eval_iters > 0
     return validation.skip_train or (validation.eval_interval is not None and reads)
-
-
-def build_batches(
-    config: RunConfig, topology: Topology, consumed_samples: int = 0, earlier_lengths: Sequence[tuple[int, int]] = ()
-) -> BatchSchedule:
-    return build_batch_schedule(
-        micro_batch_size=config.micro_batch_size,
-        data_parallel_size=topology.grid.dp,
-        global_batch_size=config.training.global_batch_size,
-        rampup_batch_size=config.training.rampup_batch_size,
-        step_batch_size_schedule=config.training.step_batch_size_schedule,
-        seq_length=config.seq_length,
-        earlier_lengths=earlier_lengths,
-        decrease_if_needed=config.training.decrease_batch_size_if_needed,
-        consumed_samples=consumed_samples,
-    )
 
 
 def build_learning_rate(config: RunConfig, plan: RunPlan) -> LearningRateSchedule:

@@ -15,8 +15,6 @@ from megatron.core.device import device_name
 from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.core.optimizer import Optimizer
-from megatron.core.precision import build_loss_scaler
 from megatron.data.evaluation_data import TokenBytes
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import FaultInjection, reach
@@ -151,24 +149,11 @@ def build_trainer(
 
 def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, plan: RunPlan) -> RunState:
     """Optimizer, loss scale, schedules and progress, before anything is loaded."""
-    config, model = context.config, parallel.model
-    decides_by_norm = config.operation.decides_by_norm
-    optimizer = Optimizer(
-        config.optimizer, parallel.data_parallel, context.topology, kernels.optimizer, decides_by_norm
-    )
-    module = TrainModule(
-        parallel.executor,
-        parallel.data_parallel,
-        optimizer,
-        build_loss_scaler(config.precision),
-        context.topology,
-        model.context.fp8,
-        model.expert_balance,
-    )
+    config = context.config
     return RunState(
         context,
-        architecture=model.config,
-        module=module,
+        architecture=parallel.model.config,
+        module=TrainModule.of(config, context.topology, parallel, kernels),
         lr_schedule=build_learning_rate(config, plan),
         weight_decay=build_weight_decay_schedule(
             config.optimizer, config.training.train_samples or plan.planned_samples

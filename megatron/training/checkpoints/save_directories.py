@@ -18,7 +18,7 @@ from megatron.checkpoint.lock import LEASE, LOCK, POLL, try_lock
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.operation.lease import Claim, Lease
-from megatron.operation.signals import StopRequested
+from megatron.operation.processes import StopRequested
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 
@@ -39,7 +39,7 @@ def save_directories_locked(context: RunContext) -> Iterator[Sequence[Lease]]:
             if place is not None and is_url(place):
                 run_on_rank0(control, partial(check_url_writable, flag, place))
             elif place is not None:
-                run_on_rank0(control, partial(check_save_directory, flag, Path(place)))
+                run_on_rank0(control, partial(check_writable, flag, Path(place)))
                 _lock(Path(place), locks, context)
         yield locks
     finally:
@@ -68,8 +68,8 @@ def _lock(root: Path, locks: list[Lease], context: RunContext) -> None:
         time.sleep(POLL)
 
 
-def check_save_directory(flag: str, directory: Path) -> None:
-    """Raise :class:`ConfigError` unless the directory of ``flag`` can be written to."""
+def check_writable(flag: str, directory: Path) -> None:
+    """Raise :class:`ConfigError` unless files can be written to ``directory``, which ``flag`` names."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -1,4 +1,28 @@
-"""Measure a machine and write a cluster file for the planner: products, attention, copies, collectives, whole steps.
+"""Measurements of a machine: its prices for the planner, and the checks of its nodes before a job."""
+
+import datetime
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from megatron.commands.tool import run_on_ranks, run_tool, write_file
+from megatron.config.checks import check_run
+from megatron.errors import ConfigError, ExitCode
+from megatron.flags import require_at_least
+from megatron.operation.processes import available_cores
+from megatron.urls import refuse_urls
+
+# --- calibration ---------------------------------------------------------------------------------------------
+
+CALIBRATE = """\
+Measure a machine and write a cluster file for the planner: products, attention, copies, collectives, whole steps.
 
     torchrun --nproc-per-node 8 tools/calibrate_cluster.py --out my_cluster.toml --base h100
     torchrun --nproc-per-node 2 tools/calibrate_cluster.py --out my_cpu.toml --device cpu
@@ -9,22 +33,7 @@ the same time, as in training. One process alone measures no collectives. On a G
 and links the measured shares refer to. On CPUs the file holds for this number of processes on this machine. It takes
 about two minutes; --turns 3 is quicker and noisier. docs/planner.md describes the constants.
 """
-
-import datetime
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
-
-from megatron.commands.tool import run_tool, write_file
-from megatron.config.checks import check_run
-from megatron.errors import ConfigError
-from megatron.flags import require_at_least
-from megatron.operation.processes import available_cores
-from megatron.urls import refuse_urls
-
+"""Text of ``tools/calibrate_cluster.py --help``."""
 SMALL_MODEL = (
     "--num-layers 1 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 16 --kv-channels 16 "
     "--vocab-size 2048 --seq-length 256"
@@ -135,4 +144,85 @@ def write(config: CalibrateConfig) -> None:
         print(text)
 
 
-main = partial(run_tool, CalibrateConfig, write, __doc__)
+main_calibrate = partial(run_tool, CalibrateConfig, write, CALIBRATE)
+
+
+# --- checks --------------------------------------------------------------------------------------------------
+
+CHECK = """\
+Check the nodes of a job before it trains: disk, clocks, memory, GPUs, a product and a sum of known bits, links.
+
+    python tools/check_node.py --save runs/checkpoints
+    python -m megatron.operation.launch --nproc-per-node 8 tools/check_node.py --save runs/checkpoints
+
+Alone it checks one process of this machine, under a launcher all ranks on all nodes. The exit code is 0 if nothing
+failed (there may be warnings), and 2 if somebody must act before a run. pretrain_llama.py --preflight runs the same
+checks.
+"""
+"""Text of ``tools/check_node.py --help``."""
+
+
+@dataclass(frozen=True)
+class CheckNodeConfig:
+    """The needs of the run."""
+
+    save: str | None = None
+    """Directory of the checkpoints; without it no disk is checked."""
+    checkpoint_gib: float = 0.0
+    """Size of a checkpoint; two should fit. pretrain_llama.py --preflight computes it from its flags."""
+    async_save: bool = False
+    """Also require host memory for the part of a checkpoint that a node holds."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto: GPUs if there are any."""
+    json: str | None = None
+    """File for the results, as one JSON object."""
+
+    def check(self) -> None:
+        refuse_urls({"--save": self.save}, "use a directory")
+        refuse_urls({"--json": self.json}, "name a local file")
+        require_at_least(0, {"--checkpoint-gib": self.checkpoint_gib})
+
+
+def check_nodes(config: CheckNodeConfig, rank: int) -> ExitCode:
+    """Run the checks; rank 0 prints and writes the results."""
+    from megatron.config.parallel import ParallelConfig
+    from megatron.features.preflight.check import Board, Needs, Network, Verdict, failed_hosts, table, worst
+    from megatron.features.preflight.run import run_preflight
+    from megatron.torch_compat import ranks_store
+    from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
+
+    config.check()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    process = Process.from_environment(os.environ)
+    device = choose_device(config.device, process)
+    if device.type == "cpu":
+        prepare_cpu(process)
+    size = int(config.checkpoint_gib * 2**30)
+    save = None if config.save is None else Path(config.save)
+    needs = Needs(save, size, size // world_size if config.async_save else 0)
+    with init_distributed(ParallelConfig(), process, device) as topology:
+        board = Board(ranks_store(), rank, world_size)
+        preflight = run_preflight(board, device, Network(topology.world), needs)
+        verdict = worst(preflight.results)
+        code = ExitCode.ACTION_REQUIRED if verdict is Verdict.FAILURE else ExitCode.COMPLETE
+        if rank == 0:
+            print("\n".join(table(preflight.results)))
+            hosts = ", ".join(failed_hosts(preflight.results))
+            print(f"{verdict.value} after {preflight.seconds:.1f} s" + (f": do not use {hosts}" if hosts else ""))
+            if config.json is not None:
+                record = {
+                    "host": socket.gethostname(),
+                    "exit_code": int(code),
+                    "seconds": round(preflight.seconds, 3),
+                    "results": [one.to_json() for one in preflight.results],
+                }
+                write_file("--json", config.json, json.dumps(record, indent=1) + "\n")
+            sys.stdout.flush()
+        board.wait_for_rank0("printed")
+        if code != ExitCode.COMPLETE:
+            # At once: a thread of a check that has not ended may still wait for a rank or a file system.
+            os._exit(code)
+    return code
+
+
+main_check = partial(run_on_ranks, CheckNodeConfig, check_nodes, CHECK)
