@@ -27,7 +27,8 @@ from megatron.flags import words_of as flag_words
 from megatron.inference.loading import load_model
 from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.processes import SignalWatch, available_cores, prepare_environment
+from megatron.operation.processes import available_cores, prepare_environment
+from megatron.operation.signals import SignalWatch
 from megatron.training.build.run import build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.state import random_tensors, restore_random

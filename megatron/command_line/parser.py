@@ -12,8 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from megatron.command_line.flag import Flag, flags_of, groups_of
-from megatron.command_line.help import commands_help, tool_help
+from megatron.command_line.flag import Flag, commands_help, flags_of, groups_of, tool_help
 from megatron.command_line.words import Given, example, most_values, one_of, split_words, surplus, value_of
 from megatron.errors import ConfigError
 

@@ -9,8 +9,7 @@ from textwrap import fill
 from typing import Any, get_type_hints
 
 from megatron.architectures.catalog import PRESETS
-from megatron.command_line.flag import docstrings, flags_of
-from megatron.command_line.help import first_sentence, flag_help, terminal_width, two_columns
+from megatron.command_line.flag import docstrings, first_sentence, flag_help, flags_of, terminal_width, two_columns
 from megatron.command_line.parser import values_by_field
 from megatron.command_line.words import COMMAND_LINE, Given, split_words, surplus
 from megatron.config.checks import check_run, flags_in, without_sentences_on

@@ -57,8 +57,8 @@ from megatron.operation.nodes import (
     StoreWatch,
     order_nodes,
 )
-from megatron.operation.processes import StopSignals
 from megatron.operation.ranks import CRASH_SECONDS, RankProcesses
+from megatron.operation.signals import StopSignals
 from megatron.operation.warm import WarmProcesses
 from megatron.torch_compat import (
     leave_rendezvous,

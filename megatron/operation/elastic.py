@@ -17,7 +17,7 @@ from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError, ExitCode
 from megatron.operation.heartbeat import Heartbeat, Section
-from megatron.operation.processes import watch_signals
+from megatron.operation.signals import watch_signals
 
 # Environment variable of the ranks: set if the number of nodes may change.
 ELASTIC = "MEGATRON_ELASTIC"

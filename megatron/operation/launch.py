@@ -32,7 +32,8 @@ from megatron.errors import ConfigError, ExitCode
 from megatron.operation.agent import Agent, say, say_end
 from megatron.operation.elastic import ELASTIC
 from megatron.operation.heartbeat import run_directory_in
-from megatron.operation.processes import LAUNCHER, StopSignals
+from megatron.operation.processes import LAUNCHER
+from megatron.operation.signals import StopSignals
 from megatron.operation.warm import WarmProcesses
 from megatron.torch_compat import LOOPBACK, listen_on_loopback, start_ranks_by
 

@@ -1,21 +1,19 @@
-"""The process of a rank: its end with its parent, its cores, the signals that stop it and its launcher, and the
-variables that CUDA and torch read when they start, which follow from the layout of the run."""
+"""The process of a rank: its end with its parent, its cores, and the variables that CUDA and torch read when they
+start, which follow from the layout of the run."""
 
 import ctypes
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron.errors import ConfigError, ExitCode, UserError
+from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.config.run import RunConfig
-    from megatron.config.training import TrainingConfig
 
 # Environment variable with the process id of megatron.operation.launch, for its ranks.
 LAUNCHER = "MEGATRON_LAUNCHER_PID"
@@ -73,91 +71,6 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass  # a process of another user
     return True
-
-
-# --- signals -------------------------------------------------------------------------------------------------
-
-Handler = Callable[[int, FrameType | None], Any] | int | None
-
-
-class StopRequested(UserError):
-    """A signal requested a stop before training began: there is nothing to save."""
-
-    exit_code = ExitCode.STOPPED
-
-
-class SignalWatch:
-    """Records the first signal."""
-
-    def __init__(self) -> None:
-        self.received: str | None = None
-        self._interrupts = 0
-        self.previous: dict[signal.Signals, Handler] = {}
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler; at the second SIGINT it restores the previous handlers."""
-        self.received = self.received or signal.Signals(number).name
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts == 2:
-            for watched, handler in self.previous.items():
-                signal.signal(watched, handler)
-
-
-@contextmanager
-def watch_signals(config: "TrainingConfig") -> Iterator[SignalWatch]:
-    """Record SIGINT, SIGTERM and ``--exit-signal``; the third SIGINT has its usual effect.
-
-    Ctrl-C under torchrun may arrive twice: from the terminal and from torchrun. A batch system may send its signal more
-    often: to the rank, to the launcher, and again through ``srun``.
-    """
-    watch = SignalWatch()
-    names = {"SIGINT", "SIGTERM", config.exit_signal} if config.exit_signal_handler else set()
-    numbers = [signal.Signals[name] for name in names]
-    previous = {number: signal.signal(number, watch.note) for number in numbers}
-    watch.previous = dict(previous)
-    try:
-        yield watch
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class StopSignals:
-    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
-    SIGINT, whose second one kills the ranks."""
-
-    def __init__(self, names: str) -> None:
-        """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
-        try:
-            self.numbers = frozenset(signal.Signals[name.strip()] for name in names.split(","))
-        except KeyError as error:
-            raise ConfigError(
-                f"--signals-to-handle {names}: {error.args[0]} is no signal of this system: use names like SIGTERM."
-            ) from None
-        from megatron.torch_compat import handle_signals_by  # imports torch
-
-        self._received: signal.Signals | None = None
-        handle_signals_by(self._stop)
-        for number in self.numbers:
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        for repeated in self.numbers - {signal.SIGINT}:
-            signal.signal(repeated, signal.SIG_IGN)
-        self._received = signal.Signals(number)
-        self.raise_received()
-
-    def raise_received(self) -> None:
-        """Raise the exception of a signal that has arrived. Python only prints an exception that leaves a finalizer or
-        a hook of ``os.fork``, so a signal that arrives in one of them must be raised again."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        if self._received is not None:
-            raise SignalException(f"Process {os.getpid()} received {self._received.name}", self._received)
-
-    def have_ended(self, exit_codes: Iterable[int]) -> bool:
-        """Whether one of the signals has ended one of the ranks, which did not handle signals yet."""
-        return any(-code in self.numbers for code in exit_codes)
 
 
 # --- environment ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron.core.precision import LossScaler, build_loss_scaler
 from megatron.core.topology import Topology
 from megatron.features.faults.flags import FaultInjector
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.processes import SignalWatch
+from megatron.operation.signals import SignalWatch
 from megatron.operation.waits import MeteredTopology
 
 _logger = logging.getLogger(__name__)

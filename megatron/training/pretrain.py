@@ -22,7 +22,8 @@ from megatron.features.spikes.listener import RollbackRequested, go_back
 from megatron.metrics.writer import print_above_bar
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.operation.lease import Lease
-from megatron.operation.processes import LAUNCHER, HardwareQueues, StopRequested, watch_signals
+from megatron.operation.processes import LAUNCHER, HardwareQueues
+from megatron.operation.signals import StopRequested, watch_signals
 from megatron.torch_compat import ranks_store
 from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.build.vocabulary import load_vocabulary

@@ -10,7 +10,7 @@ from megatron.core.control import ControlGroup
 from megatron.core.topology import single_process
 from megatron.errors import SilentCorruptionError
 from megatron.features.known_product.listener import KnownAnswer, KnownProduct, expected_product, operands
-from megatron.operation.processes import SignalWatch
+from megatron.operation.signals import SignalWatch
 from megatron.training.loop.step import StopConditions
 from megatron.training.loop.trainer import Trainer
 

@@ -14,7 +14,7 @@ from megatron.errors import ExitCode
 from megatron.operation import agent, ranks
 from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
-from megatron.operation.processes import StopSignals
+from megatron.operation.signals import StopSignals
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
 from tests.forked import fork_context
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous

@@ -25,7 +25,7 @@ from megatron.core.kernels.choice import Choice
 from megatron.core.kernels.selection import build_kernels
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.operation.heartbeat import Heartbeat
-from megatron.operation.processes import watch_signals
+from megatron.operation.signals import watch_signals
 from megatron.planner.simulated_rank import ShapeTracker, SimulatedTopology
 from megatron.torch_compat import fake_store
 from megatron.training.build.description import describe_kernels, describe_run

@@ -16,7 +16,7 @@ from megatron.config.training import TrainingConfig
 from megatron.core.communication import Communicator
 from megatron.core.transport.torch_distributed import Reduction
 from megatron.errors import DataError
-from megatron.operation.processes import SignalWatch, watch_signals
+from megatron.operation.signals import SignalWatch, watch_signals
 from megatron.training.loop.step import NO_DATA, RankAlarm, StopConditions
 
 WATCHED = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]

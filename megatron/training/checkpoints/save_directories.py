@@ -18,7 +18,7 @@ from megatron.checkpoint.lock import LEASE, LOCK, POLL, try_lock
 from megatron.core.control import first_failure, run_on_all_ranks, run_on_rank0
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.operation.lease import Claim, Lease
-from megatron.operation.processes import StopRequested
+from megatron.operation.signals import StopRequested
 from megatron.training.context import RunContext
 from megatron.urls import is_url
 

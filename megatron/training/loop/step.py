@@ -19,7 +19,7 @@ from megatron.core.hyperparameters import Hyperparameters
 from megatron.data.evaluation_data import CountedBytes, TokenBytes
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
-from megatron.operation.processes import SignalWatch
+from megatron.operation.signals import SignalWatch
 from megatron.training.context import TrainModule
 
 NO_DATA = "a rank has no more data"
