@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.storage import RemoteFile, part_of
+from megatron.data.storage import RemoteFile
 from megatron.errors import ConfigError, DataError
 from megatron.urls import is_url
 
@@ -67,6 +67,18 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 # A part of a sequence: number of the sequence, first token, number of tokens (None: all that follow).
 TokenRange = tuple[int, int, int | None]
+
+
+_MOST_UNDER_LOCK = 512  # elements; NPY_BEGIN_THREADS_THRESHOLDED
+
+
+def part_of(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[Any]:
+    """``array[start:stop]`` of a mapped file, for a thread that reads while others run.
+
+    NumPy copies up to 500 elements without releasing the interpreter's lock, so a page that the storage does not
+    deliver would stop all threads. ``take`` always releases it. A long part is a view.
+    """
+    return array[start:stop] if stop - start > _MOST_UNDER_LOCK else array.take(np.arange(start, stop), axis=0)
 
 
 class IndexedDataset:

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, new_digests, seal
+from megatron.data.indexed_dataset import part_of
 from megatron.data.sample_order import IndexArray
-from megatron.data.storage import load_or_build_once, part_of, write_atomically
+from megatron.data.storage import load_or_build_once, write_atomically
 from megatron.errors import DataError
 
 # An entry of the cache, KEY being the md5 of the description:

@@ -21,9 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, TypeVar, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron.errors import DataError
 from megatron.operation.lease import RENEWAL, Claim, Lease, Owner, clear_drafts
 from megatron.urls import is_url
@@ -50,7 +47,6 @@ _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified",
 _COPY_BYTES = 1 << 26  # bytes
 _POLL = 0.2  # seconds between two looks at a lock
 _SUFFIX = ".incomplete"
-_MOST_UNDER_LOCK = 512  # elements; NPY_BEGIN_THREADS_THRESHOLDED
 
 
 class SourceFile(NamedTuple):
@@ -122,15 +118,6 @@ def file_system(url: str) -> tuple[Any, str]:
     except (ValueError, OSError) as error:
         raise DataError(f"{url} cannot be opened ({error}): check the URL.") from error
     return system, str(place)
-
-
-def part_of(array: npt.NDArray[Any], start: int, stop: int) -> npt.NDArray[Any]:
-    """``array[start:stop]`` of a mapped file, for a thread that reads while others run.
-
-    NumPy copies up to 500 elements without releasing the interpreter's lock, so a page that the storage does not
-    deliver would stop all threads. ``take`` always releases it. A long part is a view.
-    """
-    return array[start:stop] if stop - start > _MOST_UNDER_LOCK else array.take(np.arange(start, stop), axis=0)
 
 
 class RemoteFile:
