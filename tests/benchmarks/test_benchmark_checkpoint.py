@@ -75,5 +75,5 @@ def test_two_ranks_hold_the_halves_of_every_tensor() -> None:
 
 
 def test_a_wrong_number_is_refused_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark_checkpoint.main(["--repeats", "0"]) == 1
+    assert benchmark_checkpoint.main(["--repeats", "0"]) == 2
     assert capsys.readouterr().err == "ERROR: --repeats 0 must be at least 1.\n"

@@ -515,7 +515,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
 def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, workers: str) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "1"}\n\n{"text": "1"\n')
     done = run_tool(tmp_path, "--input", "in.jsonl", "--output-prefix", "out", "--workers", workers, *NULL_FLAGS)
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("ERROR: ") and "in.jsonl, line 3 is not valid JSON" in done.stderr
     assert done.stderr.count("\n") == 1, "one line, no traceback"
     assert os.listdir(tmp_path) == ["in.jsonl"]
@@ -526,7 +526,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--input", "in.jsonl", "--output-prefix", "out", "--log-interval", "9999", *NULL_FLAGS]
     limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, str(TOOL), *flags]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith("ERROR: out_text_document.bin and .idx cannot be written")
+    assert done.returncode == 2 and done.stderr.startswith("ERROR: out_text_document.bin and .idx cannot be written")
     assert done.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == ["in.jsonl"]
 

@@ -232,13 +232,13 @@ GOOD = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "4"]
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_a_sentence(run_tool: RunTool, flags: list[str], message: str) -> None:
-    assert re.search(message, run_tool(*flags, code=1))
+    assert re.search(message, run_tool(*flags, code=2))
 
 
 @pytest.mark.processes
-def test_a_refusal_ends_the_process_with_1() -> None:
+def test_a_refusal_ends_the_process_with_2() -> None:
     result = run_process(*GOOD, "--virtual", 2)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert result.stderr == "ERROR: --virtual 2: 1f1b runs one chunk per stage; remove it.\n"
 
 
@@ -310,7 +310,7 @@ def test_flags_that_contradict_the_trace_are_refused(
     run_tool: RunTool, tmp_path: Path, flags: list[str], message: str
 ) -> None:
     trace = written_trace(tmp_path, *uneven_run("1f1b"))
-    assert message in run_tool("--measured", trace, *flags, code=1)
+    assert message in run_tool("--measured", trace, *flags, code=2)
 
 
 def test_flags_that_agree_with_the_trace_are_fine(run_tool: RunTool, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_flags_that_agree_with_the_trace_are_fine(run_tool: RunTool, tmp_path: P
 def test_a_trace_in_which_a_pass_ran_twice_is_refused(run_tool: RunTool, tmp_path: Path) -> None:
     schedule, timeline = uneven_run("1f1b")
     trace = written_trace(tmp_path, schedule, Timeline(3, (*timeline.spans, timeline.spans[0])))
-    message = run_tool("--measured", trace, code=1)
+    message = run_tool("--measured", trace, code=2)
     assert "trace.json: 1f1b, stage 0: missing nothing; too many F0.0" in message
 
 
