@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_told_with_the_search_that_finds_what_fits(tmp_path
             "--no-overlap-p2p-communication --use-torch-fsdp2 --no-torch-fsdp2-reshard-after-forward "
             "--defer-grad-reduce --rank-order tp-cp-ep-dp-pp --transformer-impl=local --grad-reduce-in-bf16",
             "--cp-comm-type allgather --gpu-memory-gb 4.1 --gpus-per-node 2 --no-overlap-p2p-communication "
-            "--transformer-impl=local --grad-reduce-in-bf16",
+            "--transformer-impl local --grad-reduce-in-bf16",
             4,
         ),
     ],
