@@ -27,7 +27,7 @@ import torch
 from benchmarks.benchmark_cpu import MODEL
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.tool import run_tool
-from megatron.config.commands import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.core.parameter import initialize_parameters
 from megatron.core.topology import single_process
 from megatron.flags import require_at_least

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-from megatron.config.commands import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.core.topology import Topology
 from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import complete

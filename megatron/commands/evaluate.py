@@ -16,8 +16,8 @@ from megatron.commands import pretrain_llama
 from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
-from megatron.config.commands import EvaluateConfig, LoadedModelConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.inference import EvaluateConfig, LoadedModelConfig
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megatron.commands.tool import exit_at_once, run_on_ranks
-from megatron.config.commands import GenerationConfig, LoadedModelConfig
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.errors import ConfigError, RankError
 from megatron.flags import require_at_least
 from megatron.urls import refuse_urls

@@ -16,7 +16,7 @@ from megatron.commands.tool import write_file
 from megatron.config.activations import ActivationConfig
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
-from megatron.config.commands import DryRunConfig, PlanConfig
+from megatron.config.dry_run import DryRunConfig, PlanConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, UserError

@@ -13,7 +13,7 @@ from megatron.command_line.flag import docstrings, first_sentence, flag_help, fl
 from megatron.command_line.parser import values_by_field
 from megatron.command_line.words import COMMAND_LINE, Given, split_words, surplus
 from megatron.config.checks import check_run, flags_in, without_sentences_on
-from megatron.config.commands import FlagFileConfig
+from megatron.config.dry_run import FlagFileConfig
 from megatron.config.megatron_lm import NO_EFFECT
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig

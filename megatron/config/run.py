@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.commands import DryRunConfig, FlagFileConfig, PlanConfig
 from megatron.config.compatibility import CompatibilityConfig
 from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.dry_run import DryRunConfig, FlagFileConfig, PlanConfig
 from megatron.config.model import ModelConfig, MoEConfig
 from megatron.config.operation import LoggingConfig, OperationConfig
 from megatron.config.parallel import ParallelConfig, PipelineConfig

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.commands import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.data.tokenizers import Tokenizer
 from megatron.errors import DataError
 from megatron.inference.cached_model import CachedModel

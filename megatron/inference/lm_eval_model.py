@@ -10,7 +10,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from megatron.config.commands import GenerationConfig
+from megatron.config.inference import GenerationConfig
 from megatron.errors import ConfigError
 from megatron.inference.cached_model import Ids, score_continuations
 from megatron.inference.generator import ContinuedText, generate_ids

@@ -17,8 +17,8 @@ from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, read_run_state
 from megatron.checkpoint.hugging_face.weights import HuggingFaceModel, fill_from_hugging_face
 from megatron.checkpoint.tokenizer_files import tokenizer_of
-from megatron.config.commands import LoadedModelConfig
 from megatron.config.data import TokenizerConfig
+from megatron.config.inference import LoadedModelConfig
 from megatron.config.model import MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig

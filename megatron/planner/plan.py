@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import pipeline_schedule

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.architectures.catalog import PRESETS
 from megatron.config.command_line import CommandLine, parse_command_line
-from megatron.config.commands import FlagFileConfig
+from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml

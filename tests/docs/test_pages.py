@@ -21,7 +21,7 @@ from megatron.architectures.catalog import PRESETS
 from megatron.command_line.flag import Flag, flags_of
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.commands import EvaluateConfig, GenerationConfig, LoadedModelConfig
+from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
 from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
 from megatron.config.model import preset
 from megatron.config.run import RunConfig

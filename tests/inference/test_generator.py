@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.commands import GenerationConfig, LoadedModelConfig
+from megatron.config.inference import GenerationConfig, LoadedModelConfig
 from megatron.core.topology import single_process
 from megatron.data.tokenizers import (
     HuggingFaceTokenizer,

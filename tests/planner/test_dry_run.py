@@ -13,7 +13,7 @@ from megatron.commands.pages.dry_run_report import groups
 from megatron.commands.planning import plan_command
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine, parse_command_line
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import RankGrid
 from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.planner.plan import Run, live_peaks, simulate_rank
 from megatron.planner.rehearsal.records import UnitRecords

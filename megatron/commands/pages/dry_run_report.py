@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megatron.commands.pages.plan_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure
 from megatron.commands.pages.schedule_chart import schedule_figure
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
 from megatron.planner.launches import Link, expert_placement_advice, is_in_node
 from megatron.planner.memory import KINDS, Kind

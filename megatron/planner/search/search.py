@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.errors import ConfigError
 from megatron.operation.run_summary import Costs, daly_interval_s, effective_time, job_mtbf_s
 from megatron.planner.plan import Run, make_plan, parallel_map

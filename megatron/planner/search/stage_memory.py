@@ -16,7 +16,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.commands import ALLOWANCE
+from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.data_parallel.buffer import BufferLayout, plan_buffer
 from megatron.core.precision import number_formats

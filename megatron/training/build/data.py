@@ -9,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron.checkpoint.schema import DataStage
-from megatron.config.commands import EvaluateConfig
+from megatron.config.inference import EvaluateConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel import ContextSplit
