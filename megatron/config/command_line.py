@@ -74,7 +74,7 @@ class CommandLine:
     """The flags that are given, in order: of those for the same field, the last one counts."""
 
     given: tuple[Given, ...]
-    defaults: RunConfig = field(default_factory=RunConfig)
+    defaults: RunConfig = field(default_factory=lambda: RUN_PARSER.config())
     """Values of the flags that are not given. A preset comes before those of the model."""
     origin: str = DEFAULT
     """Where ``defaults`` come from."""
@@ -106,7 +106,7 @@ class CommandLine:
 
     def over_model(self, origin: str, model: ModelConfig) -> RunConfig:
         """The run in which flags of the model that are not given have the values of ``model``, from ``origin``."""
-        return self.with_defaults(RunConfig(model=model), origin).parse().config
+        return self.with_defaults(RUN_PARSER.config(model=model), origin).parse().config
 
     def over(self, words: Sequence[str], origin: str = COMMAND_LINE) -> "CommandLine":
         """The same flags after those in ``words``, which they override."""
@@ -153,7 +153,7 @@ class CommandLine:
         values = RUN_PARSER.read(one for one in self.given if one.flag not in NO_EFFECT)
         default, origins = self.defaults, dict[str, str]()
         if self.origin != DEFAULT:
-            origins = dict.fromkeys(_changed(default, RunConfig()), self.origin)
+            origins = dict.fromkeys(_changed(default, RUN_PARSER.config()), self.origin)
         # The preset is the default of the model's flags, wherever --model stands.
         name = values.of_field.get("model")
         if name in PRESETS:

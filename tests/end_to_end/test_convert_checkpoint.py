@@ -300,7 +300,7 @@ def test_inspection_tells_the_layout_and_names_the_damage(tmp_path: Path, capsys
     assert "tensor 1" in printed and "precision bf16" in printed and "optimizer adam" in printed
     assert "optimizer/master: " in printed and "random: " in printed
     assert "rank_00000.safetensors has 5 bytes" in printed
-    assert "has no checkpoint" in inspected(tmp_path / "nowhere", 1, capsys)
+    assert "has no checkpoint" in inspected(tmp_path / "nowhere", 2, capsys)
 
 
 @pytest.mark.parametrize(

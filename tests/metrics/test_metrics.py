@@ -14,6 +14,7 @@ import pytest
 from megatron.config import command_line
 from megatron.config.operation import LoggingConfig
 from megatron.config.run import RunConfig
+from megatron.config.run_parser import RunParser
 from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.optimizer import Optimizer, StepResult
 from megatron.errors import ConfigError
@@ -29,7 +30,7 @@ from megatron.metrics.writer import (
     has_sample_axis,
     iteration_scalars,
 )
-from megatron.training.build import run
+from megatron.training import context
 from tests.end_to_end.run_process import TINY_RUN, call_training, words_of
 from tests.metrics.reported_run import evaluation_record, iteration_record
 
@@ -239,8 +240,8 @@ class DoublingOptimizer(Optimizer):
 
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    monkeypatch.setattr(command_line, "RunConfig", RunWithCsv)
-    monkeypatch.setattr(run, "Optimizer", DoublingOptimizer)
+    monkeypatch.setattr(command_line, "RUN_PARSER", RunParser(RunWithCsv, "pretrain_llama.py"))
+    monkeypatch.setattr(context, "Optimizer", DoublingOptimizer)
     data = {"mock_data": True, "vocab_size": 64, "split": None, "train_iters": 3}
     return {**TINY_RUN, **data, "metrics_jsonl": tmp_path / "metrics.jsonl"}
 

@@ -76,10 +76,10 @@ def test_a_rank_that_is_killed_comes_back_under_torchrun(
 
 @pytest.mark.parametrize("module", [TORCHRUN, LAUNCH])
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, jobs: list[Job], module: str) -> None:
-    """Not the ranks, nor their loaders and background writers; another run may save there at once."""
+    """Not the ranks, nor their background writers; another run may save there at once."""
     jobs.append(job := Job(tmp_path, module=module, num_workers=1, async_save=True, save_interval=2))
     job.wait_for_training()
-    job.wait_for(lambda: (job.save / TRACKER).exists() and len(descendants(job.pid)) >= 6)
+    job.wait_for(lambda: (job.save / TRACKER).exists() and len(descendants(job.pid)) >= 4)
     assert (job.save / LOCK).exists()
     family = descendants(job.pid)
     job.signal(signal.SIGKILL)

@@ -246,6 +246,12 @@ STALE = (
 
 DEFAULTS = (
     Fault(
+        "the flags of a file override those of the command line",
+        "return cls((*read_run_yaml(Path(path)), *(one for one in given if one is not files[0])))",
+        "return cls((*(one for one in given if one is not files[0]), *read_run_yaml(Path(path))))",
+        ("config/test_run_yaml.py",),
+    ),
+    Fault(
         "another default of --adam-beta1",
         "    adam_beta1: float = 0.9\n",
         "    adam_beta1: float = 0.95\n",
@@ -272,6 +278,18 @@ DEFAULTS = (
 )
 
 LOST_ERRORS = (
+    Fault(
+        "all mistakes of a tool's command line but the first are lost",
+        "            raise ConfigError.of([*values.mistakes, *missing])",
+        "            raise (values.mistakes or missing)[0]",
+        ("command_line/test_parser.py",),
+    ),
+    Fault(
+        "a flag that is missing is not missed",
+        "            if default is None and flag.is_required and",
+        "            if default is not None and flag.is_required and",
+        ("command_line/test_parser.py",),
+    ),
     Fault(
         "a manifest whose digest does not match is read",
         'this code reads {known}")\n        if not is_sealed("manifest", text):',
