@@ -130,7 +130,7 @@ class Parser(Generic[C]):
         raise ConfigError(f"{given.flag} {words[0]} has a value, which a switch does not take: write {spelling}.")
 
     def build(self, values: Values, default: C | None = None) -> C:
-        """The dataclass with ``values``, otherwise those of ``default``.
+        """Build the dataclass from ``values``; a field without a value keeps that of ``default``.
 
         Raises :class:`ConfigError` with all mistakes, and all flags that are missing.
         """
@@ -145,7 +145,7 @@ class Parser(Generic[C]):
 
 
 def values_by_field(config: Any) -> dict[str, Any]:
-    """The values of a dataclass of flags by field, those of its groups among them."""
+    """Value by field of a dataclass of flags, including its groups."""
     values: dict[str, Any] = {}
     for one in fields(config):
         value = getattr(config, one.name)
@@ -180,7 +180,7 @@ def parse(
     program: str | None = None,
     print_messages: bool = True,
 ) -> C:
-    """The flags of ``program``, from ``arguments`` (default: those of ``sys.argv``).
+    """Parse the flags of ``program`` from ``arguments`` (default: ``sys.argv[1:]``).
 
     On ``--help`` prints the help, if ``print_messages`` (true on one rank), and raises :class:`SystemExit`. Raises
     :class:`ConfigError` with all mistakes.

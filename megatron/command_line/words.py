@@ -28,7 +28,7 @@ class Given(NamedTuple):
         # A value that begins with a hyphen must not be taken for a flag.
         if len(self.values) == 1 and _begins_flag(self.values[0]):
             return [f"{self.flag}={self.values[0]}"]
-        return [word for word in (self.flag, *self.values) if word or word is not self.flag]
+        return [self.flag, *self.values] if self.flag else list(self.values)
 
     @property
     def as_typed(self) -> str:

@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron.command_line.words import split_words
 from megatron.config.operation import OperationConfig
 from megatron.config.run import RunConfig
 
@@ -392,12 +393,8 @@ def run_directory_in(arguments: Sequence[str]) -> Path | None:
 
 def value_in(arguments: Sequence[str], flag: str) -> str | None:
     """The value of ``flag``, the last one if it is given several times; None if it is not there."""
-    found = None
-    for word, following in zip(arguments, [*arguments[1:], ""]):
-        name, _, value = word.partition("=")
-        if name.replace("_", "-") == flag:
-            found = value or following
-    return found
+    values = [one.values[0] for one in split_words(arguments) if one.flag == flag and one.values]
+    return values[-1] if values else None
 
 
 @dataclass(frozen=True)

@@ -298,7 +298,7 @@ def test_the_line_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str
 # Where values come from
 
 
-def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_every_value_says_where_it_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "base.yaml"
     file.write_text("lr: 3e-4\nbf16: true\nnum-layers: 5\n")
     words = f"--seq-length 64 --config {file} --model llama3-8b --lr 1e-3 --no_save_optim".split()
@@ -319,6 +319,8 @@ def test_every_value_says_where_it_comes_from(tmp_path: Path) -> None:
     assert set(found) <= {*typed, *of_preset, "bf16", "num_layers", "kv_channels", "seed", "qk_layernorm"}
     assert "4 from the command line" in parsed.describe_origins()
     assert f"2 from {file}" in parsed.describe_origins()
+    log_flags(parsed)
+    assert capsys.readouterr().out.startswith(f"> flags: {parsed.describe_origins()} (--explain-flags lists them)\n")
     assert not parse_line(["--lr", "1"]).describe_origins()  # nothing to tell apart
 
 
