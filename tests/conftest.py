@@ -2,8 +2,10 @@
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
 no other process and search no layouts, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products
-of layouts. A file named on the command line runs with its slow tests. ``--transport gloo`` runs the default tests of
-several ranks, which else share memory, over gloo's sockets: ``tests/run.sh`` does so after the slow tests.
+of layouts. A file named on the command line runs with its slow tests. Tests marked ``alone`` compare seconds: beside
+other workers they run only where their file is named, and ``tests/run.sh`` starts them after the other slow ones.
+``--transport gloo`` runs the default tests of several ranks, which else share memory, over gloo's sockets:
+``tests/run.sh`` does so last.
 """
 
 import gc
@@ -133,6 +135,9 @@ def reports_of(config: pytest.Config) -> list[pytest.TestReport]:
 def belongs_to_tier(item: pytest.Item, config: pytest.Config, is_named: bool) -> bool:
     """Whether a test runs under the options given; ``is_named`` says whether its file is on the command line."""
     if item.get_closest_marker("whole_matrix") and not config.getoption("--whole-matrix"):
+        return False
+    has_company = getattr(config, "workerinput", {}).get("workercount", 1) > 1 and not is_named
+    if item.get_closest_marker("alone") and has_company:
         return False
     if config.getoption("--transport") == "gloo":
         return has_ranks(item) and not is_over_gloo(item) and not item.get_closest_marker("slow")

@@ -11,9 +11,14 @@ run() { python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"; }
 status=0
 run "$@" || status=$?
 if [[ " $* " == *" --slow "* || " $* " == *" --whole-matrix "* ]]; then
+    echo "The tests that compare seconds, with nothing beside them:"
+    alone=0
+    python -m pytest -m alone "$@" || alone=$?
     echo "The default tests of several ranks once more, over gloo instead of shared memory:"
     over_gloo=0
     run --transport gloo "$@" || over_gloo=$?
-    if [[ $status == 0 && $over_gloo != 5 ]]; then status=$over_gloo; fi  # 5: the tests named have no ranks
+    for code in $alone $over_gloo; do
+        if [[ $status == 0 && $code != 5 ]]; then status=$code; fi  # 5: none of the tests named
+    done
 fi
 exit $status

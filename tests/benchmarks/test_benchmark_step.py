@@ -363,5 +363,5 @@ def test_rows_of_sweeps_can_be_built(sweep: SweepName) -> None:
 def test_what_cannot_be_measured_is_refused_in_a_sentence(
     flags: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(*flags) == 1
+    assert run(*flags) == 2
     assert sentence in capsys.readouterr().err

@@ -230,6 +230,7 @@ def test_the_page_has_the_published_peaks() -> None:
     assert "\n".join(lines()) in page
 
 
+@pytest.mark.alone
 @pytest.mark.slow(reason="compares times, which needs two quiet cores for minutes")
 def test_ten_layouts_take_as_long_as_predicted(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"

@@ -214,6 +214,7 @@ def test_a_healthy_job_passes_and_nothing_stays_on_the_disk(four_ranks: RankPool
     assert [name for name in os.listdir(tmp_path) if not name.endswith(".store")] == []
 
 
+@pytest.mark.alone
 @pytest.mark.slow("a minute: no false alarm in 100 repetitions")
 def test_a_healthy_job_raises_no_alarm(four_ranks: RankPool, tmp_path: Path) -> None:
     alarms = []

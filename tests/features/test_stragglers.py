@@ -104,10 +104,10 @@ RUN = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "eval_iters": 0, "log_i
 RUN |= {"hidden_size": 128, "ffn_hidden_size": 384, "seq_length": 128}
 """Iterations of tens of milliseconds: much longer than a time slice of the scheduler. Intervals of a second: other
 processes and the host take a core for tenths of one."""
-needs_quiet_machine = pytest.mark.slow(reason="compares the times of ranks, which needs a quiet machine")
 
 
-@needs_quiet_machine
+@pytest.mark.alone
+@pytest.mark.slow(reason="compares the times of ranks, which needs a quiet machine")
 def test_a_rank_that_takes_30_percent_longer_is_named_after_a_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +118,8 @@ def test_a_rank_that_takes_30_percent_longer_is_named_after_a_minute(
     assert named == ["1"], outcome.stdout
 
 
-@needs_quiet_machine
+@pytest.mark.alone
+@pytest.mark.slow(reason="compares the times of ranks, which needs a quiet machine")
 def test_ranks_of_1000_clean_steps_are_not_named(tmp_path: Path) -> None:
     flags = {**RUN, "train_iters": 1000, "metrics_jsonl": tmp_path / "metrics.jsonl"}
     outcome = fork_training(words_of(flags), 2).succeeded()
