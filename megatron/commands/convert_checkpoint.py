@@ -15,13 +15,12 @@ from megatron.commands.checkpoints import (
     DtypeName,
     Progress,
     check_unused,
-    derived_weights,
     precision_of,
+    save_derived,
     save_weights,
     tokenizer_size,
     torch_dtype,
     verified_checkpoint,
-    weights_state,
 )
 from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
@@ -182,9 +181,10 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     )
     copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
-    generation = model.model.description.generation_config
-    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer, generation)
-    command = save_weights(config.save, model, state, progress, lambda saving: copy_tokenizer(source, saving / COPY))
+    command = save_weights(
+        config.save, config.iteration, model, model.architecture, precision_of(model.dtype), tokenizer, progress,
+        model.model.description.generation_config, lambda saving: copy_tokenizer(source, saving / COPY),
+    )  # fmt: skip
     left_out = model.model.describe_left_out()
     return (
         f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
@@ -212,13 +212,11 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.directory import check_free, fresh_directory
     from megatron.checkpoint.files import path_of
     from megatron.checkpoint.hugging_face.weights import HuggingFaceExport, write_weights
-    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     target = Path(config.hf)
     check_free(target)
-    saved = verified_checkpoint(config.load, config.ckpt_step)
-    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    saved, state = verified_checkpoint(config.load, config.ckpt_step)
     flags = tokenizer_of(state, path_of(config.load), saved.iteration)
     tokenizer = tokenizer_to_write(flags) if config.tokenizer else None
     model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance, config.ema)
@@ -283,8 +281,8 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
     if ids is not None and ids != rows:
         # NullTokenizer has one id more than its --vocab-size.
         tokenizer = replace(tokenizer, vocab_size=rows - (tokenizer.tokenizer_type == "NullTokenizer"))
-    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer)
-    command = save_weights(config.save, model, state, progress)
+    precision = precision_of(model.dtype)
+    command = save_weights(config.save, config.iteration, model, model.architecture, precision, tokenizer, progress)
     vocabulary_note = f"the vocabulary has {rows} ids; left out {model.num_padding_rows} rows of padding"
     if (config.vocab_size or ids) is None:
         vocabulary_note = (
@@ -335,19 +333,16 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.files import path_of
-    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import UpcycledModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     root = Path(config.save)
     check_unused(root)
-    saved = verified_checkpoint(config.load, config.ckpt_step)
-    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    saved, state = verified_checkpoint(config.load, config.ckpt_step)
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
     tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
-    derived, furnish = derived_weights(state, tokenizer, architecture, config.iteration, config.save)
-    command = save_weights(config.save, model, derived, progress, furnish)
+    command = save_derived(config.save, config.iteration, model, architecture, state, tokenizer, progress)
     return (
         f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
         f"{command}"
