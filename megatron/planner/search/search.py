@@ -112,15 +112,11 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
                 terms=terms,
                 memory_bytes=num_bytes,
                 tightest_stage=stage,
-                is_simulated=False,
-                memory_by_stage=(),
-                passes=None,
                 bubble_fraction=terms["bubble"] / seconds,
                 tokens_per_s_per_gpu=rate,
                 mfu=rate * flops_per_token / job.peak_flops,
                 limits=limits,
                 advice=advice,
-                is_tie=False,
             )
         )
     return planned
