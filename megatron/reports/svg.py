@@ -248,6 +248,14 @@ def gib(size: float) -> str:
     return f"{value:,.2f}" if size == 0 or value >= 1 else f"{value:.3g}"
 
 
+def short(value: float, digits: int = 3, prefixes: str = "TGMk") -> str:
+    """A number with so many digits, and a prefix from 1,000 on."""
+    for size, prefix in zip((1e12, 1e9, 1e6, 1e3), prefixes, strict=True):
+        if value >= (1 - 0.5 * 10**-digits) * size:
+            return f"{value / size:.{digits}g} {prefix}"
+    return f"{value:.{digits}g}"
+
+
 def percentage(share: float) -> str:
     """94.5 %, and 99.97 % where one digit would round to 100."""
     digits = 2 if 0.9995 > share >= 0.9945 or 0.0 < share < 0.0005 else 1
@@ -388,7 +396,7 @@ def opacity(shade: float) -> float:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a plane, with ``(value, label)`` ticks."""
+    """An axis of a chart, with ``(value, label)`` ticks."""
 
     scale: Scale
     ticks: Sequence[tuple[float, str]]
@@ -403,11 +411,16 @@ def seconds_axis(end: float) -> Axis:
 
 def plane(x: Axis, y: Axis, height: float, shapes: Sequence[str], label: str) -> str:
     """A chart with two axes; ``shapes`` are placed by the scales."""
-    grid = [horizontal(y.scale.pixel(value, height), "grid") for value, _ in y.ticks]
-    grid += [vertical(x.scale.percent(value), 0, height, "grid") for value, _ in x.ticks]
-    chart = svg(height, *grid, *shapes, label=label)
+    grid = [vertical(x.scale.percent(value), 0, height, "grid") for value, _ in x.ticks]
+    chart = lane(y, height, [*grid, *shapes], label)
+    return lanes([chart, Lane("", horizontal_axis(x))], has_cursor=False)
+
+
+def lane(y: Axis, height: float, shapes: Sequence[str], label: str) -> Lane:
+    """A chart with a line across it at each tick of its vertical axis, under the title of the axis."""
     values = [(y.scale.pixel(value, height), text) for value, text in y.ticks]
-    return lanes([Lane(y.title, chart, values), Lane("", horizontal_axis(x))], has_cursor=False)
+    grid = [horizontal(place, "grid") for place, _ in values]
+    return Lane(y.title, svg(height, *grid, *shapes, label=label), values)
 
 
 def horizontal_axis(axis: Axis) -> str:

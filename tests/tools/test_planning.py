@@ -16,13 +16,14 @@ import pytest
 from megatron.command_line.words import Given
 from megatron.commands import planning, pretrain_llama
 from megatron.commands.pages import plan_charts, plan_report
-from megatron.commands.pages.plan_charts import seconds, short
+from megatron.commands.pages.plan_charts import seconds
 from megatron.commands.pages.plan_report import plan_page
 from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
 from megatron.planner.search.result import SearchResult, command
 from megatron.planner.step_time.workload import TERMS
+from megatron.reports.svg import short
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
 from tests.tools.sample_search import STORED, planned, sample_layout, sample_result, shown
 

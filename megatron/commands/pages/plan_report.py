@@ -14,18 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.commands.pages.plan_charts import (
+    MemoryOfStage,
     choices,
     compared,
     days,
-    equal_neighbours,
     link_of,
     memory_figure,
+    neighbours,
     pareto_figure,
     recompute_of,
     scaling_figure,
     seconds,
-    short,
     time_figure,
+    title_of,
 )
 from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
@@ -33,7 +34,7 @@ from megatron.planner.search.result import PlannedLayout, SearchResult, command,
 from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
-from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane
+from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane, short
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
@@ -238,10 +239,7 @@ def _tiles(result: SearchResult) -> list[html.Tile]:
 
 
 def _tokens(count: float) -> str:
-    for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}"
-    return f"{count:,.0f}"
+    return short(count, prefixes="TBMk")
 
 
 def _choice(result: SearchResult) -> str:
@@ -271,7 +269,8 @@ def _of_simulated(result: SearchResult) -> list[str]:
     assert one.passes is not None
     of_layout = f"Layout {rank}, {one.layout.name}"
     limit = result.job.config.dry_run.gpu_memory
-    memory = memory_figure(equal_neighbours(list(enumerate(one.memory_by_stage))), limit)
+    stages = neighbours(enumerate(one.memory_by_stage), dict)
+    memory = memory_figure([MemoryOfStage(title_of(name), "", by_kind) for name, by_kind in stages], limit)
     return [
         html.section(
             "Timeline of a step",
