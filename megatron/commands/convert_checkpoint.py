@@ -5,10 +5,11 @@ complete.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.checkpoints import (
@@ -368,19 +369,19 @@ def with_experts(dense: TransformerConfig, config: Upcycle) -> TransformerConfig
 # --- the command -------------------------------------------------------------------------------------------------
 
 
+_CONVERSIONS: Mapping[type[Any], Callable[[Any, Progress], str]] = {
+    FromHuggingFace: from_hugging_face,
+    ToHuggingFace: to_hugging_face,
+    FromMegatron: from_megatron,
+    Upcycle: upcycle,
+}
+
+
 def convert(config: FromHuggingFace | ToHuggingFace | FromMegatron | Upcycle) -> str:
     """Run a subcommand; returns the message for the user."""
     config.check()
     with Progress() as progress:
-        match config:
-            case FromHuggingFace():
-                return from_hugging_face(config, progress)
-            case ToHuggingFace():
-                return to_hugging_face(config, progress)
-            case FromMegatron():
-                return from_megatron(config, progress)
-            case Upcycle():
-                return upcycle(config, progress)
+        return _CONVERSIONS[type(config)](config, progress)
 
 
 main = partial(run_tool, COMMANDS, lambda config: print(convert(config)), __doc__, interrupted="nothing has")

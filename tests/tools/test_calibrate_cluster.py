@@ -225,7 +225,7 @@ def test_products_are_those_of_a_layer() -> None:
 def test_measuring_takes_the_stated_number_of_operations(together: int) -> None:
     counted: list[str] = []
     ranks = Ranks()
-    measured = measure(replace(PLAN, together=together), ranks, lambda what, count: counted.extend([what] * count))
+    measured = measure(replace(PLAN, together=together), ranks, counted.append)
     assert len(counted) == number_of_operations(PLAN, ranks)
     assert set(counted) == {"products", "attention", "copies", "steps"}
     assert all(sample.median > 0 for sample in measured.products.values())

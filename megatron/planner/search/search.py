@@ -298,7 +298,8 @@ def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) ->
     def fits(number: int) -> bool:
         if number not in needed:
             layout = priced.layouts[number]
-            needed[number] = memory.tightest(layout, job.num_microbatches(layout), priced.units[number])
+            by_stage = memory.by_stage(layout, job.num_microbatches(layout), priced.units[number])
+            needed[number] = max(by_stage), by_stage.index(max(by_stage))
         return needed[number][0] * SAFETY <= limit
 
     # From the fastest on: memory is computed only until the first that fits says what is of interest.
