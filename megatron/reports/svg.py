@@ -171,12 +171,7 @@ def curve(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str =
 
 def area(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str = "") -> str:
     """The area below a line."""
-    if not points:
-        return ""
-    places = [f"{_STRETCHED * x.fraction(one):.1f} {y.pixel(value, height):.2f}" for one, value in points]
-    first, last = (f"{_STRETCHED * x.fraction(points[end][0]):.1f} {height:g}" for end in (0, -1))
-    path = f'<path d="M{first} L{" L".join(places)} L{last} Z"{attributes(css)}/>'
-    return _stretched(path, height)
+    return band([(place, y.low, value) for place, value in points], x, y, height, css)
 
 
 def _stretched(path: str, height: float) -> str:
@@ -298,12 +293,8 @@ class Bar:
     """Rows and dots of the page with the same link are marked together."""
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A line across all bars."""
-
-    value: float
-    label: str
+Limit = tuple[float, str]
+"""Value and label of a line across all bars."""
 
 
 def stacked_bars(
@@ -315,8 +306,9 @@ def stacked_bars(
     axis = f'<div class="label"></div>{horizontal_axis(Axis(scale, ticks, ""))}<div class="total"></div>'
     above = ""
     if limit is not None:
-        place, anchor = scale.percent(limit.value), "end" if scale.fraction(limit.value) > 0.5 else "start"
-        label = svg(16, text(place, 12, limit.label, "limit", anchor))
+        value, label = limit
+        anchor = "end" if scale.fraction(value) > 0.5 else "start"
+        label = svg(16, text(scale.percent(value), 12, label, "limit", anchor))
         above = f'<div class="label"></div>{label}<div class="total"></div>'
     return f'<div class="bars">{above}{rows}{axis}</div>'
 
@@ -330,7 +322,7 @@ def _bar(bar: Bar, scale: Scale, ticks: Sequence[float], limit: Limit | None) ->
         shapes += _part(part, start, scale)
         start += part.size
     if limit is not None:
-        shapes.append(vertical(scale.percent(limit.value), -4, _BAR + 4, "limit"))
+        shapes.append(vertical(scale.percent(limit[0]), -4, _BAR + 4, "limit"))
     detail = f"<small>{escape(bar.detail)}</small>" if bar.detail else ""
     chart = svg(_BAR, *shapes, label=f"{bar.label}: {bar.total}")
     return (

@@ -13,7 +13,6 @@ from megatron.reports.page import Lane, figure, lanes, legend, paragraph
 from megatron.reports.svg import (
     Axis,
     Bar,
-    Limit,
     Part,
     Point,
     Scale,
@@ -78,7 +77,7 @@ def memory_figure(rows: Sequence[MemoryOfStage], limit: int) -> str:
     end = max(most, limit) * 1.04
     bars = [_bar(row, limit, row.total == most) for row in rows]
     ticks = [(tick * 2**30, f"{tick:g} GiB") for tick in nice_ticks(0.0, end / 2**30, 6)]
-    chart = stacked_bars(bars, ticks, end, Limit(limit, f"GPU: {gib(limit)} GiB"))
+    chart = stacked_bars(bars, ticks, end, (limit, f"GPU: {gib(limit)} GiB"))
     shown = [kind for kind in (*KINDS, ALLOWANCE_NAME) if any(row.by_kind.get(kind) for row in rows)]
     return figure(chart, legend([(COLOURS[kind], kind) for kind in shown]))
 
