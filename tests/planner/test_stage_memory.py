@@ -18,7 +18,7 @@ from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.stage_memory import StageMemory, moments_of
 from megatron.schedules.catalog import build_schedule
-from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.build.vocabulary import planned_vocabulary
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
 SMALL = (
@@ -59,12 +59,9 @@ class Case:
         return parse_command_line(f"{REQUIRED} {self.model} {layers} {self.flags}".split())
 
     def run(self) -> Run:
-        config = self.config()
-        vocabulary = config.mock_vocab_size
-        assert vocabulary is not None
-        applied = self.layout.apply(config, self.given)
+        applied = self.layout.apply(self.config(), self.given)
         check_run(applied, self.layout.num_gpus)
-        return Run.of(applied, self.layout.num_gpus, Vocabulary(vocabulary, vocabulary - 1))
+        return Run.of(applied, self.layout.num_gpus, planned_vocabulary(applied))
 
     def memory(self) -> StageMemory:
         return StageMemory(self.config(), UnitRecords(self.run().vocabulary.size), self.given)
