@@ -114,7 +114,7 @@ def sample_result() -> SearchResult:
         scale_point(job.with_gpus(count), layouts[0].layout, 8.0 * (64 / count) ** 0.93)
         for count in (16, 32, 64, 128, 256)
     )
-    return SearchResult(job, layouts, 4321, len(layouts), 12.3, scaling, ("There are no measurements of zb-v: +-30%.",))
+    return SearchResult(job, layouts, 4321, 12.3, scaling, ("There are no measurements of zb-v: +-30%.",))
 
 
 STORED = Path(__file__).with_name("plan_page.txt")

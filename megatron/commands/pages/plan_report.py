@@ -193,7 +193,7 @@ def plan_page(result: SearchResult) -> str:
     title = f"{job.name} on {job.num_gpus:,} GPUs ({job.cluster.name})"
     subtitle = (
         f"{job.global_batch_size:,} sequences of {job.seq_length:,} tokens per step · {job.precision} · "
-        f"{result.num_enumerated:,} layouts, {result.num_fitting:,} fit, {len(result.ties):,} within 2 % of the fastest"
+        f"{result.num_enumerated:,} layouts, {len(result.layouts):,} fit, {len(result.ties):,} within 2 % of the fastest"
     )
     footer = (
         f"Searched in {result.seconds:.0f} s. Times are predictions of a model fitted to published runs "
@@ -384,7 +384,7 @@ def print_result(result: SearchResult, console: Console, top: int) -> None:
     summary = (
         f"{job.name} on {job.num_gpus:,} GPUs of {job.cluster.name}: {job.global_batch_size:,} sequences of "
         f"{job.seq_length:,} tokens, {job.precision}\n"
-        f"{result.num_enumerated:,} layouts, of which {result.num_fitting:,} fit and {len(result.ties):,} are within "
+        f"{result.num_enumerated:,} layouts, of which {len(result.layouts):,} fit and {len(result.ties):,} are within "
         f"2 % of the fastest; {result.seconds:.0f} s\n"
     )
     of_runs = f"a run over {job.operation.tokens:.3g} tokens, a failure in {job.gpu_hours_per_failure:,.0f} GPU-hours"

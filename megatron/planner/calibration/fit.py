@@ -5,7 +5,7 @@ price of the formula with one unknown at 1 and the others at 0.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from statistics import median
 from typing import Any
@@ -145,7 +145,7 @@ class Calibrated:
     """The cluster that the measurements describe."""
 
     cluster: Cluster
-    errors: Mapping[str, Fitted] = field(default_factory=dict)
+    errors: Mapping[str, Fitted]
     """The fits by kind of measurement."""
 
 

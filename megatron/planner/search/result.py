@@ -67,7 +67,6 @@ class SearchResult:
     layouts: tuple[PlannedLayout, ...]
     """Every layout that fits, ranked: the ties for first, the simplest first, then by step time."""
     num_enumerated: int
-    num_fitting: int
     seconds: float
     scaling: tuple[ScalePoint, ...]
     """Points by number of GPUs. The point of ``job.num_gpus`` has the layout ``layouts[0]``."""
@@ -169,7 +168,7 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "precision": job.precision,
         "tokens": job.operation.tokens,
         "num_enumerated": result.num_enumerated,
-        "num_fitting": result.num_fitting,
+        "num_fitting": len(result.layouts),
         "seconds": result.seconds,
         "warnings": list(result.warnings),
         "layouts": [

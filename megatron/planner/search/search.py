@@ -230,7 +230,6 @@ def search(job: Job, num_simulated: int = 5, level: Level | None = None, report:
         job,
         ranked,
         found.num_enumerated,
-        len(ranked),
         time.monotonic() - started,
         scaling,
         (
