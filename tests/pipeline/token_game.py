@@ -87,9 +87,8 @@ class TokenGame:
     def _time(self, action: Action, place: Place) -> float:
         if self.durations is None:
             return self.tick
-        forward, backward, weight = (
-            times[self.number[place]] for times in (self.durations.forward, self.durations.backward, self.durations.weight)
-        )
+        durations, number = self.durations, self.number[place]
+        forward, backward, weight = durations.forward[number], durations.backward[number], durations.weight[number]
         whole = backward if self.schedule.splits_backward else backward + weight
         return {"F": forward, "B": whole, "W": weight}[action.kind]
 

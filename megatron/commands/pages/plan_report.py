@@ -189,11 +189,11 @@ _REST = "rest of the step"
 
 
 def plan_page(result: SearchResult) -> str:
-    job = result.job
+    job, count = result.job, len(result.layouts)
     title = f"{job.name} on {job.num_gpus:,} GPUs ({job.cluster.name})"
     subtitle = (
         f"{job.global_batch_size:,} sequences of {job.seq_length:,} tokens per step · {job.precision} · "
-        f"{result.num_enumerated:,} layouts, {len(result.layouts):,} fit, {len(result.ties):,} within 2 % of the fastest"
+        f"{result.num_enumerated:,} layouts, {count:,} fit, {len(result.ties):,} within 2 % of the fastest"
     )
     footer = (
         f"Searched in {result.seconds:.0f} s. Times are predictions of a model fitted to published runs "
@@ -201,7 +201,6 @@ def plan_page(result: SearchResult) -> str:
     )
     simulated = html.plural(sum(one.is_simulated for one in result.layouts), "layout")
     fitting = f"Layouts that fit. {simulated} with a number: memory by the dry run, else by the units."
-    count = len(result.layouts)
     first = f"The first {_MOST_ROWS:,} of {count:,}. " if count > _MOST_ROWS else ""
     ties = "Ties, within 2 % of the fastest, come first, from the simplest on. ~: memory without the dry run."
     links = [link_of(rank) for rank in range(1, min(count, _MOST_ROWS) + 1)]
