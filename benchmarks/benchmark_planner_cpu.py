@@ -128,7 +128,7 @@ def _build(layout: Layout, rank: int) -> Callable[[], None]:
 
 def _calibrate(rank: int, config: BenchmarkConfig) -> Measured:
     control = ControlGroup(tuple(range(CORES)), rank)
-    return measure(calibration_plan(config.turns), Ranks(rank, CORES, CORES, control), lambda what, count: None)
+    return measure(calibration_plan(config.turns), Ranks(rank, CORES, CORES, control), lambda what: None)
 
 
 def _time(step: Callable[[], None]) -> float:

@@ -203,10 +203,10 @@ def record(evaluation: Evaluation) -> str:
     # Held-back rows have been measured, too, though they are not fitted.
     runs = [run_of(one) for one in (*evaluation.known, *evaluation.held_back)]
     keys = {
-        regime.key
+        key
         for run in runs
         if not run.num_experts
-        for regime in regimes(
+        for key in regimes(
             run.cluster, run.is_fp8, run.software.sharding, run.schedule, run.gpus, run.cp, has_experts=False
         )
     }

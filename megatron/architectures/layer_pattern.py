@@ -135,21 +135,20 @@ class _Parser:
         return layers
 
     def _bit(self) -> int:
-        if self.token not in ("0", "1"):
-            raise PatternError(f"has {self.token or 'its end'!r} where 0 or 1 is expected")
-        self._position += 1
-        return int(self._tokens[self._position - 1])
+        return int(self._take(self.token in ("0", "1"), "0 or 1"))
 
     def _count(self) -> int:
-        if not self.token.isdigit():
-            raise PatternError(f"has {self.token or 'its end'!r} where a number is expected")
-        self._position += 1
-        return _number(self._tokens[self._position - 1])
+        return _number(self._take(self.token.isdigit(), "a number"))
 
     def _expect(self, token: str) -> None:
-        if self.token != token:
-            raise PatternError(f"has {self.token or 'its end'!r} where {token!r} is expected")
+        self._take(self.token == token, repr(token))
+
+    def _take(self, is_expected: bool, expected: str) -> str:
+        """The next token."""
+        if not is_expected:
+            raise PatternError(f"has {self.token or 'its end'!r} where {expected} is expected")
         self._position += 1
+        return self._tokens[self._position - 1]
 
 
 def _number(digits: str) -> int:

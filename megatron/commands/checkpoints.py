@@ -3,12 +3,13 @@ on a checkpoint."""
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
@@ -22,14 +23,13 @@ from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
     from megatron.checkpoint.files import AnyPath
+    from megatron.checkpoint.hugging_face.weights import WeightsImport
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.safetensors_file import Entry
     from megatron.checkpoint.schema import SavedState
-    from megatron.checkpoint.streaming import SavedTensors
+    from megatron.checkpoint.streaming import AveragedModel, SavedTensors, UpcycledModel
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 
@@ -52,64 +52,51 @@ class Progress:
         self._bar.close()
 
 
-class StreamedModel(Protocol):
-    """A model whose tensors are read chunk by chunk."""
-
-    @property
-    def tensors(self) -> "Mapping[str, TensorStorageMetadata]": ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read(self, name: str, chunk: "ChunkStorageMetadata", /) -> "Tensor": ...
-
-
 def save_weights(
     save: str,
-    model: StreamedModel,
-    state: "SavedState",
+    iteration: int,
+    model: "AveragedModel | UpcycledModel | WeightsImport",
+    architecture: TransformerConfig,
+    precision: PrecisionConfig,
+    tokenizer: TokenizerConfig,
     progress: Progress,
+    generation_config: str | None = None,
     furnish: Callable[[Path], object] = lambda directory: None,
 ) -> str:
-    """Copy ``model`` to a checkpoint in ``save``, with the files that ``furnish`` adds.
+    """Copy ``model`` to a checkpoint in ``save``, with the groups of flags that weights and their tokenizer determine,
+    and with the files that ``furnish`` adds.
 
     Returns the command with which training continues from it.
     """
     from megatron.checkpoint.streaming import save_streaming
-
-    progress.expect(model.nbytes)
-    save_streaming(Path(save), state.iteration, model.tensors, model.read, state.to_json(), furnish=furnish)
-    tokenizer = changed_words(state.flag_group("tokenizer", TokenizerConfig))
-    flags = ["--load", save, "--finetune", *model_flags(state.architecture), *tokenizer]
-    return f"train on with: pretrain_llama.py {shlex.join(flags)}"
-
-
-def weights_state(
-    iteration: int,
-    architecture: TransformerConfig,
-    precision: PrecisionConfig,
-    tokenizer: TokenizerConfig,
-    generation_config: str | None = None,
-) -> "SavedState":
-    """The state of a checkpoint of weights, with the groups of flags that weights and their tokenizer determine."""
     from megatron.training.checkpoints.saved_run import state_of_weights
 
     flags = {"model": asdict(ModelConfig.of(architecture)), "tokenizer": asdict(tokenizer)}
     flags["precision"] = asdict(precision)
-    return state_of_weights(iteration, architecture, flags, generation_config)
+    state = state_of_weights(iteration, architecture, flags, generation_config).to_json()
+    progress.expect(model.nbytes)
+    save_streaming(Path(save), iteration, model.tensors, model.read, state, furnish=furnish)
+    words = ["--load", save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
+    return f"train on with: pretrain_llama.py {shlex.join(words)}"
 
 
-def derived_weights(
-    source: "SavedState", tokenizer: TokenizerConfig, architecture: TransformerConfig, iteration: int, save: str
-) -> "tuple[SavedState, Callable[[Path], object]]":
-    """The state of weights made from the checkpoint of ``source``, and a function that copies its tokenizer to them."""
+def save_derived(
+    save: str,
+    iteration: int,
+    model: "AveragedModel | UpcycledModel",
+    architecture: TransformerConfig,
+    source: "SavedState",
+    tokenizer: TokenizerConfig,
+    progress: Progress,
+) -> str:
+    """:func:`save_weights` of a ``model`` made from the checkpoint of ``source``, with a copy of its ``tokenizer``."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.tokenizer_files import COPY, copy_tokenizer_of, flags_of_copy
 
     copied = flags_of_copy(tokenizer, iteration_directory(Path(save), iteration).resolve() / COPY)
-    precision = source.flag_group("precision", PrecisionConfig)
-    state = weights_state(iteration, architecture, precision, copied, source.generation_config)
-    return state, lambda saving: copy_tokenizer_of(tokenizer, saving / COPY)
+    precision, generation = source.flag_group("precision", PrecisionConfig), source.generation_config
+    furnish = lambda saving: copy_tokenizer_of(tokenizer, saving / COPY)  # noqa: E731
+    return save_weights(save, iteration, model, architecture, precision, copied, progress, generation, furnish)
 
 
 def precision_of(dtype: "torch.dtype") -> PrecisionConfig:
@@ -154,10 +141,11 @@ def tokenizer_size(flags: TokenizerConfig) -> int | None:
         return None
 
 
-def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
+def verified_checkpoint(load: str, ckpt_step: int | None) -> "tuple[SavedTensors, SavedState]":
     """The checkpoint of ``--load``, compared with its digests; raises :class:`CheckpointError`."""
     from megatron.checkpoint.files import path_of
     from megatron.checkpoint.finding import find_checkpoint, missing_checkpoint, verify_share
+    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import SavedTensors
 
     root = path_of(load)
@@ -165,7 +153,8 @@ def verified_checkpoint(load: str, ckpt_step: int | None) -> "SavedTensors":
     if iteration is None:
         raise missing_checkpoint(root)
     verify_share(root, iteration, rank=0, size=1)
-    return SavedTensors(root, iteration)
+    saved = SavedTensors(root, iteration)
+    return saved, upgrade(saved.manifest.state, saved.manifest.format_version)
 
 
 # --- the average of checkpoints --------------------------------------------------------------------------------
@@ -217,14 +206,12 @@ def average(config: Average, progress: Progress) -> str:
     """Write the average; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.files import path_of
-    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import AveragedModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
     from megatron.training.checkpoints.comparison import check_architecture
 
     check_unused(Path(config.save))
-    saved = [verified_checkpoint(config.load, iteration) for iteration in config.iterations]
-    states = [upgrade(one.manifest.state, one.manifest.format_version) for one in saved]
+    saved, states = zip(*(verified_checkpoint(config.load, iteration) for iteration in config.iterations))
     architecture = states[0].architecture
     for one, state in zip(saved, states):
         where = f"The checkpoint of iteration {one.iteration} in {config.load}"
@@ -232,8 +219,7 @@ def average(config: Average, progress: Progress) -> str:
     model = AveragedModel(saved, config.weights or [1.0] * len(saved), progress.advance)
     tokenizer = tokenizer_of(states[0], path_of(config.load), saved[0].iteration)
     source = replace(states[0], generation_config=None)
-    state, furnish = derived_weights(source, tokenizer, architecture, config.iteration, config.save)
-    command = save_weights(config.save, model, state, progress, furnish)
+    command = save_derived(config.save, config.iteration, model, architecture, source, tokenizer, progress)
     return (
         f"wrote the average of iterations {', '.join(map(str, config.iterations))} to "
         f"{iteration_directory(Path(config.save), config.iteration)}, without optimizer state\n{command}"
@@ -399,11 +385,10 @@ def table(tensors: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def bytes_by_kind(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
     """Bytes of the model, of each part of the optimizer's state, and of the random-number states."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for name, tensor in tensors.items():
         parts = name.split("/")
-        kind = "/".join(parts[:2]) if parts[0] == "optimizer" else parts[0]
-        totals[kind] = totals.get(kind, 0) + tensor["bytes"]
+        totals["/".join(parts[:2]) if parts[0] == "optimizer" else parts[0]] += tensor["bytes"]
     return totals
 
 

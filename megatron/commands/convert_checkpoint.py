@@ -5,23 +5,23 @@ complete.
 """
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.checkpoints import (
     DtypeName,
     Progress,
     check_unused,
-    derived_weights,
     precision_of,
+    save_derived,
     save_weights,
     tokenizer_size,
     torch_dtype,
     verified_checkpoint,
-    weights_state,
 )
 from megatron.commands.tool import run_tool
 from megatron.config.data import TokenizerConfig
@@ -182,9 +182,10 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     )
     copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
-    generation = model.model.description.generation_config
-    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer, generation)
-    command = save_weights(config.save, model, state, progress, lambda saving: copy_tokenizer(source, saving / COPY))
+    command = save_weights(
+        config.save, config.iteration, model, model.architecture, precision_of(model.dtype), tokenizer, progress,
+        model.model.description.generation_config, lambda saving: copy_tokenizer(source, saving / COPY),
+    )  # fmt: skip
     left_out = model.model.describe_left_out()
     return (
         f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
@@ -212,13 +213,11 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     from megatron.checkpoint.directory import check_free, fresh_directory
     from megatron.checkpoint.files import path_of
     from megatron.checkpoint.hugging_face.weights import HuggingFaceExport, write_weights
-    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     target = Path(config.hf)
     check_free(target)
-    saved = verified_checkpoint(config.load, config.ckpt_step)
-    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    saved, state = verified_checkpoint(config.load, config.ckpt_step)
     flags = tokenizer_of(state, path_of(config.load), saved.iteration)
     tokenizer = tokenizer_to_write(flags) if config.tokenizer else None
     model = HuggingFaceExport(saved, torch_dtype(config.dtype), progress.advance, config.ema)
@@ -283,8 +282,8 @@ def from_megatron(config: FromMegatron, progress: Progress) -> str:
     if ids is not None and ids != rows:
         # NullTokenizer has one id more than its --vocab-size.
         tokenizer = replace(tokenizer, vocab_size=rows - (tokenizer.tokenizer_type == "NullTokenizer"))
-    state = weights_state(config.iteration, model.architecture, precision_of(model.dtype), tokenizer)
-    command = save_weights(config.save, model, state, progress)
+    precision = precision_of(model.dtype)
+    command = save_weights(config.save, config.iteration, model, model.architecture, precision, tokenizer, progress)
     vocabulary_note = f"the vocabulary has {rows} ids; left out {model.num_padding_rows} rows of padding"
     if (config.vocab_size or ids) is None:
         vocabulary_note = (
@@ -335,19 +334,16 @@ def upcycle(config: Upcycle, progress: Progress) -> str:
     """Convert; returns the message for the user."""
     from megatron.checkpoint.directory import iteration_directory
     from megatron.checkpoint.files import path_of
-    from megatron.checkpoint.schema import upgrade
     from megatron.checkpoint.streaming import UpcycledModel
     from megatron.checkpoint.tokenizer_files import tokenizer_of
 
     root = Path(config.save)
     check_unused(root)
-    saved = verified_checkpoint(config.load, config.ckpt_step)
-    state = upgrade(saved.manifest.state, saved.manifest.format_version)
+    saved, state = verified_checkpoint(config.load, config.ckpt_step)
     architecture = with_experts(state.architecture, config)
     model = UpcycledModel(saved, architecture, config.seed, progress.advance)
     tokenizer = tokenizer_of(state, path_of(config.load), saved.iteration)
-    derived, furnish = derived_weights(state, tokenizer, architecture, config.iteration, config.save)
-    command = save_weights(config.save, model, derived, progress, furnish)
+    command = save_derived(config.save, config.iteration, model, architecture, state, tokenizer, progress)
     return (
         f"wrote {architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"
         f"{command}"
@@ -373,19 +369,19 @@ def with_experts(dense: TransformerConfig, config: Upcycle) -> TransformerConfig
 # --- the command -------------------------------------------------------------------------------------------------
 
 
+_CONVERSIONS: Mapping[type[Any], Callable[[Any, Progress], str]] = {
+    FromHuggingFace: from_hugging_face,
+    ToHuggingFace: to_hugging_face,
+    FromMegatron: from_megatron,
+    Upcycle: upcycle,
+}
+
+
 def convert(config: FromHuggingFace | ToHuggingFace | FromMegatron | Upcycle) -> str:
     """Run a subcommand; returns the message for the user."""
     config.check()
     with Progress() as progress:
-        match config:
-            case FromHuggingFace():
-                return from_hugging_face(config, progress)
-            case ToHuggingFace():
-                return to_hugging_face(config, progress)
-            case FromMegatron():
-                return from_megatron(config, progress)
-            case Upcycle():
-                return upcycle(config, progress)
+        return _CONVERSIONS[type(config)](config, progress)
 
 
 main = partial(run_tool, COMMANDS, lambda config: print(convert(config)), __doc__, interrupted="nothing has")

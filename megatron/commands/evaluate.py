@@ -23,7 +23,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import changed_flags, require_at_least, values_of
-from megatron.metrics.writer import EvaluationRecord, IterationRecord, SetLoss
+from megatron.metrics.writer import EvaluationRecord, MetricsWriter, SetLoss
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores, prepare_environment
 from megatron.training.checkpoints.comparison import with_hugging_face
@@ -32,7 +32,6 @@ from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
     from megatron.checkpoint.schema import SavedState
-    from megatron.metrics.writer import MetricsWriter
     from megatron.training.build.data import TextData
     from megatron.training.build.plan import RunPlan
     from megatron.training.context import RunContext
@@ -172,7 +171,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
 
 def open_writers(
     evaluate: EvaluateConfig, data: "TextData", context: "RunContext", plan: "RunPlan"
-) -> "list[MetricsWriter]":
+) -> list[MetricsWriter]:
     """The writers of the flags, with the results of this tool in place of Megatron-LM's lines on the console."""
     from megatron.metrics.console import ConsoleWriter
     from megatron.training.build import run
@@ -182,15 +181,12 @@ def open_writers(
 
 
 @dataclass
-class Results:
+class Results(MetricsWriter):
     """Prints the results on rank 0, and writes them to ``--json``."""
 
     evaluate: EvaluateConfig
     config: RunConfig
     data: "TextData"
-
-    def write_iteration(self, record: IterationRecord) -> None:
-        raise AssertionError("an evaluation has no iterations")
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         assert self.data.texts is not None
@@ -216,9 +212,6 @@ class Results:
             }
             write_file("--json", self.evaluate.json, json.dumps(result, indent=2) + "\n")
 
-    def close(self) -> None:
-        pass
-
 
 def figures(one: SetLoss) -> dict[str, float | int | None]:
     """The results of a text, for JSON: None where there is none."""
@@ -234,14 +227,9 @@ def figures(one: SetLoss) -> dict[str, float | int | None]:
 
 def describe(name: str, row: dict[str, Any]) -> str:
     """A line for people."""
+    formats = {"loss": ".6f", "perplexity": ".6g", "bits_per_byte": ".6f"}
     words = [
-        f"{label} {row[key]:{form}}"
-        for key, label, form in (
-            ("loss", "loss", ".6f"),
-            ("perplexity", "perplexity", ".6g"),
-            ("bits_per_byte", "bits per byte", ".6f"),
-        )
-        if row[key] is not None
+        f"{key.replace('_', ' ')} {row[key]:{form}}" for key, form in formats.items() if row[key] is not None
     ]
     counts = [f"{row[key]:,} {key}" for key in ("tokens", "bytes", "documents") if row[key] is not None]
     return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from megatron.command_line.parser import values_by_field
 from megatron.config.bash.evaluation import Started, started_by
@@ -97,52 +96,45 @@ def explain_files(line: CommandLine, environment: Mapping[str, str]) -> ExitCode
     explained: dict[str, Explained] = {}
     for name, recipe in recipes.by_name.items():
         words = [*(edited(recipe.words) if flags.explain_edit else recipe.words), *others]
-        ranks = _ranks_of(words, num_gpus, recipe.num_ranks)
-        explained[name] = explain(words, ranks.number)
+        ranks, origin = _ranks_of(words, num_gpus, recipe.num_ranks)
+        explained[name] = explain(words, ranks)
         if len(recipes.by_name) == 1:
-            print(_one(name, explained[name], ranks, recipe.remarks))
+            print(_one(f"{name}, on {ranks} GPUs ({origin})", name, explained[name], recipe.remarks))
     if len(recipes.by_name) != 1 or recipes.skipped:
         print(_several(explained, recipes.skipped))
     starts = explained and not any(one.corrections for one in explained.values())
     return ExitCode.COMPLETE if starts else ExitCode.ACTION_REQUIRED
 
 
-class _Ranks(NamedTuple):
-    number: int
-    origin: str  # of the number
-
-
-def _ranks_of(words: Sequence[str], num_gpus: int | None, of_launcher: int | None) -> _Ranks:
-    """The ranks on which a recipe is checked: those of ``--num-gpus``, those of its launcher if the layout is possible
-    on them, or the fewest."""
+def _ranks_of(words: Sequence[str], num_gpus: int | None, of_launcher: int | None) -> tuple[int, str]:
+    """The number of ranks on which a recipe is checked, and where it comes from: that of ``--num-gpus``, that of its
+    launcher if the layout is possible on them, or the fewest."""
     config = CommandLine.of(words).parse().config
     if num_gpus is not None:
-        return _Ranks(num_gpus, "--num-gpus")
+        return num_gpus, "--num-gpus"
     least = max(config.parallel.least_world_size(bool(config.model.num_experts)), 1)
     if of_launcher and of_launcher % least == 0:
-        return _Ranks(of_launcher, "as its torchrun starts")
+        return of_launcher, "as its torchrun starts"
     besides = f"; its torchrun starts {of_launcher}" if of_launcher else ""
-    return _Ranks(least, f"the fewest for its layout{besides}; --num-gpus sets another number")
+    return least, f"the fewest for its layout{besides}; --num-gpus sets another number"
 
 
-def _one(name: str, explained: Explained, ranks: _Ranks, remarks: Sequence[str]) -> str:
+def _one(heading: str, name: str, explained: Explained, remarks: Sequence[str]) -> str:
     reasons = {flag: one.reason for flag, one in NO_EFFECT.items()}
     reasons |= {"--expert-tensor-parallel-size": "the model has no experts"}
     idle = [f"{typed}: {reasons.get(flags_in(typed)[0], 'the run always does so')}" for typed in explained.no_effect]
-    parts: list[tuple[str, Sequence[str]]] = [
-        (f"{len(explained.kept)} kept", explained.kept),
-        (f"{len(idle)} without effect here", idle),
-        (f"{len(explained.inferred)} added", explained.inferred),
-        (f"{len(explained.corrections)} to correct", explained.corrections),
-        (
-            f"{len(explained.unstated)} not stated, with other defaults than in Megatron-LM",
-            [f"{flag}: {OTHER_DEFAULTS[flag]}" for flag in explained.unstated],
-        ),
-        (f"{len(remarks)} not decided by reading (see --explain-run-script)", remarks),
-    ]
-    lines = [f"{name}, on {ranks.number} GPUs ({ranks.origin})"]
-    for title, items in parts:
-        lines += ["", title, *(f"  {item}" for item in items)] if items else []
+    unstated = [f"{flag}: {OTHER_DEFAULTS[flag]}" for flag in explained.unstated]
+    parts: dict[str, Sequence[str]] = {
+        "kept": explained.kept,
+        "without effect here": idle,
+        "added": explained.inferred,
+        "to correct": explained.corrections,
+        "not stated, with other defaults than in Megatron-LM": unstated,
+        "not decided by reading (see --explain-run-script)": remarks,
+    }
+    lines = [heading]
+    for title, items in parts.items():
+        lines += ["", f"{len(items)} {title}", *(f"  {item}" for item in items)] if items else []
     counts = f"{len(explained.kept)} kept, {len(idle)} without effect, {len(explained.corrections)} to correct"
     verdict = "would not start" if explained.corrections else "would start"
     return "\n".join([*lines, "", f"{name} {verdict}: {counts}."])

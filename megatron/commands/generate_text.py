@@ -7,7 +7,7 @@ output, tokens per second to standard error.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,18 +151,14 @@ def _read_line() -> str:
     return sys.stdin.readline()
 
 
-@contextmanager
-def opened(output: str | None, rank: int) -> Iterator[TextIO]:
+def opened(output: str | None, rank: int) -> AbstractContextManager[TextIO]:
     """The file ``output``, or standard output. Other ranks than 0 write to the null device."""
     if rank == 0 and output is None:
-        yield sys.stdout
-        return
+        return nullcontext(sys.stdout)
     try:
-        file = open(os.devnull if rank else str(output), "w", encoding="utf-8")  # noqa: SIM115
+        return open(os.devnull if rank else str(output), "w", encoding="utf-8")
     except OSError as error:
         raise RankError(f"--output {output} cannot be written ({error.strerror}): use another path.") from error
-    with file:
-        yield file
 
 
 def print_text(config: GenerateConfig, rank: int) -> None:

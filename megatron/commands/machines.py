@@ -5,8 +5,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,6 +72,7 @@ class CalibrateConfig:
 def calibrate(config: CalibrateConfig) -> str | None:
     """Measure; rank 0 returns the text of the cluster file."""
     import torch
+    from tqdm import tqdm
 
     from megatron.config.command_line import parse_command_line
     from megatron.config.parallel import ParallelConfig
@@ -109,7 +108,13 @@ def calibrate(config: CalibrateConfig) -> str | None:
     with init_distributed(ParallelConfig(), process, device) as topology:
         control = topology.control if process.world_size > 1 else None
         ranks = Ranks(process.rank, process.world_size, process.local_world_size, control)
-        with torch.random.fork_rng(devices=[]), _progress(number_of_operations(plan, ranks), process.rank) as advance:
+        total = number_of_operations(plan, ranks)
+        with torch.random.fork_rng(devices=[]), tqdm(total=total, disable=process.rank > 0, unit="operation") as bar:
+
+            def advance(what: str) -> None:
+                bar.set_description(what, refresh=False)
+                bar.update()
+
             measured = measure(plan, ranks, advance)
         if process.rank:
             return None  # all ranks have measured, one writes
@@ -119,20 +124,6 @@ def calibrate(config: CalibrateConfig) -> str | None:
         if is_cpu:
             machine += f", {available_cores()} cores"
         return cluster_file(found, measured, config.base, datetime.date.today().isoformat(), machine)
-
-
-@contextmanager
-def _progress(total: int, rank: int) -> Iterator[Callable[[str, int], None]]:
-    """A progress bar on rank 0."""
-    from tqdm import tqdm
-
-    with tqdm(total=total, disable=rank > 0, unit="operation") as bar:
-
-        def advance(what: str, count: int) -> None:
-            bar.set_description(what, refresh=False)
-            bar.update(count)
-
-        yield advance
 
 
 def write(config: CalibrateConfig) -> None:

@@ -55,16 +55,9 @@ class OverfitCheck:
             raise ConfigError(f"--samples {self.samples} is not divisible by --processes {self.processes}: change one.")
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The runs, by flags of pretrain_llama.py."""
-
-    common: tuple[str, ...]  # flags of all runs: architecture, precision, kernels
-    layouts: tuple[tuple[str, ...], ...]  # flags of each layout
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Runs]:
-    """The flags of this tool, and the groups of flags after each ``--``."""
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[list[str]]]:
+    """The flags of this tool; those of all runs (architecture, precision, kernels), and those of each layout, which are
+    the groups of flags after each ``--``."""
     groups: list[list[str]] = [[]]
     for word in arguments:
         if word == "--":
@@ -72,8 +65,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], Runs]:
         else:
             groups[-1].append(word)
     mine, *others = groups
-    common = tuple(others[0]) if others and others[0] else ("--model", "tiny")
-    return mine, Runs(common, tuple(tuple(group) for group in others[1:]))
+    return mine, (others[0] if others else []) or ["--model", "tiny"], others[1:]
 
 
 @dataclass(frozen=True)
@@ -168,21 +160,21 @@ def describe(outcome: Outcome, reference: Outcome, config: OverfitCheck) -> str:
     return f"{outcome.verdict(config)}: {outcome.name}: loss {first:.4f} to {last:.4f}{difference}"
 
 
-def check_all(runs: Runs, config: OverfitCheck) -> int:
+def check_all(common: Sequence[str], layouts: Sequence[Sequence[str]], config: OverfitCheck) -> int:
     """Run one process and all layouts, and print a row for each; 1 if one did not pass."""
     config.check()
     outcomes: list[Outcome] = []
-    for layout, processes in [((), 1), *((layout, config.processes) for layout in runs.layouts)]:
-        outcomes.append(run(config, runs.common, layout, processes))
+    for layout, processes in [((), 1), *((layout, config.processes) for layout in layouts)]:
+        outcomes.append(run(config, common, layout, processes))
         print(describe(outcomes[-1], outcomes[0], config), flush=True)
     return 0 if all(outcome.verdict(config) == "pass" for outcome in outcomes) else 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tool; returns the exit status: 0 if every layout passed, 1 if one did not, 2 for a mistake."""
-    mine, runs = split_arguments(sys.argv[1:] if arguments is None else arguments)
+    mine, common, layouts = split_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
-        return run_tool(OverfitCheck, partial(check_all, runs), __doc__, mine)
+        return run_tool(OverfitCheck, partial(check_all, common, layouts), __doc__, mine)
     except OSError as error:
         report(DataError(f"The samples cannot be written ({error.strerror}): free some space in TMPDIR."), rank=0)
         return ExitCode.ACTION_REQUIRED

@@ -5,7 +5,7 @@ Times are per stage; each chunk of a stage takes an equal share.
 
 import json
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.commands.pages.schedule_chart import schedule_picture, schedule_te
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import ConfigError, DataError
 from megatron.flags import require_at_least, values_of
+from megatron.reports.page import plural
 from megatron.schedules.catalog import SCHEDULES, ScheduleName, build_schedule
 from megatron.schedules.schedule import Schedule, ScheduleError, Shape
 from megatron.schedules.simulator import Durations, Timeline, peak_live_activations, simulate, verify
@@ -118,9 +119,7 @@ class Study:
     def title(self) -> str:
         """The schedule in words."""
         placement = self.schedule.placement
-        counts = [(placement.num_stages, "stage"), (self.schedule.num_microbatches, "microbatch")]
-        plurals = {"stage": "stages", "microbatch": "microbatches"}
-        words = [f"{count} {plurals[noun] if count > 1 else noun}" for count, noun in counts]
+        words = [plural(placement.num_stages, "stage"), plural(self.schedule.num_microbatches, "microbatch", "es")]
         if placement.num_chunks > 1:
             words.append(f"{placement.num_chunks} chunks per stage")
         if self.group_size not in (None, placement.num_stages):
@@ -176,17 +175,14 @@ def study_of_trace(config: PipelineScheduleConfig, path: str) -> Study:
 
 def to_json(study: Study) -> dict[str, Any]:
     """The figures of a study; times as they were given, or in seconds where they were measured."""
-    placement, times = study.schedule.placement, study.times
+    placement = study.schedule.placement
     data: dict[str, Any] = {
         "schedule": study.schedule.name,
         "stages": placement.num_stages,
         "microbatches": study.schedule.num_microbatches,
         "virtual": placement.num_chunks,
         "microbatch_group_size": study.group_size,
-        "forward_time": times.forward,
-        "backward_time": times.backward,
-        "weight_time": times.weight,
-        "send_time": times.send,
+        **{f"{name}_time": time for name, time in asdict(study.times).items()},
         "peak_live_activations": peak_live_activations(study.schedule),
         **_timeline_to_json(study.simulated),
     }

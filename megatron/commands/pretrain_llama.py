@@ -57,10 +57,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     if config.plan.plan or config.dry_run.dry_run:
         from megatron.commands.planning import dry_run, plan
 
-        if config.plan.plan:
-            plan(config, line, world_size)
-        else:
-            dry_run(config, line, world_size)
+        (plan if config.plan.plan else dry_run)(config, line, world_size)
         return ExitCode.COMPLETE
     num_spares = count_spares(config, rank, world_size) if ELASTIC in os.environ else 0
     check_run(config, world_size - num_spares)

@@ -5,7 +5,7 @@ Reads the records in the run directory (--run-dir of the training, by default it
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,7 +17,6 @@ from megatron.commands.pages.run_charts import (
     BEFORE,
     DURING,
     EXPLANATIONS,
-    Curves,
     Report,
     date,
     fault_tip,
@@ -28,7 +27,7 @@ from megatron.commands.pages.run_charts import (
 from megatron.commands.tool import run_tool, write_file
 from megatron.errors import DataError
 from megatron.flags import Argument
-from megatron.metrics.jsonl import History, Record, read_history
+from megatron.metrics.jsonl import History, read_history
 from megatron.operation.attempts import TIME_CLASSES, Attempt
 from megatron.operation.causes import advice
 from megatron.operation.run_summary import (
@@ -41,7 +40,7 @@ from megatron.operation.run_summary import (
     to_json,
 )
 from megatron.reports import page as html
-from megatron.reports.svg import Point, duration, percentage
+from megatron.reports.svg import duration, percentage
 from megatron.urls import refuse_urls
 
 _NOT_A_NAME = {"checkpoints", "checkpoint", "ckpts", "ckpt"}
@@ -63,18 +62,6 @@ class ReportConfig:
     name: str | None = None
     """Name of the run on the page (default: its --wandb-exp-name, else the name of the directory, or of the one above a
     directory that is called checkpoints)."""
-
-
-def curves_of(history: History) -> Curves:
-    """Losses over wall time."""
-
-    def points(records: Sequence[Record], key: str) -> list[Point]:
-        pairs = [(record.get("time"), record.get(key)) for record in records]
-        return sorted(
-            (float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)
-        )
-
-    return Curves(points(history.iterations, "lm_loss"), points(history.evaluations, "validation_loss"))
 
 
 def history_of(config: ReportConfig, directory: Path) -> History | None:
@@ -107,8 +94,7 @@ def build_report(config: ReportConfig) -> Report:
             "--run-dir, or as --save."
         )
     history = history_of(config, directory)
-    curves = Curves() if history is None else curves_of(history)
-    return Report(config.name or name_of(directory, history), run, summarize(run), curves, history)
+    return Report(config.name or name_of(directory, history), run, summarize(run), history)
 
 
 def write_report(config: ReportConfig) -> None:

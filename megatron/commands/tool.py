@@ -26,17 +26,18 @@ def run_tool(
     Returns the exit code: that of ``work`` (None: 0), or that of a :class:`UserError`, after its sentence.
     ``interrupted`` says what Ctrl-C leaves behind, for a tool that removes incomplete files.
     """
+    rank = int(os.environ.get("RANK", 0))
     try:
         if isinstance(flags, Mapping):
             config = parse_command(flags, description or "", arguments)
         else:
-            config = parse(flags, description, arguments)
+            config = parse(flags, description, arguments, print_messages=rank == 0)
         if interrupted:
             # A terminated run, too, removes its incomplete files: the exception passes through their context managers.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
         return work(config) or 0
     except UserError as error:
-        report(error, rank=0)
+        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return error.exit_code
     except KeyboardInterrupt:
         if not interrupted:
@@ -54,11 +55,7 @@ def run_on_ranks(
     """Call ``work`` like :func:`run_tool`, with the rank as second argument, alone or under torchrun."""
     rank = int(os.environ.get("RANK", 0))
     try:
-        config = parse(flags, description, arguments, print_messages=rank == 0)
-        return work(config, rank) or 0
-    except UserError as error:
-        report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        return error.exit_code
+        return run_tool(flags, lambda config: work(config, rank), description, arguments)
     except KeyboardInterrupt:
         return 130
 

@@ -108,9 +108,9 @@ class Launch:
 class LaunchRecorder(ShapeTracker):
     """Records launches inside the mode: operators on tensors of ``device``. What the host reads of them is 1."""
 
-    def __init__(self, device: torch.device = DEVICE) -> None:
-        super().__init__()
-        self._device = device
+    def __init__(self, device: torch.device = DEVICE, block: int = 1) -> None:
+        super().__init__(block)
+        self.device = device
         self.launches: list[Launch] = []
         self.is_recomputing = False
         self._started: list[Launch] = []
@@ -163,8 +163,8 @@ class LaunchRecorder(ShapeTracker):
         if name in _PINNING:
             # Host memory cannot be pinned without a GPU.
             return args[0]
-        is_made_there = device is not None and torch.device(device) == self._device
-        if not (is_made_there or any(tensor.device == self._device for tensor in _tensors_of((args, kwargs)))):
+        is_made_there = device is not None and torch.device(device) == self.device
+        if not (is_made_there or any(tensor.device == self.device for tensor in _tensors_of((args, kwargs)))):
             return func(*args, **kwargs)
         if name == "aten::_to_copy" and device == torch.device("cpu"):
             # What the host reads is 1.
@@ -200,7 +200,7 @@ class LaunchRecorder(ShapeTracker):
         name = operation.name
         # Queries and allocations launch nothing, and neither does an operator without an element.
         is_free = name.startswith("prim::") or name in _ALLOCATIONS
-        if self._device.type not in devices or is_free or not any(tensor.numel() for tensor in operation.tensors):
+        if self.device.type not in devices or is_free or not any(tensor.numel() for tensor in operation.tensors):
             return
         if operation.operator is local_scalar:
             address = _address(operation.tensors[0])

@@ -171,12 +171,7 @@ def curve(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str =
 
 def area(points: Sequence[Point], x: Scale, y: Scale, height: float, css: str = "") -> str:
     """The area below a line."""
-    if not points:
-        return ""
-    places = [f"{_STRETCHED * x.fraction(one):.1f} {y.pixel(value, height):.2f}" for one, value in points]
-    first, last = (f"{_STRETCHED * x.fraction(points[end][0]):.1f} {height:g}" for end in (0, -1))
-    path = f'<path d="M{first} L{" L".join(places)} L{last} Z"{attributes(css)}/>'
-    return _stretched(path, height)
+    return band([(place, y.low, value) for place, value in points], x, y, height, css)
 
 
 def _stretched(path: str, height: float) -> str:
@@ -248,6 +243,14 @@ def gib(size: float) -> str:
     return f"{value:,.2f}" if size == 0 or value >= 1 else f"{value:.3g}"
 
 
+def short(value: float, digits: int = 3, prefixes: str = "TGMk") -> str:
+    """A number with so many digits, and a prefix from 1,000 on."""
+    for size, prefix in zip((1e12, 1e9, 1e6, 1e3), prefixes, strict=True):
+        if value >= (1 - 0.5 * 10**-digits) * size:
+            return f"{value / size:.{digits}g} {prefix}"
+    return f"{value:.{digits}g}"
+
+
 def percentage(share: float) -> str:
     """94.5 %, and 99.97 % where one digit would round to 100."""
     digits = 2 if 0.9995 > share >= 0.9945 or 0.0 < share < 0.0005 else 1
@@ -290,12 +293,8 @@ class Bar:
     """Rows and dots of the page with the same link are marked together."""
 
 
-@dataclass(frozen=True)
-class Limit:
-    """A line across all bars."""
-
-    value: float
-    label: str
+Limit = tuple[float, str]
+"""Value and label of a line across all bars."""
 
 
 def stacked_bars(
@@ -307,8 +306,9 @@ def stacked_bars(
     axis = f'<div class="label"></div>{horizontal_axis(Axis(scale, ticks, ""))}<div class="total"></div>'
     above = ""
     if limit is not None:
-        place, anchor = scale.percent(limit.value), "end" if scale.fraction(limit.value) > 0.5 else "start"
-        label = svg(16, text(place, 12, limit.label, "limit", anchor))
+        value, label = limit
+        anchor = "end" if scale.fraction(value) > 0.5 else "start"
+        label = svg(16, text(scale.percent(value), 12, label, "limit", anchor))
         above = f'<div class="label"></div>{label}<div class="total"></div>'
     return f'<div class="bars">{above}{rows}{axis}</div>'
 
@@ -322,7 +322,7 @@ def _bar(bar: Bar, scale: Scale, ticks: Sequence[float], limit: Limit | None) ->
         shapes += _part(part, start, scale)
         start += part.size
     if limit is not None:
-        shapes.append(vertical(scale.percent(limit.value), -4, _BAR + 4, "limit"))
+        shapes.append(vertical(scale.percent(limit[0]), -4, _BAR + 4, "limit"))
     detail = f"<small>{escape(bar.detail)}</small>" if bar.detail else ""
     chart = svg(_BAR, *shapes, label=f"{bar.label}: {bar.total}")
     return (
@@ -388,7 +388,7 @@ def opacity(shade: float) -> float:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a plane, with ``(value, label)`` ticks."""
+    """An axis of a chart, with ``(value, label)`` ticks."""
 
     scale: Scale
     ticks: Sequence[tuple[float, str]]
@@ -403,11 +403,16 @@ def seconds_axis(end: float) -> Axis:
 
 def plane(x: Axis, y: Axis, height: float, shapes: Sequence[str], label: str) -> str:
     """A chart with two axes; ``shapes`` are placed by the scales."""
-    grid = [horizontal(y.scale.pixel(value, height), "grid") for value, _ in y.ticks]
-    grid += [vertical(x.scale.percent(value), 0, height, "grid") for value, _ in x.ticks]
-    chart = svg(height, *grid, *shapes, label=label)
+    grid = [vertical(x.scale.percent(value), 0, height, "grid") for value, _ in x.ticks]
+    chart = lane(y, height, [*grid, *shapes], label)
+    return lanes([chart, Lane("", horizontal_axis(x))], has_cursor=False)
+
+
+def lane(y: Axis, height: float, shapes: Sequence[str], label: str) -> Lane:
+    """A chart with a line across it at each tick of its vertical axis, under the title of the axis."""
     values = [(y.scale.pixel(value, height), text) for value, text in y.ticks]
-    return lanes([Lane(y.title, chart, values), Lane("", horizontal_axis(x))], has_cursor=False)
+    grid = [horizontal(place, "grid") for place, _ in values]
+    return Lane(y.title, svg(height, *grid, *shapes, label=label), values)
 
 
 def horizontal_axis(axis: Axis) -> str:

@@ -208,7 +208,7 @@ def test_a_mistyped_flag_is_one_start(tmp_path: Path) -> None:
 
 # --- Kubernetes ----------------------------------------------------------------------------------------------
 
-MANIFEST = Path(__file__).parents[2] / "examples/kubernetes/pretrain.yaml"
+MANIFEST = REPOSITORY / "examples/kubernetes/pretrain.yaml"
 MODELS = {"Job": "V1Job", "Service": "V1Service"}
 
 
@@ -221,11 +221,7 @@ def through_the_models(document: dict[str, Any]) -> Any:
     """The document as the client's models write what they have read: unknown fields are gone."""
     client = pytest.importorskip("kubernetes.client").ApiClient()
     response = SimpleNamespace(data=json.dumps(document))
-    try:
-        model = client.deserialize(response, MODELS[document["kind"]])
-    except (TypeError, AttributeError):
-        model = client.deserialize(response.data, MODELS[document["kind"]], "application/json")
-    return client.sanitize_for_serialization(model)
+    return client.sanitize_for_serialization(client.deserialize(response, MODELS[document["kind"]]))
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -235,9 +231,8 @@ def test_the_models_of_the_client_know_every_field(kind: str) -> None:
 
 def test_a_misspelt_field_is_found() -> None:
     job = json.loads(json.dumps(documents()["Job"]))
-    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = job["spec"]["podFailurePolicy"]["rules"][0].pop(
-        "onExitCodes"
-    )
+    rule = job["spec"]["podFailurePolicy"]["rules"][0]
+    rule["onExitCode"] = rule.pop("onExitCodes")
     assert through_the_models(job) != job
 
 
@@ -255,15 +250,9 @@ def action(job: dict[str, Any], code: int, conditions: tuple[str, ...] = ()) -> 
 def test_exit_codes_are_respected() -> None:
     """Where the launcher does not restart, neither does the job, but for a run that has stopped and saved."""
     job = documents()["Job"]
-    for code in ExitCode:
-        if code == ExitCode.STOPPED:
-            expected = "Ignore"
-        elif code in FINAL:
-            expected = "FailJob"
-        else:
-            expected = "Count"
-        if code != ExitCode.COMPLETE:
-            assert action(job, code) == expected, code
+    assert action(job, ExitCode.STOPPED) == "Ignore"
+    for code in set(ExitCode) - {ExitCode.STOPPED, ExitCode.COMPLETE}:
+        assert action(job, code) == ("FailJob" if code in FINAL else "Count"), code
     assert action(job, 137) == "Count"
     assert action(job, 143, ("DisruptionTarget",)) == "Ignore"
     assert action(job, ExitCode.ACTION_REQUIRED, ("DisruptionTarget",)) == "FailJob"

@@ -21,7 +21,7 @@ from megatron.core.hyperparameters import LearningRateSchedule, build_learning_r
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
 from megatron.planner.step_time.workload import read_cluster
-from megatron.training.batch_schedule import build_batch_schedule
+from megatron.training.batch_schedule import build_batches
 from tests.end_to_end.run_process import (
     call_training,
     environment,
@@ -76,14 +76,7 @@ def checked(command: Command, world_size: int) -> RunConfig:
     """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided."""
     config = parse_command_line(command.flags)
     check_run(config, world_size)
-    training = config.training
-    build_batch_schedule(
-        micro_batch_size=config.micro_batch_size,
-        data_parallel_size=config.data_parallel_size(world_size),
-        global_batch_size=training.global_batch_size,
-        step_batch_size_schedule=training.step_batch_size_schedule,
-        seq_length=config.seq_length,
-    )
+    build_batches(config, config.data_parallel_size(world_size))
     return config
 
 
@@ -226,57 +219,39 @@ def test_all_of_405b_is_planned_and_fits_with_the_recompute_that_it_has(tmp_path
     assert memory and max(memory.values()) < 2**30
 
 
-@dataclass(frozen=True)
-class Experts:
-    """A recipe with experts, and the layout that it states."""
-
-    recipe: str
-    hidden: int
-    width: int
-    experts: int
-    topk: int
-    moe_layers: int
-    tokens: int
-    """Of a microbatch on a rank."""
-    tp: int
-    pp: int
-    ep: int
-    dp: int
-    """Data-parallel ranks; every expert is on two ranks."""
-    least_load: float
-    """The load of the fullest rank, relative to the mean, that at least fits."""
-
-
-EXPERTS = [
-    Experts("mixtral_8x22b_h100.sh", 6144, 16384, 8, 2, 56, 4096 // 4, tp=4, pp=8, ep=8, dp=4, least_load=2.0),
-    Experts("llama4_scout_h100.sh", 5120, 8192, 16, 1, 48, 8192 // 2, tp=2, pp=4, ep=16, dp=16, least_load=1.3),
-    Experts("llama4_maverick_h100.sh", 5120, 8192, 128, 1, 24, 8192 // 2, tp=2, pp=8, ep=32, dp=32, least_load=1.3),
-]
-
-
 @PLANS_LARGE_MODELS
-@pytest.mark.parametrize("one", EXPERTS, ids=lambda one: one.recipe)
-def test_all_stages_of_a_model_with_experts_are_planned_and_fit(tmp_path: Path, one: Experts) -> None:
-    """The bytes between steps and those of the exchanged tokens are what formulas say."""
-    report = tmp_path / "report.json"
-    outcome = call_training([*start(tmp_path, one.recipe, DRY_RUN="1").flags, "--dry-run-json", str(report)])
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "least_load"),
+    [("mixtral_8x22b_h100.sh", 128, 2.0), ("llama4_scout_h100.sh", 128, 1.3), ("llama4_maverick_h100.sh", 512, 1.3)],
+)
+def test_all_stages_of_a_model_with_experts_are_planned_and_fit(
+    tmp_path: Path, recipe: str, gpus: int, least_load: float
+) -> None:
+    """The bytes between steps and those of the exchanged tokens are what formulas say; every expert is on two ranks.
+    The fullest rank may have ``least_load`` times the mean load."""
+    report, config = tmp_path / "report.json", checked(start(tmp_path, recipe), gpus)
+    outcome = call_training([*start(tmp_path, recipe, DRY_RUN="1").flags, "--dry-run-json", str(report)])
     assert outcome.exit_code == 0, outcome.stderr
     found = json.loads(report.read_text())
     assert found["fits"] and found["plan_command"] is None
-    assert found["largest_fitting_expert_load"] > one.least_load
+    assert found["largest_fitting_expert_load"] > least_load
+    parallel, model = config.parallel, config.model.resolve(config.model.preset_vocab_size or 1, 1, config.seq_length)
+    assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
+    layout, tp, pp = found["layout"], parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    ep = parallel.expert_model_parallel_size
+    experts, moe_layers, hidden = model.num_experts, sum(model.moe_layers()), model.hidden_size
     # bf16 weights, fp32 gradients, and 12 bytes of optimizer state divided by the ranks with the same parameters.
-    of_experts = one.moe_layers * one.experts * 3 * one.hidden * one.width
+    of_experts = moe_layers * experts * 3 * hidden * model.moe_ffn_hidden_size
     dense = found["total_parameters"] - of_experts
-    formula = dense / (one.tp * one.pp) * (6 + 12 / one.dp) + of_experts / (one.ep * one.pp) * (6 + 12 / 2)
-    assert sum(found["steady_bytes"].values()) / one.pp == pytest.approx(formula, rel=0.01)
+    formula = dense / (tp * pp) * (6 + 12 / config.data_parallel_size(gpus)) + of_experts / (ep * pp) * (6 + 12 / 2)
+    assert sum(found["steady_bytes"].values()) / pp == pytest.approx(formula, rel=0.01)
     # Forward and backward, to the other expert-parallel ranks; and the counts of rows.
-    of_layer = 4 * one.tokens * one.topk * one.hidden * 2 * (one.ep - 1) // one.ep
-    of_layer += one.experts * 8 * (one.ep - 1) // one.ep
+    of_layer = 4 * (config.seq_length // tp) * model.moe_router_topk * hidden * 2 * (ep - 1) // ep
+    of_layer += experts * 8 * (ep - 1) // ep
     sent = sum(bytes_sent["ep"] for bytes_sent in found["bytes_sent"].values())
-    assert sent == found["num_microbatches"] * one.moe_layers * of_layer
-    layout = found["layout"]
-    assert [layout[axis]["size"] for axis in ("etp", "ep", "edp")] == [1, one.ep, 2]
-    if one.recipe == "mixtral_8x22b_h100.sh":
+    assert sent == found["num_microbatches"] * moe_layers * of_layer
+    assert [layout[axis]["size"] for axis in ("etp", "ep", "edp")] == [1, ep, 2]
+    if recipe == "mixtral_8x22b_h100.sh":
         assert found["total_parameters"] == 140_630_071_296 and found["warnings"] == []
         assert [layout[axis]["in_node"] for axis in ("tp", "ep", "edp")] == [True, True, False]
 
@@ -337,14 +312,7 @@ def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
         config = checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384)
         assert config.data.new_data_stage == stage
         assert config.checkpoint.load == config.checkpoint.save == "runs/llama3_405b_h100/checkpoints"
-        batches = build_batch_schedule(
-            micro_batch_size=config.micro_batch_size,
-            data_parallel_size=config.data_parallel_size(16384),
-            global_batch_size=config.training.global_batch_size,
-            step_batch_size_schedule=config.training.step_batch_size_schedule,
-            seq_length=config.seq_length,
-            earlier_lengths=earlier,
-        )
+        batches = build_batches(config, config.data_parallel_size(16384), earlier_lengths=earlier)
         total = config.training.train_samples
         assert total is not None
         schedule = build_learning_rate_schedule(

@@ -326,34 +326,11 @@ def test_an_evaluation_keeps_no_graph_and_does_not_run_away(four_ranks: RankPool
     assert sum(seen.sums[1] for seen in outcomes) > 0
 
 
-# --- data ----------------------------------------------------------------------------------------------------
+# --- data and messages ---------------------------------------------------------------------------------------
 
 
-def count_reads(layout: Layout) -> int:
-    """Microbatches that this rank asks for in a batch."""
-    topology = place_in(layout)
-    executor, data_parallel, _ = build(TASK, layout, topology)
-    reads = 0
-
-    def source() -> Iterator[Microbatch]:
-        nonlocal reads
-        for microbatch in batch(layout, topology):
-            reads += 1
-            yield microbatch
-
-    data_parallel.start_grad_accumulation(layout.microbatches)
-    executor.train(source(), layout.microbatches, SCALE)
-    data_parallel.finish_grad_sync()
-    return reads
-
-
-@every_schedule
-def test_only_the_ends_of_the_model_read_data_and_only_once(four_ranks: RankPool, name: ScheduleName) -> None:
-    reads = [8, 0, 0, 0] if SCHEDULES[name].placement == "v" else [8, 0, 0, 8]
-    assert four_ranks.run(count_reads, four_stages(name)) == reads
-
-
-# --- messages ------------------------------------------------------------------------------------------------
+Messages = Counter[tuple[str, str, int]]
+"""Messages by kind, channel, and bytes."""
 
 
 @contextmanager
@@ -368,21 +345,33 @@ def observed(communicators: Sequence[Any], observer: Callable[[CollectiveRecord]
             communicator.observer = None
 
 
-def count_messages(layout: Layout) -> Counter[tuple[str, str, int]]:
-    """(kind, channel, bytes) of the messages of this rank in a batch."""
+def count(layout: Layout) -> tuple[int, Messages]:
+    """Microbatches that this rank asks for in a batch, and its messages."""
     topology = place_in(layout)
     executor, data_parallel, _ = build(TASK, layout, topology)
     channels = [topology.pipeline_channel(kind, *ends) for kind in "FB" for ends in ((0, 1), (1, 0))]
-    counted: Counter[tuple[str, str, int]] = Counter()
+    reads, counted = 0, Messages()
 
-    def count(record: CollectiveRecord) -> None:
+    def source() -> Iterator[Microbatch]:
+        nonlocal reads
+        for microbatch in batch(layout, topology):
+            reads += 1
+            yield microbatch
+
+    def note(record: CollectiveRecord) -> None:
         counted[record.kind, record.axes, record.num_bytes] += 1
 
     data_parallel.start_grad_accumulation(layout.microbatches)
-    with observed(channels, count):
-        executor.train(batch(layout, topology), layout.microbatches, SCALE)
+    with observed(channels, note):
+        executor.train(source(), layout.microbatches, SCALE)
     data_parallel.finish_grad_sync()
-    return counted
+    return reads, counted
+
+
+@every_schedule
+def test_only_the_ends_of_the_model_read_data_and_only_once(four_ranks: RankPool, name: ScheduleName) -> None:
+    reads = [8, 0, 0, 0] if SCHEDULES[name].placement == "v" else [8, 0, 0, 8]
+    assert [found for found, _ in four_ranks.run(count, four_stages(name))] == reads
 
 
 MESSAGES: dict[str, tuple[Layout, int]] = {
@@ -397,22 +386,22 @@ MESSAGES: dict[str, tuple[Layout, int]] = {
 def test_messages_are_those_of_the_schedule_and_no_larger_than_needed(four_ranks: RankPool, case: str) -> None:
     layout, parts = MESSAGES[case]
     schedule = schedule_of(layout)
-    placement, count = schedule.placement, layout.microbatches
-    size = SEQUENCE // parts * (BATCH // count) * DEEP_MODEL.hidden_size * ITEM
-    for rank, counted in enumerate(four_ranks.run(count_messages, layout)):
+    placement, number = schedule.placement, layout.microbatches
+    size = SEQUENCE // parts * (BATCH // number) * DEEP_MODEL.hidden_size * ITEM
+    for rank, (_, counted) in enumerate(four_ranks.run(count, layout)):
         stage = topology_of_rank(layout, rank)
-        wanted: Counter[tuple[str, str, int]] = Counter()
+        wanted = Messages()
         for virtual_stage in range(placement.num_virtual_stages - 1):
-            below, above = (placement.location(number)[0] for number in (virtual_stage, virtual_stage + 1))
+            below, above = (placement.location(one)[0] for one in (virtual_stage, virtual_stage + 1))
             if below == above:
                 continue
             down, up = ("down", "up") if below < above else ("up", "down")
             if stage == below:
-                wanted["send", f"pp F {down}", size] += count
-                wanted["receive", f"pp B {up}", size] += count
+                wanted["send", f"pp F {down}", size] += number
+                wanted["receive", f"pp B {up}", size] += number
             if stage == above:
-                wanted["receive", f"pp F {down}", size] += count
-                wanted["send", f"pp B {up}", size] += count
+                wanted["receive", f"pp F {down}", size] += number
+                wanted["send", f"pp B {up}", size] += number
         assert counted == wanted, f"rank {rank}"
 
 

@@ -1,6 +1,5 @@
 """Simulation by the clock and by small steps, and the verifier: every kind of broken schedule is refused, by name."""
 
-import math
 import random
 from dataclasses import replace
 from typing import get_args
@@ -19,7 +18,7 @@ from megatron.schedules.simulator import (
     simulate,
     verify,
 )
-from tests.pipeline.token_game import Place, TokenGame, places_in_layer_order
+from tests.pipeline.token_game import TokenGame
 
 NAMES = get_args(ScheduleName)
 TOLERANCE = 1e-12
@@ -127,54 +126,7 @@ def test_the_papers_bubbles(
     assert bubble("interleaved", chunks) == pytest.approx(interleaved, abs=0.01)
 
 
-# Against a clock
-
-
-def run_by_the_clock(schedule: Schedule, durations: Durations) -> dict[tuple[int, str], tuple[float, float]]:
-    """(start, end) by stage and name of the action; integer times only.
-
-    Tick after tick every idle stage looks whether what its next action needs has arrived.
-    """
-    stages = schedule.placement.num_stages
-    places = places_in_layer_order(stages, schedule.placement.num_chunks, schedule.placement.shape)
-    spans: dict[tuple[int, str], tuple[float, float]] = {}
-    ends: dict[tuple[str, int, Place], float] = {}
-    done, busy_until, now = [0] * stages, [0.0] * stages, 0.0
-    while any(done[stage] < len(schedule.actions[stage]) for stage in range(stages)):
-        for stage in range(stages):
-            if busy_until[stage] > now or done[stage] == len(schedule.actions[stage]):
-                continue
-            kind, microbatch, chunk = action = schedule.actions[stage][done[stage]]
-            number = places.index((stage, chunk))
-            sources = needed_places(kind, number, places)
-            arrivals = [
-                ends.get((what, microbatch, place), math.inf) + durations.send * (place[0] != stage)
-                for what, place in sources
-            ]
-            if all(arrival <= now for arrival in arrivals):
-                end = now + time_of(kind, number, durations, schedule.splits_backward)
-                spans[stage, str(action)] = (now, end)
-                ends[kind, microbatch, (stage, chunk)] = busy_until[stage] = end
-                done[stage] += 1
-        now += 1
-    return spans
-
-
-def needed_places(kind: str, number: int, places: list[Place]) -> list[tuple[str, Place]]:
-    """What, and from where."""
-    if kind == "F":
-        return [("F", places[number - 1])] if number else []
-    if kind == "W":
-        return [("B", places[number])]
-    return [("F", places[number]), *(("B", place) for place in places[number + 1 : number + 2])]
-
-
-def time_of(kind: str, number: int, durations: Durations, splits_backward: bool) -> float:
-    if kind == "F":
-        return durations.forward[number]
-    if kind == "W":
-        return durations.weight[number]
-    return durations.backward[number] + (0 if splits_backward else durations.weight[number])
+# Against a game of tokens, tick after tick
 
 
 def unequal(name: ScheduleName, stages: int, microbatches: int, generator: random.Random) -> tuple[Schedule, Durations]:
@@ -191,42 +143,10 @@ def test_unequal_stages_run_as_by_the_clock(name: ScheduleName) -> None:
     for _ in range(25):
         schedule, durations = unequal(name, generator.randint(1, 4), generator.randint(1, 6), generator)
         found = {(span.stage, str(span.action)): (span.start, span.end) for span in simulate(schedule, durations).spans}
-        assert found == run_by_the_clock(schedule, durations)
+        assert found == TokenGame(schedule, durations).play().spans
 
 
 # Stages that share cores
-
-
-def makespan_by_small_steps(schedule: Schedule, durations: Durations, replicas: int, cores: int, tick: float) -> float:
-    """Tick after tick every stage that has what it needs works for its share of the cores."""
-    places = places_in_layer_order(
-        schedule.placement.num_stages, schedule.placement.num_chunks, schedule.placement.shape
-    )
-    left: list[list[tuple[str, int, int, float]]] = []
-    for stage, actions in enumerate(schedule.actions):
-        numbers = [places.index((stage, chunk)) for _, _, chunk in actions]
-        times = [
-            time_of(one.kind, number, durations, schedule.splits_backward) for one, number in zip(actions, numbers)
-        ]
-        left.append([(one.kind, one.microbatch, number, time) for one, number, time in zip(actions, numbers, times)])
-    done: set[tuple[str, int, Place]] = set()
-    ticks = 0
-    while any(left):
-        working = [
-            queue
-            for queue in left
-            if queue
-            and all((kind, queue[0][1], place) in done for kind, place in needed_places(*queue[0][::2], places))
-        ]
-        for queue in working:
-            kind, microbatch, number, time = queue[0]
-            time -= tick * min(1.0, cores / (replicas * len(working)))
-            queue[0] = (kind, microbatch, number, time)
-            if time <= 1e-9:
-                done.add((kind, microbatch, places[number]))
-                queue.pop(0)
-        ticks += 1
-    return ticks * tick
 
 
 @every_schedule
@@ -234,7 +154,8 @@ def makespan_by_small_steps(schedule: Schedule, durations: Durations, replicas: 
 def test_stages_share_cores_as_in_small_steps(name: ScheduleName, stages: int, replicas: int, cores: int) -> None:
     schedule, durations = unequal(name, stages, 5, random.Random(3))
     durations = replace(durations, send=0.0)
-    expected = makespan_by_small_steps(schedule, durations, replicas, cores, 0.01)
+    game = TokenGame(schedule, durations, tick=0.01, cores=cores / replicas).play()
+    expected = max(end for _, end in game.spans.values())
     assert makespan_on_cores(schedule, durations, replicas, cores) == pytest.approx(expected, rel=0.02)
 
 

@@ -1,13 +1,15 @@
-"""Plays a schedule with tokens; knows nothing of the code under test but its lists of actions.
+"""Plays a schedule with tokens, tick after tick; knows nothing of the code under test but its lists of actions.
 
 A pass may start when the tokens that it takes lie before it. Tokens between two stages travel in queues, one for
 each kind and pair of stages, and only the head of a queue can be taken.
 """
 
+import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from megatron.schedules.schedule import Action, Schedule
+from megatron.schedules.simulator import Durations
 
 Place = tuple[int, int]
 """(stage, chunk)"""
@@ -27,10 +29,18 @@ class TokenGame:
     """One play: :meth:`play` moves every stage on as far as it goes."""
 
     schedule: Schedule
-    queues: dict[tuple[str, int, int], deque[Token]] = field(default_factory=lambda: defaultdict(deque))
+    durations: Durations | None = None
+    """Times of passes and messages; without, a pass takes a tick, and a message none."""
+    tick: float = 1.0
+    cores: float = math.inf
+    """Cores that the working stages share, each of them at most one."""
+    queues: dict[tuple[str, int, int], deque[tuple[Token, float]]] = field(default_factory=lambda: defaultdict(deque))
+    """Tokens on their way between stages, with their arrival."""
     own: set[Token] = field(default_factory=set)
     """Tokens that a stage has laid down for itself."""
     peaks: list[int] = field(default_factory=list)
+    spans: dict[tuple[int, str], tuple[float, float]] = field(default_factory=dict)
+    """Start and end by stage and name of the action."""
     left: list[list[Action]] = field(default_factory=list)
     """What each stage could not do; empty lists when the schedule runs to its end."""
 
@@ -41,14 +51,25 @@ class TokenGame:
         self.number = {place: number for number, place in enumerate(self.places)}
         waiting = [deque(actions) for actions in self.schedule.actions]
         held, self.peaks = [0] * len(waiting), [0] * len(waiting)
-        has_moved = True
-        while has_moved:
-            has_moved = False
+        working: dict[int, tuple[Action, float, float]] = {}  # action, start, and time that is left, by stage
+        self.now = 0.0
+        while True:
             for stage, actions in enumerate(waiting):
-                if actions and self._try(stage, actions[0]):
-                    held[stage] += self._change(actions.popleft())
+                if stage not in working and actions and self._take(stage, actions[0]):
+                    action = actions.popleft()
+                    working[stage] = action, self.now, self._time(action, (stage, action.chunk))
+                    held[stage] += self._change(action)
                     self.peaks[stage] = max(self.peaks[stage], held[stage])
-                    has_moved = True
+            if not working and not any(arrival > self.now for queue in self.queues.values() for _, arrival in queue):
+                break
+            share = min(1.0, self.cores / max(1, len(working)))
+            self.now += self.tick
+            for stage, (action, start, time) in list(working.items()):
+                working[stage] = action, start, time - share * self.tick
+                if working[stage][2] < 1e-9:
+                    del working[stage]
+                    self.spans[stage, str(action)] = start, self.now
+                    self._lay_down(action, (stage, action.chunk))
         self.left = [list(actions) for actions in waiting]
         return self
 
@@ -63,8 +84,16 @@ class TokenGame:
         last = "W" if self.schedule.splits_backward else "B"
         return {"F": 1, last: -1}.get(action.kind, 0)
 
-    def _try(self, stage: int, action: Action) -> bool:
-        """Take the tokens that ``action`` needs, if all are there, and lay down those that it makes."""
+    def _time(self, action: Action, place: Place) -> float:
+        if self.durations is None:
+            return self.tick
+        durations, number = self.durations, self.number[place]
+        forward, backward, weight = durations.forward[number], durations.backward[number], durations.weight[number]
+        whole = backward if self.schedule.splits_backward else backward + weight
+        return {"F": forward, "B": whole, "W": weight}[action.kind]
+
+    def _take(self, stage: int, action: Action) -> bool:
+        """Take the tokens that ``action`` needs, if all are there."""
         kind, microbatch, chunk = action
         place = (stage, chunk)
         if place not in self.number or microbatch >= self.schedule.num_microbatches:
@@ -77,7 +106,6 @@ class TokenGame:
                 self.own.remove(token)
             else:
                 self.queues[token[0], source, stage].popleft()
-        self._lay_down(kind, microbatch, place)
         return True
 
     def _needed(self, kind: str, microbatch: int, place: Place) -> list[tuple[Token, int]]:
@@ -97,10 +125,10 @@ class TokenGame:
         if source == stage:
             return token in self.own
         queue = self.queues[token[0], source, stage]
-        return bool(queue) and queue[0] == token
+        return bool(queue) and queue[0][0] == token and queue[0][1] <= self.now
 
-    def _lay_down(self, kind: str, microbatch: int, place: Place) -> None:
-        number, stage = self.number[place], place[0]
+    def _lay_down(self, action: Action, place: Place) -> None:
+        (kind, microbatch, _), number, stage = action, self.number[place], place[0]
         if kind == "F":
             self.own.add(("kept", microbatch, place))
         if kind == "B" and self.schedule.splits_backward:
@@ -112,4 +140,5 @@ class TokenGame:
             if target[0] == stage:
                 self.own.add(token)
             else:
-                self.queues[kind, stage, target[0]].append(token)
+                send = 0.0 if self.durations is None else self.durations.send
+                self.queues[kind, stage, target[0]].append((token, self.now + send))

@@ -24,7 +24,7 @@ from megatron.reports.svg import gib
 from megatron.training.build.vocabulary import planned_vocabulary
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import Outcome, call_training
-from tests.reports.load_page import WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
+from tests.reports.load_page import WIDTHS, Page, assert_loads_nothing, copied, cut_off, load, needs_browser
 
 pytestmark = pytest.mark.processes
 
@@ -257,8 +257,7 @@ def test_the_page_of_a_dry_run_works_in_a_browser(tmp_path: Path) -> None:
     text, _ = page_of(f"{LAYOUT} --gpu-memory-gb 4", tmp_path)
     for width in WIDTHS:
         assert load(text, width)["tip"]
-    cut = """[...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth)"""
-    assert load(text, 1400, f"return Math.max(...{cut});")["more"] <= 0
+    assert cut_off(text) <= 0
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,9 @@ import pytest
 from torch import Tensor
 
 from megatron.commands.pages.dry_run_report import as_json
-from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
 from megatron.core.models.layer import TransformerLayer
 from megatron.planner.plan import Plan, Run, StagePlan, simulate_rank
-from megatron.training.build.vocabulary import planned_vocabulary
+from tests.planner.planned_run import planned_run
 
 TINY = (
     "--model tiny --num-layers 6 --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --bf16 "
@@ -88,10 +86,8 @@ LARGE = [
 
 
 def run_of(ranks: int, flags: str, whole: bool = False) -> Run:
-    words = f"{TINY} --global-batch-size {4 * ranks} {flags} --num-gpus {ranks}".split()
-    config = parse_command_line([*words, *(["--dry-run-whole"] if whole else [])])
-    check_run(config, ranks)
-    return Run.of(config, ranks, planned_vocabulary(config))
+    words = f"{TINY} --global-batch-size {4 * ranks} {flags} --num-gpus {ranks}"
+    return planned_run(words + " --dry-run-whole" * whole, ranks)
 
 
 def layers_run(simulate: Callable[[], StagePlan]) -> tuple[StagePlan, int]:

@@ -17,9 +17,8 @@ from megatron.planner.launches import (
     axis_of,
     expert_placement_advice,
 )
-from megatron.planner.plan import Run
 from megatron.planner.simulated_rank import simulated_kernels
-from megatron.training.build.vocabulary import planned_vocabulary
+from tests.planner.planned_run import planned_run
 from tests.recorded_step import record_step
 
 META = torch.device("meta")
@@ -60,12 +59,9 @@ def test_attention_has_the_flops_of_its_two_products() -> None:
 
 
 def recorded(flags: str, num_gpus: int) -> list[Launch]:
-    config = parse_command_line(
-        f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length 1024 --micro-batch-size 1 --train-iters 10 "
-        f"--lr 1e-3 --global-batch-size 8 --kernel attention=cudnn {flags}".split()
-    )
-    run = Run.of(config, num_gpus, planned_vocabulary(config))
-    return record_step(run, 0, 2)
+    model = "--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length 1024 --kernel attention=cudnn"
+    training = "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-3"
+    return record_step(planned_run(f"{model} {training} {flags}", num_gpus), 0, 2)
 
 
 def test_a_recomputed_layer_is_marked_and_skips_its_last_product() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.command_line import CommandLine, parse_command_line
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.plan import parallel_map
 from megatron.planner.search import accuracy, search
 from megatron.planner.search.accuracy import Level, measured_level
@@ -90,7 +90,7 @@ def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
         for layout in enumerate_layouts(found.config, model, 64, found.cluster, found.given)
         if layout.recompute == "none" and layout.sharding == "optim" and layout.schedule in ("1f1b", "interleaved")
         if not layout.reduces_in_bf16 and not layout.counts_ends
-        if memory.tightest(layout, found.num_microbatches(layout))[0] <= 80 * GIB
+        if max(memory.by_stage(layout, found.num_microbatches(layout))) <= 80 * GIB
     ]
     steps = [
         Run(
@@ -265,8 +265,6 @@ def test_gpus_that_do_not_fill_a_node_are_remarked(num_gpus: int, idle: int | No
 def test_a_job_names_the_flag_that_it_needs(arguments: tuple[str, ...], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         job(arguments, 8)
-    words = ["--bf16", "--no-overlap-grad-reduce", "--micro-batch-size=2", "--recompute_modules", "mlp_act"]
-    assert CommandLine.of(words).fields == {"bf16", "overlap_grad_reduce", "micro_batch_size", "recompute_modules"}
 
 
 def test_terms_add_up_and_the_level_scales_them() -> None:
@@ -333,7 +331,9 @@ def log(path: Path, of_run: Job, layout: Layout, seconds: float) -> Path:
     run = {"world_size": of_run.num_gpus, "flags": flags}
     common = {"lm_loss": 3.0, "global_batch_size": of_run.global_batch_size}
     times = [9e6, 9e5, *(1e3 * seconds * factor for factor in (0.5, 1.0, 1.0, 1.0, 7.0))]
-    records: list[dict[str, Any]] = [{"iteration": 1, "run": {**run, "world_size": 1}, "iteration_time_ms": 1.0}]
+    records: list[dict[str, Any]] = [
+        {"iteration": 1, "run": {**run, "world_size": 1}, "iteration_time_ms": 1, **common}
+    ]
     records += [{"iteration": number, "iteration_time_ms": one, **common} for number, one in enumerate(times, 1)]
     records[1]["run"] = run
     path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 8, "ite')
@@ -363,16 +363,16 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('{"iteration": 1, "iteration_time_ms": 5.0}\n', "does not state the layout of its run"),
-        ('{"iteration": 1, "run": {"flags": {}}}\n', "does not state the layout of its run"),
-        ('{"iteration": 1, "run": {"flags": {}, "world_size": 4}}\n', "has no iteration_time_ms"),
-        ("\0\0 no JSON [[[\n", "does not state the layout of its run"),
+        ('{"iteration": 1, "lm_loss": 3.0, "iteration_time_ms": 5.0}\n', "does not state the layout of its run"),
+        ('{"iteration": 1, "lm_loss": 3.0, "run": {"flags": {}}}\n', "does not state the layout of its run"),
+        ('{"iteration": 1, "lm_loss": 3.0, "run": {"flags": {}, "world_size": 4}}\n', "has no iteration_time_ms"),
+        ("\0\0 no JSON [[[\n", "has no losses: name the file"),
     ],
 )
 def test_a_log_that_says_too_little_is_refused(tmp_path: Path, content: str, sentence: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(content)
-    with pytest.raises(ConfigError, match=f"--measured .*run.jsonl {sentence}"):
+    with pytest.raises(UserError, match=f"--measured .*run.jsonl {sentence}"):
         measured_level(path, job(TINY, 4))
-    with pytest.raises(ConfigError, match=r"--measured .* cannot be read"):
+    with pytest.raises(DataError, match=r"--measured .* cannot be read"):
         measured_level(tmp_path / "missing.jsonl", job(TINY, 4))

@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
-from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.moe.layer import Experts
 from megatron.core.ops.attention import VarlenKernel
@@ -36,12 +33,10 @@ from megatron.planner.plan import (
     simulate_rank,
 )
 from megatron.planner.simulated_rank import ShapeTracker, build_rank, run_step, simulated_kernels
-from megatron.training.build.vocabulary import Vocabulary, planned_vocabulary
-from megatron.training.initialize import rank_grid
 from tests.end_to_end.run_process import call_training
+from tests.planner.planned_run import planned_run
 from tests.rank_pool import RankPool
 
-VOCABULARY = 1000
 TINY = (
     "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 16 "
     "--train-iters 10 --lr 1e-3 --device cpu"
@@ -79,14 +74,8 @@ LAYOUTS = {
 }
 
 
-def config_of(flags: str) -> RunConfig:
-    config = parse_command_line(f"{TINY} {flags}".split())
-    check_run(config, RANKS)
-    return config
-
-
 def run_of(flags: str) -> Run:
-    return Run.of(config_of(flags), RANKS, Vocabulary(VOCABULARY, VOCABULARY - 1))
+    return planned_run(f"{TINY} {flags}", RANKS)
 
 
 class ObservedTopology(Topology):
@@ -102,20 +91,18 @@ class ObservedTopology(Topology):
 
 def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], list[CollectiveRecord]]:
     """A step with numbers: the bytes at its peak, those between steps by kind, and its collectives."""
-    config = config_of(flags)
+    run = run_of(flags)
     # Over gloo: the memory that ranks share is outside torch's, and its views would count as tensors.
-    topology = ObservedTopology(
-        rank_grid(config.parallel, RANKS), dist.get_rank(), torch.device("cpu"), shares_memory=False
-    )
+    topology = ObservedTopology(run.grid, dist.get_rank(), torch.device("cpu"), shares_memory=False)
     topology.traffic = Traffic(dist.get_rank(), node_size=8)
     tracker = MemoryTracker()
     with tracker:
-        module = build_rank(config, topology, Vocabulary(VOCABULARY, VOCABULARY - 1), tracker)
-    module.data_parallel.initialize(config.training.seed)
+        module = build_rank(run.config, topology, run.vocabulary, tracker)
+    module.data_parallel.initialize(run.config.training.seed)
     topology.traffic.clear()
     steady = tracker.now
     with tracker:
-        run_step(config, topology, module, num_microbatches, tracker)
+        run_step(run.config, topology, module, num_microbatches, tracker)
     return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
 
 
@@ -229,10 +216,7 @@ def test_traffic_crosses_nodes_of_the_given_size(gpus_per_node: int, across: set
     ],
 )
 def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulated: list[int]) -> None:
-    config = parse_command_line(f"{TINY} {flags}".split())
-    config = replace(config, training=replace(config.training, global_batch_size=6 * ranks // len(simulated)))
-    check_run(config, ranks)
-    run = Run.of(config, ranks, Vocabulary(VOCABULARY, VOCABULARY - 1))
+    run = planned_run(f"{TINY} {flags} --global-batch-size {6 * ranks // len(simulated)}", ranks)
     plan = make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
     assert [stage.simulated_rank for stage in plan.stages] == simulated
     for stage in plan.stages:
@@ -243,12 +227,10 @@ def test_stages_with_equal_signatures_are_equal(flags: str, ranks: int, simulate
 
 @pytest.mark.parametrize("documents", ["", "--reset-attention-mask"])
 def test_documents_on_gpus_are_planned_as_one_call(documents: str) -> None:
-    config = parse_command_line(f"{TINY} --bf16 {documents}".replace("--device cpu", "").split())
-    check_run(config, 1)
-    run, tracker = Run.of(config, 1, Vocabulary(VOCABULARY, VOCABULARY - 1)), ShapeTracker()
+    run, tracker = planned_run(f"{TINY} --bf16 {documents}".replace("--device cpu", ""), 1), ShapeTracker()
     with fake_processes(run, 0), tracker:
         topology = run.topology(0, tracker, run.traffic(0))
-        kernels = simulated_kernels(config, topology, run.device, VOCABULARY, tracker)
+        kernels = simulated_kernels(run.config, topology, run.device, run.vocabulary.size, tracker)
     assert isinstance(kernels.attention, VarlenKernel) == bool(documents)
     assert simulate_rank(run, 0).peak.by_kind["activations"] > 0
 
@@ -291,12 +273,8 @@ PADDED, TOKENS, CHUNK = 128256, 8192, 1024
 
 
 def plan_of_8b(flags: str, num_gpus: int) -> StagePlan:
-    config = parse_command_line(
-        f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length {TOKENS} --micro-batch-size 1 "
-        f"--train-iters 10 --lr 1e-3 {flags}".split()
-    )
-    check_run(config, num_gpus)
-    return simulate_rank(Run.of(config, num_gpus, planned_vocabulary(config)), 0)
+    model = f"--model llama3-8b --num-layers 2 --mock-data --bf16 --seq-length {TOKENS}"
+    return simulate_rank(planned_run(f"{model} --micro-batch-size 1 --train-iters 10 --lr 1e-3 {flags}", num_gpus), 0)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -375,20 +353,6 @@ def test_experts_of_a_simulated_rank_have_all_rows_of_the_load(
     assert set(rows) == {256 * 2 * factor * load}
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("flags", [EP4, f"{EP4} --moe-token-dispatcher-type allgather --bf16", DENSE_FIRST])
-def test_activations_alone_grow_with_the_load_and_linearly(flags: str) -> None:
-    run = run_of(flags)
-    rank = run.rank_of_stage(run.grid.pp - 1)
-    one, half_more, two = (simulate_rank(run.with_expert_load(load), rank).peak for load in (1, 1.5, 2))
-    assert two.total - one.total == pytest.approx(2 * (half_more.total - one.total), rel=1e-3)
-    grown = {kind: two.by_kind[kind] - one.by_kind[kind] for kind in two.by_kind}
-    # The gradient of the rows and what a backward pass computes of it.
-    temporary = grown["working memory"] + grown["communication buffers"]
-    assert grown["activations"] > 0.5 * (two.total - one.total)
-    assert grown["activations"] + temporary == two.total - one.total
-
-
 def few_tokens(original: Callable[..., Iterator[dict[str, Tensor]]]) -> Callable[..., Iterator[dict[str, Tensor]]]:
     """Microbatches of :data:`TOKEN_IDS` random token ids, others on every data-parallel rank."""
 
@@ -428,8 +392,7 @@ def test_memory_is_that_of_a_real_step_with_the_measured_load(four_ranks: RankPo
 
 def plan_of(flags: str, limit: int) -> Plan:
     """The plan on GPUs with ``limit`` bytes."""
-    config = config_of(f"{flags} --dry-run --num-gpus 4 --gpu-memory-gb {limit / 2**30!r}")
-    run = replace(run_of(flags), config=config)
+    run = run_of(f"{flags} --dry-run --num-gpus 4 --gpu-memory-gb {limit / 2**30!r}")
     return make_plan(run, [run.rank_of_stage(stage) for stage in range(run.grid.pp)])
 
 

@@ -18,7 +18,7 @@ from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.stage_memory import StageMemory, moments_of
 from megatron.schedules.catalog import build_schedule
-from megatron.training.build.vocabulary import Vocabulary
+from megatron.training.build.vocabulary import planned_vocabulary
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
 SMALL = (
@@ -59,12 +59,9 @@ class Case:
         return parse_command_line(f"{REQUIRED} {self.model} {layers} {self.flags}".split())
 
     def run(self) -> Run:
-        config = self.config()
-        vocabulary = config.mock_vocab_size
-        assert vocabulary is not None
-        applied = self.layout.apply(config, self.given)
+        applied = self.layout.apply(self.config(), self.given)
         check_run(applied, self.layout.num_gpus)
-        return Run.of(applied, self.layout.num_gpus, Vocabulary(vocabulary, vocabulary - 1))
+        return Run.of(applied, self.layout.num_gpus, planned_vocabulary(applied))
 
     def memory(self) -> StageMemory:
         return StageMemory(self.config(), UnitRecords(self.run().vocabulary.size), self.given)
@@ -132,7 +129,7 @@ def measured(case: Case, stage: int) -> tuple[int, int, int]:
     run = case.run()
     simulated = simulate_rank(run, run.rank_of_stage(stage))
     state = sum(simulated.steady.by_kind[kind] for kind in STATE)  # type: ignore[index, misc]
-    found = case.memory().stage(case.layout, stage, run.num_microbatches) - ALLOWANCE
+    found = case.memory().by_stage(case.layout, run.num_microbatches)[stage] - ALLOWANCE
     return simulated.peak.total, found, state
 
 
@@ -174,13 +171,6 @@ def test_a_stage_of_a_large_model_is_never_much_too_low(name: str) -> None:
     assert found > total - 2**29
 
 
-def test_the_tightest_stage_is_the_one_with_the_most() -> None:
-    case = CASES["1F1B"]
-    memory, count = case.memory(), case.run().num_microbatches
-    by_stage = [memory.stage(case.layout, stage, count) for stage in range(3)]
-    assert memory.tightest(case.layout, count) == (max(by_stage), by_stage.index(max(by_stage)))
-
-
 def test_what_layouts_share_is_computed_once_and_not_mixed_up() -> None:
     case = CASES["1F1B"]
     run, shared = case.run(), case.memory()
@@ -188,9 +178,8 @@ def test_what_layouts_share_is_computed_once_and_not_mixed_up() -> None:
     for name in same:
         layout = CASES[name].layout
         if run.architecture.num_layers % (layout.pp * layout.vp) == 0 and layout.recompute_layers <= 3:
-            assert shared.stage(layout, 0, 16) == case.memory().stage(layout, 0, 16) == shared.stage(layout, 0, 16), (
-                name
-            )
+            alone = case.memory().by_stage(layout, 16)
+            assert shared.by_stage(layout, 16) == alone == shared.by_stage(layout, 16), name
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("gpipe", 1)])

@@ -1,5 +1,7 @@
 """Prices of the steps of this project: the pipeline, where ranks are, and many runs at once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from megatron.planner.rehearsal.launch_prices import LaunchPrices
 from megatron.planner.rehearsal.price import PlannedStep, StepPrices, attention_kind, followed_makespan, pass_times
 from megatron.planner.rehearsal.records import UnitRecords, UnitsOfRun
 from megatron.planner.step_time.prices import load_fitted
-from megatron.planner.step_time.workload import TERMS, Cluster, read_cluster
+from megatron.planner.step_time.workload import TERMS, read_cluster
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.simulator import Durations, simulate
 from megatron.training.initialize import rank_grid
@@ -23,13 +25,6 @@ TINY = (
     "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 2 "
     "--train-iters 10 --lr 1e-3"
 )
-
-
-def cpus() -> Cluster:
-    return Cluster(
-        "machine", "cpu", bf16_flops=1e10, fp8_flops=0.0, hbm_bytes_per_s=1e9, multiprocessors=1, memory_gib=1.0,
-        node_size=2, link_bytes_per_s=2e8, network_bytes_per_s=1e8,
-    )  # fmt: skip
 
 
 def step(flags: str, num_gpus: int = 64, batch: int = 64) -> PlannedStep:
@@ -60,7 +55,7 @@ def test_on_cpus_products_have_the_flops_of_the_model(precision: str) -> None:
     """Also those of oneDNN: of the linear layers and of the output layer, forward and both gradients."""
     flags = f"{TINY} --device cpu {precision}"
     config = parse_command_line(flags.split())
-    run = planned_step(config, 1, 1000, 2, cpus())
+    run = planned_step(config, 1, 1000, 2, replace(H100, generation="cpu"))
     launches = [one for unit in run.units.of_stage(0) for of_pass in unit.launches for one in of_pass]
     shapes = [one.product for one in launches if one.product is not None]
     flops = sum(2 * shape.rows * shape.columns * shape.depth * shape.count for shape in shapes)

@@ -94,3 +94,9 @@ def load(text: str, width: int, more: str = "") -> dict[str, Any]:
     assert found["tip"]
     assert found["colours"][0] != found["colours"][1]
     return found
+
+
+def cut_off(text: str) -> int:
+    """Pixels by which the widest table of a page exceeds its place on a usual screen."""
+    places = '[...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth)'
+    return int(load(text, 1400, f"return Math.max(...{places});")["more"])

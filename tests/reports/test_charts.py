@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.reports import svg
-from megatron.reports.svg import Axis, Bar, Box, Limit, Part, Scale, boxes_over_time, dot, plane, stacked_bars
+from megatron.reports.svg import Axis, Bar, Box, Part, Scale, boxes_over_time, dot, plane, stacked_bars
 
 COLOURS = ("teal", "mint", "blue", "sky", "violet", "lilac", "orange", "sand", "red", "rose", "brown", "slate", "grey",
            "forward", "backward", "weight")  # fmt: skip
@@ -26,7 +26,7 @@ def percent(value: str | None) -> float:
 def test_parts_of_a_bar_are_as_wide_as_their_sizes_and_touch() -> None:
     sizes = (3.0, 0.0, 1.5, 4.5)
     parts = [Part(f"part {index}", "teal", size, text="here") for index, size in enumerate(sizes)]
-    text = stacked_bars([Bar("bar", "", "9 s", parts)], [(0.0, "0"), (10.0, "10 s")], 12.0, Limit(10.0, "limit"))
+    text = stacked_bars([Bar("bar", "", "9 s", parts)], [(0.0, "0"), (10.0, "10 s")], 12.0, (10.0, "limit"))
     root = ElementTree.fromstring(text)
     rects = list(root.iter("rect"))
     assert [rect.get("data-part") for rect in rects] == ["part 0", "part 2", "part 3"]

@@ -71,9 +71,6 @@ def planned(rank: int, layout: Layout) -> PlannedLayout:
         terms=terms,
         memory_bytes=int((78.3 - 4.1 * rank) * GIB),
         tightest_stage=rank % layout.pp,
-        is_simulated=False,
-        memory_by_stage=(),
-        passes=None,
         bubble_fraction=terms["bubble"] / seconds,
         tokens_per_s_per_gpu=rate,
         mfu=rate * job.architecture.flops_per_token(job.seq_length) / job.peak_flops,
@@ -117,7 +114,7 @@ def sample_result() -> SearchResult:
         scale_point(job.with_gpus(count), layouts[0].layout, 8.0 * (64 / count) ** 0.93)
         for count in (16, 32, 64, 128, 256)
     )
-    return SearchResult(job, layouts, 4321, len(layouts), 12.3, scaling, ("There are no measurements of zb-v: +-30%.",))
+    return SearchResult(job, layouts, 4321, 12.3, scaling, ("There are no measurements of zb-v: +-30%.",))
 
 
 STORED = Path(__file__).with_name("plan_page.txt")

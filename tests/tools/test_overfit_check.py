@@ -7,15 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.commands import overfit_check
-from megatron.commands.overfit_check import (
-    Outcome,
-    OverfitCheck,
-    Runs,
-    command_of,
-    main,
-    split_arguments,
-    write_samples,
-)
+from megatron.commands.overfit_check import Outcome, OverfitCheck, command_of, main, split_arguments, write_samples
 from megatron.data.indexed_dataset import IndexedDataset
 
 UNIFORM = math.log(257)
@@ -23,16 +15,18 @@ UNIFORM = math.log(257)
 
 
 @pytest.mark.parametrize(
-    ("words", "mine", "runs"),
+    ("words", "mine", "common", "layouts"),
     [
-        ("", [], Runs(("--model", "tiny"), ())),
-        ("--lr 1", ["--lr", "1"], Runs(("--model", "tiny"), ())),
-        ("-- --bf16", [], Runs(("--bf16",), ())),
-        ("--lr 1 -- -- --a 2 -- --b", ["--lr", "1"], Runs(("--model", "tiny"), (("--a", "2"), ("--b",)))),
+        ("", [], ["--model", "tiny"], []),
+        ("--lr 1", ["--lr", "1"], ["--model", "tiny"], []),
+        ("-- --bf16", [], ["--bf16"], []),
+        ("--lr 1 -- -- --a 2 -- --b", ["--lr", "1"], ["--model", "tiny"], [["--a", "2"], ["--b"]]),
     ],
 )
-def test_flags_are_divided_at_dashes(words: str, mine: list[str], runs: Runs) -> None:
-    assert split_arguments(words.split()) == (mine, runs)
+def test_flags_are_divided_at_dashes(
+    words: str, mine: list[str], common: list[str], layouts: list[list[str]]
+) -> None:
+    assert split_arguments(words.split()) == (mine, common, layouts)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +78,7 @@ def test_one_layout_that_does_not_overfit_fails_the_check(
     last: float, status: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(config: OverfitCheck, common: Sequence[str], layout: Sequence[str], processes: int) -> Outcome:
-        assert processes == (2 if layout else 1) and common == ("--bf16",)
+        assert processes == (2 if layout else 1) and common == ["--bf16"]
         return Outcome("one layout" if layout else "one process", (UNIFORM, last if layout else 0.01), "")
 
     monkeypatch.setattr(overfit_check, "run", run)

@@ -16,14 +16,15 @@ import pytest
 from megatron.command_line.words import Given
 from megatron.commands import planning, pretrain_llama
 from megatron.commands.pages import plan_charts, plan_report
-from megatron.commands.pages.plan_charts import seconds, short
+from megatron.commands.pages.plan_charts import seconds
 from megatron.commands.pages.plan_report import plan_page
 from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
 from megatron.planner.search.result import SearchResult, command
 from megatron.planner.step_time.workload import TERMS
-from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, load, needs_browser
+from megatron.reports.svg import short
+from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, copied, cut_off, load, needs_browser
 from tests.tools.sample_search import STORED, planned, sample_layout, sample_result, shown
 
 
@@ -156,7 +157,7 @@ def test_many_layouts_make_a_page_that_loads_quickly(result: SearchResult) -> No
         for number in range(1000)
         for one in result.layouts[2:]
     ]
-    text = plan_page(replace(result, layouts=(*result.layouts, *others), num_fitting=len(others)))
+    text = plan_page(replace(result, layouts=(*result.layouts, *others)))
     assert len(text) < 2_000_000
     assert "dots that others cover are not drawn" in text and "The first 100 of" in text
 
@@ -180,9 +181,7 @@ def test_the_page_of_a_plan_works_in_a_browser(width: int, is_hostile: bool, res
 @needs_browser
 def test_no_column_is_cut_off_on_a_usual_screen(result: SearchResult) -> None:
     long = replace(result.best, limits="context-parallel messages: 12% of the step")
-    cut = """[...document.querySelectorAll(".scroll")].map((one) => one.scrollWidth - one.clientWidth)"""
-    text = plan_page(replace(result, layouts=(long, *result.layouts[1:])))
-    assert load(text, 1400, f"return Math.max(...{cut});")["more"] <= 0
+    assert cut_off(plan_page(replace(result, layouts=(long, *result.layouts[1:])))) <= 0
 
 
 # --- from the command line -----------------------------------------------------------------------------------
@@ -215,13 +214,14 @@ def test_the_json_ranks_layouts(searched: tuple[dict[str, Any], str, str]) -> No
         low, high = one["interval_s"]
         assert 0 < low < one["step_time_s"] < high
         assert one["step_time_s"] == pytest.approx(sum(one["terms_s"].values()))
-        assert one["tokens_per_s_per_gpu"] == pytest.approx(8 * 256 / 4 / one["step_time_s"])
         assert 0 < one["mfu"] < 1 and 4 < one["memory_gib"] < 5
         assert one["limits"] and one["advice"]
         assert one["flags"]["micro-batch-size"] == 1 and not one["changes_numerics"]
     ties, others = ([one["step_time_s"] for one in layouts if one["is_tie"] is tie] for tie in (True, False))
     assert max(ties) <= 1.02 * min(ties) and (not others or min(others) > 1.02 * min(ties))
     assert others == sorted(others)
+    sizes = [point["num_gpus"] for point in searched[0]["scaling"]]
+    assert sizes == sorted(sizes) and 4 in sizes and len(sizes) >= 3
 
 
 def test_the_best_layouts_are_simulated(searched: tuple[dict[str, Any], str, str]) -> None:
@@ -255,18 +255,6 @@ def test_the_text_and_the_page_show_the_best_layout(searched: tuple[dict[str, An
     assert f"limited by {best['limits']}" in text
     assert "pretrain_llama.py --model tiny" in text and "--micro-batch-size 1" in text
     assert page.startswith("<!DOCTYPE html>") and "</html>" in page
-
-
-def test_the_scaling_points_add_up(searched: tuple[dict[str, Any], str, str]) -> None:
-    points = searched[0]["scaling"]
-    sizes = [point["num_gpus"] for point in points]
-    assert sizes == sorted(sizes) and 4 in sizes and len(sizes) >= 3
-    for point in points:
-        steps = 1e9 / (8 * 256)
-        assert point["days"] * 86_400 * point["goodput"] == pytest.approx(steps * point["step_time_s"])
-        assert point["gpu_hours"] == pytest.approx(point["days"] * 24 * point["num_gpus"])
-        assert point["price"] == pytest.approx(point["gpu_hours"] * 4.916)
-        assert 0.9 < point["goodput"] < 1
 
 
 def test_plan_is_a_flag_of_the_training_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,6 +294,7 @@ def test_without_a_terminal_each_part_of_a_search_is_a_line(capsys: pytest.Captu
 
 def test_flags_are_left_out_with_their_values() -> None:
     line = CommandLine.of(["--a", "--num-gpus", "8", "--b=-x", "--plan-json=x", "--no-bf16", "--c", "1", "2"])
+    assert line.fields == {"a", "num_gpus", "b", "plan_json", "bf16", "c"}
     assert line.without({"num_gpus", "plan_json", "bf16"}).words == ["--a", "--b=-x", "--c", "1", "2"]
     with pytest.raises(ConfigError, match="--plan-html needs --plan"):
         parse_command_line(["--plan-html", "x"]).plan.check()

@@ -80,7 +80,6 @@ def test_the_strategies_keep_the_bytes_of_the_pages_table() -> None:
 
 # --- groups of ranks ------------------------------------------------------------------------------------------
 
-IMAGES = Path(__file__).parents[2] / "docs/images"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -110,7 +109,7 @@ def test_the_text_says_how_many_nodes_a_group_touches(order: str, nodes: dict[st
 )
 def test_the_pictures_are_of_today(name: str, order: str) -> None:
     grid = grid_of(config_of(order))
-    picture = (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    picture = (REPOSITORY / f"docs/images/{name}.svg").read_text(encoding="utf-8")
     assert picture == draw(grid, 8)
     # Every rank has a cell in every row, with its position on the axis.
     texts = [text.text for text in ElementTree.fromstring(picture).iter(f"{SVG}text")]

@@ -1,4 +1,5 @@
-"""The help and the refusals of the planner's commands, each a sentence, do not import torch, which takes seconds."""
+"""The help and the refusals of the planner's commands, each a sentence, and a schedule do not import torch, which takes
+seconds."""
 
 import json
 import subprocess
@@ -15,8 +16,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 class NoTorch:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "torch":
-            raise AssertionError("torch is imported")
+        if name.partition(".")[0] in ("torch", "matplotlib"):
+            raise AssertionError(f"{name} is imported")
 
 from megatron_llama.commands import VERBS, run
 
@@ -49,12 +50,7 @@ COMMANDS = [
     ("plan", f"{LLAMA} --num-gpus 4 --price-per-gpu-hour -1", 2, "--price-per-gpu-hour -1.0 must be finite"),
     ("plan", f"{LLAMA} --num-gpus 3", 2, "--num-gpus 3 has no layout"),
     ("plan", f"{LLAMA} --num-gpus 17", 2, "use 16 or 20 GPUs"),
-    (
-        "plan",
-        f"{LLAMA} --num-gpus 64 --micro-batch-size 3",
-        2,
-        "--global-batch-size 128 is not divisible by --micro-batch-size 3",
-    ),
+    ("plan", f"{LLAMA} --num-gpus 64 --micro-batch-size 3", 2, "128 is not divisible by --micro-batch-size 3"),
     ("plan", f"{LLAMA} --num-gpus 64 --tensor-model-parallel-size 3", 2, "satisfies the flags: remove one"),
     ("plan", f"{LLAMA} --num-gpus 64 --num-distributed-optimizer-instances 7", 2, "7 does not divide the"),
     ("plan", f"{LLAMA} --num-gpus 64 --measured none.jsonl", 2, "--measured none.jsonl cannot be read"),
@@ -67,6 +63,8 @@ COMMANDS = [
     ("train", f"{LLAMA} --bf16 --plan", 2, "--plan needs --num-gpus"),
     ("train", f"{LLAMA} --bf16 --plan --num-gpus 17", 2, "use 16 or 20 GPUs"),
     ("train", f"{PLAN} --micro-batch-size 3", 2, "--global-batch-size 128 is not divisible by --micro-batch-size 3"),
+    ("schedule", "--schedule zb-v --stages 2 --microbatches 4", 0, "stage 0  F0"),
+    ("schedule", "--schedule 1f1b --stages 2 --microbatches 4 --virtual 2", 2, "1f1b runs one chunk per stage"),
     ("estimate", "--help", 0, "compute"),
     ("estimate", "compute --help", 0, "--tflops"),
     ("estimate", "compute --parameters -1 --tokens 1 --gpus 1 --tflops 1", 2, "--parameters"),

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron.commands.pages.plan_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure
+from megatron.commands.pages.plan_charts import ALLOWANCE_NAME, MemoryOfStage, memory_figure, neighbours, title_of
 from megatron.commands.pages.schedule_chart import schedule_figure
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import EXPERT_AXES
@@ -67,14 +67,16 @@ def groups(plan: Plan) -> dict[str, dict[str, Any]]:
     return described
 
 
-def _layout_rows(plan: Plan) -> list[tuple[str, int, int, str, str]]:
-    """Axis, size, number of groups, whether they stay in a node, and the ranks of a group, at most eight."""
+def _layout(plan: Plan) -> tuple[tuple[str, ...], list[list[html.Cell]]]:
+    """Headings and rows of the axes: size, number of groups, and the ranks of a group, at most eight."""
     rows = []
     for axis, group in groups(plan).items():
         ranks = list(map(str, group["ranks"]))
         shown = ranks if len(ranks) <= 8 else [*ranks[:3], "…", ranks[-1]]
-        rows.append((axis, group["size"], group["groups"], "yes" if group["in_node"] else "no", " ".join(shown)))
-    return rows
+        numbers = [html.number(f"{group[key]:,}", group[key]) for key in ("size", "groups")]
+        stays = html.Cell("yes" if group["in_node"] else "no")
+        rows.append([html.Cell(f"{_AXES[axis][0]} ({axis})"), *numbers, stays, html.Cell(" ".join(shown))])
+    return ("axis", "size", "groups", "stays in a node", f"group of rank {plan.stages[0].rank}"), rows
 
 
 def as_json(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> dict[str, Any]:
@@ -152,14 +154,8 @@ def chunk_sizes(layers: Sequence[int]) -> str:
     return " + ".join(f"{count} x {size}" if count > 1 else str(size) for size, count in words)
 
 
-def neighbours(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
-    """Neighbouring stages with equal ``contents`` as one: their numbers, and the first."""
-    rows = []
-    for _, group in groupby(plan.stages, key=contents):
-        stages = list(group)
-        first, last = stages[0].stage, stages[-1].stage
-        rows.append((str(first) if first == last else f"{first}-{last}", stages[0]))
-    return rows
+def _neighbours(plan: Plan, contents: Callable[[StagePlan], object]) -> list[tuple[str, StagePlan]]:
+    return neighbours(((stage.stage, stage) for stage in plan.stages), contents)
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -170,9 +166,10 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _layout_table(plan: Plan) -> Table:
-    table = _table("\nlayout", ["axis", "size", "groups", "stays in a node", f"with rank {plan.stages[0].rank}"])
-    for axis, size, count, stays, ranks in _layout_rows(plan):
-        table.add_row(axis, str(size), f"{count:,}", stays, ranks)
+    headings, rows = _layout(plan)
+    table = _table("\nlayout", headings)
+    for row in rows:
+        table.add_row(*(cell.text for cell in row))
     return table
 
 
@@ -185,7 +182,7 @@ def _memory_table(plan: Plan) -> Table:
     kinds = [kind.replace(" ", "\n") for kind in shown]
     columns = ["stage", "rank", "layers", "parameters", *kinds, "allowance", "total"]
     table = _table("\nmemory of a rank at its peak, GiB", columns)
-    for name, stage in neighbours(plan, _memory):
+    for name, stage in _neighbours(plan, _memory):
         sizes = [gib(stage.peak.by_kind.get(kind, 0)) for kind in shown]
         table.add_row(
             name,
@@ -202,7 +199,7 @@ def _memory_table(plan: Plan) -> Table:
 def _bars(plan: Plan) -> Text:
     text = Text("\n")
     scale = max(plan.limit, plan.tightest.needed) / _BAR_WIDTH
-    for name, stage in neighbours(plan, _memory):
+    for name, stage in _neighbours(plan, _memory):
         text.append(f"{name:>5} ")
         # Round the ends of the parts, not their widths, so that the widths add up.
         end = filled = 0
@@ -223,7 +220,7 @@ def _traffic_table(plan: Plan) -> Table:
     axes = sorted({axis for stage in plan.stages for axis in stage.sent_by_axis if axis != "several"})
     columns = ["stage", *axes, "in node", "across"]
     table = _table("\nsent by a rank per step, GiB", columns)
-    for name, stage in neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
+    for name, stage in _neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link)):
         by_axis = [gib(stage.sent_by_axis.get(axis, 0)) for axis in axes]
         by_link = [gib(stage.sent_by_link.get(link, 0)) for link in ("in node", "across")]
         table.add_row(name, *by_axis, *by_link)
@@ -265,11 +262,11 @@ def dry_run_page(plan: Plan, plan_command: str | None, fitting_load: float | Non
     run = plan.run
     memory = [
         MemoryOfStage(
-            f"stage{'s' * ('-' in name)} {name}",
+            title_of(name),
             f"{chunk_sizes(stage.layers)} layers",
             dict(stage.peak.by_kind) | {ALLOWANCE_NAME: ALLOWANCE},
         )
-        for name, stage in neighbours(plan, lambda stage: (stage.layers, stage.num_parameters, stage.peak.by_kind))
+        for name, stage in _neighbours(plan, lambda stage: (stage.layers, stage.num_parameters, stage.peak.by_kind))
     ]
     schedule = schedule_figure(run.schedule, run.num_microbatches, run.pass_durations(), is_in_seconds=False)
     of_schedule = (
@@ -283,7 +280,7 @@ def dry_run_page(plan: Plan, plan_command: str | None, fitting_load: float | Non
         html.section("Memory by stage", memory_figure(memory, plan.limit), note=of_memory),
         html.section("Bytes sent", _traffic(plan), note="By a rank of each stage in one step."),
         html.section("Schedule", schedule, note=of_schedule),
-        html.section("Layout", _page_layout(plan)),
+        html.section("Layout", html.table(*_layout(plan), is_sortable=False)),
         html.section("Stages", _stage_table(plan)),
     ]
     title = f"{run.config.model.model or 'model'} on {run.grid.world_size:,} ranks: dry run"
@@ -342,7 +339,7 @@ def _page_verdict(plan: Plan, plan_command: str | None, fitting_load: float | No
 
 def _traffic(plan: Plan) -> str:
     """Two charts: by axis, and by link."""
-    rows = neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link))
+    rows = _neighbours(plan, lambda stage: (stage.sent_by_axis, stage.sent_by_link))
     axes = {axis: _AXES[axis] for axis in _AXES if any(stage.sent_by_axis.get(axis) for _, stage in rows)}
     if not axes:
         return html.paragraph("A rank sends nothing.")
@@ -359,7 +356,7 @@ def _sent_figure(
     """Bytes by kind of each stage; ``kinds`` have the names and colours."""
     bars = []
     for name, sent in rows:
-        title, total = f"stage{'s' * ('-' in name)} {name}", sum(sent.get(kind, 0) for kind in kinds)
+        title, total = title_of(name), sum(sent.get(kind, 0) for kind in kinds)
         parts = [
             Part(part, colour, size, f"{title}: {part}\n{gib(size)} GiB, {size / total:.0%}", gib(size))
             for kind, (part, colour) in kinds.items()
@@ -368,21 +365,6 @@ def _sent_figure(
         bars.append(Bar(title, "", f"{gib(total)} GiB", parts))
     ticks = [(tick * 2**30, f"{tick:g} GiB") for tick in nice_ticks(0.0, end / 2**30, 6)]
     return html.figure(stacked_bars(bars, ticks, end), html.legend((colour, part) for part, colour in kinds.values()))
-
-
-def _page_layout(plan: Plan) -> str:
-    rows = [
-        [
-            html.Cell(f"{_AXES[axis][0]} ({axis})"),
-            html.number(str(size), size),
-            html.number(f"{count:,}", count),
-            html.Cell(stays),
-            html.Cell(ranks),
-        ]
-        for axis, size, count, stays, ranks in _layout_rows(plan)
-    ]
-    headings = ("axis", "size", "groups", "stays in a node", f"group of rank {plan.stages[0].rank}")
-    return html.table(headings, rows, is_sortable=False)
 
 
 def _stage_table(plan: Plan) -> str:

@@ -1,9 +1,10 @@
 """Charts of the dry run and of a search: memory and schedule of each pipeline stage, and the layouts of a search."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from megatron.planner.memory import KINDS
 from megatron.planner.search.result import PlannedLayout, ScalePoint, SearchResult
@@ -12,7 +13,6 @@ from megatron.reports.page import Lane, figure, lanes, legend, paragraph
 from megatron.reports.svg import (
     Axis,
     Bar,
-    Limit,
     Part,
     Point,
     Scale,
@@ -21,11 +21,13 @@ from megatron.reports.svg import (
     horizontal_axis,
     nice_ticks,
     plane,
+    short,
     stacked_bars,
 )
 
 # --- a row for each stage ------------------------------------------------------------------------------------
 
+T = TypeVar("T")
 ALLOWANCE_NAME = "allowance"
 COLOURS: Mapping[str, str] = {
     "weights": "blue",
@@ -54,14 +56,18 @@ class MemoryOfStage:
         return sum(self.by_kind.values())
 
 
-def equal_neighbours(by_stage: Sequence[tuple[int, Mapping[str, int]]]) -> list[MemoryOfStage]:
-    """One row for neighbouring stages with equal memory, from ``(stage, bytes by kind)``."""
+def neighbours(stages: Iterable[tuple[int, T]], contents: Callable[[T], object]) -> list[tuple[str, T]]:
+    """Neighbouring ones of the numbered ``stages`` with equal ``contents`` as one: their numbers, and the first."""
     rows = []
-    for by_kind, group in groupby(by_stage, key=lambda stage: dict(stage[1])):
-        stages = [stage for stage, _ in group]
-        name = f"stage {stages[0]}" if len(stages) == 1 else f"stages {stages[0]}-{stages[-1]}"
-        rows.append(MemoryOfStage(name, "", by_kind))
+    for _, group in groupby(stages, key=lambda stage: contents(stage[1])):
+        (first, one), *others = group
+        rows.append((f"{first}-{others[-1][0]}" if others else str(first), one))
     return rows
+
+
+def title_of(numbers: str) -> str:
+    """Stages by the numbers of :func:`neighbours`."""
+    return f"stage{'s' * ('-' in numbers)} {numbers}"
 
 
 def memory_figure(rows: Sequence[MemoryOfStage], limit: int) -> str:
@@ -71,7 +77,7 @@ def memory_figure(rows: Sequence[MemoryOfStage], limit: int) -> str:
     end = max(most, limit) * 1.04
     bars = [_bar(row, limit, row.total == most) for row in rows]
     ticks = [(tick * 2**30, f"{tick:g} GiB") for tick in nice_ticks(0.0, end / 2**30, 6)]
-    chart = stacked_bars(bars, ticks, end, Limit(limit, f"GPU: {gib(limit)} GiB"))
+    chart = stacked_bars(bars, ticks, end, (limit, f"GPU: {gib(limit)} GiB"))
     shown = [kind for kind in (*KINDS, ALLOWANCE_NAME) if any(row.by_kind.get(kind) for row in rows)]
     return figure(chart, legend([(COLOURS[kind], kind) for kind in shown]))
 
@@ -140,14 +146,6 @@ def seconds(value: float) -> str:
 
 def days(count: float) -> str:
     return f"{count:,.1f}" if count < 99.95 else f"{count:,.0f}"
-
-
-def short(value: float) -> str:
-    """A number with three digits, and a prefix from 1,000 on."""
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * size:
-            return f"{value / size:.3g} {prefix}"
-    return f"{value:.3g}"
 
 
 def tip_of(number: int, one: PlannedLayout) -> str:
@@ -352,33 +350,31 @@ def _throughput_lane(points: Sequence[ScalePoint], x: Scale) -> Lane:
     # From the smallest number of GPUs on, at its rate per GPU.
     ideal = [(place, rates[0][1] * place / rates[0][0]) for place, _ in rates]
     y = Scale(0.7 * min(rate for _, rate in kept), 1.5 * max(rate for _, rate in ideal), is_log=True)
-    ticks = svg.log_ticks(y.low, y.high)
-    shapes = [svg.horizontal(y.pixel(tick, _CURVE), "grid") for tick in ticks]
-    shapes.append(svg.curve(ideal, x, y, _CURVE, "ideal"))
-    for curve, css in ((kept, "line warm"), (rates, "line")):
-        shapes.append(svg.curve(curve, x, y, _CURVE, css))
+    ticks = [(tick, short(tick)) for tick in svg.log_ticks(y.low, y.high)]
+    curves = ((ideal, "ideal"), (kept, "line warm"), (rates, "line"))
+    shapes = [svg.curve(curve, x, y, _CURVE, css) for curve, css in curves]
     for point, (place, rate), (_, useful) in zip(points, rates, kept):
         shapes += [
             svg.dot(x.percent(place), y.pixel(useful, _CURVE), 4, "warm", _tip(point)),
             svg.dot(x.percent(place), y.pixel(rate, _CURVE), 5, "point", _tip(point)),
             svg.text(x.percent(place), y.pixel(rate, _CURVE) - 11, short(rate), "strong"),
         ]
-    chart = svg.svg(_CURVE, *shapes, label="tokens per second over the number of GPUs")
-    return Lane("tokens per second", chart, [(y.pixel(tick, _CURVE), short(tick)) for tick in ticks])
+    axis = Axis(y, ticks, "tokens per second")
+    return svg.lane(axis, _CURVE, shapes, "tokens per second over the number of GPUs")
 
 
 def _small_lane(name: str, points: Sequence[ScalePoint], x: Scale, values: Sequence[tuple[float, str]]) -> Lane:
     sizes = [value for value, _ in values]
     y = Scale(0.0, 1.35 * max(sizes))
     places = [(float(point.num_gpus), size) for point, size in zip(points, sizes)]
-    shapes = [svg.horizontal(_SMALL, "grid"), svg.curve(places, x, y, _SMALL, "line")]
+    shapes = [svg.curve(places, x, y, _SMALL, "line")]
     for point, (place, size), (_, label) in zip(points, places, values):
         top = y.pixel(size, _SMALL)
         shapes += [
             svg.dot(x.percent(place), top, 4, "point", _tip(point)),
             svg.text(x.percent(place), top - 9, label, "strong"),
         ]
-    return Lane(name, svg.svg(_SMALL, *shapes, label=f"{name} over the number of GPUs"), [(_SMALL, "0")])
+    return svg.lane(Axis(y, [(0.0, "0")], name), _SMALL, shapes, f"{name} over the number of GPUs")
 
 
 def _tip(point: ScalePoint) -> str:

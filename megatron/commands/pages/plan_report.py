@@ -14,18 +14,19 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.commands.pages.plan_charts import (
+    MemoryOfStage,
     choices,
     compared,
     days,
-    equal_neighbours,
     link_of,
     memory_figure,
+    neighbours,
     pareto_figure,
     recompute_of,
     scaling_figure,
     seconds,
-    short,
     time_figure,
+    title_of,
 )
 from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.planner.rehearsal.launch_prices import Product
@@ -33,7 +34,7 @@ from megatron.planner.search.result import PlannedLayout, SearchResult, command,
 from megatron.planner.step_time.workload import Cluster
 from megatron.reports import page as html
 from megatron.reports import svg
-from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane
+from megatron.reports.svg import Axis, Point, Scale, duration, gib, percentage, plane, short
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Schedule
 from megatron.schedules.simulator import Durations, simulate
@@ -188,11 +189,11 @@ _REST = "rest of the step"
 
 
 def plan_page(result: SearchResult) -> str:
-    job = result.job
+    job, count = result.job, len(result.layouts)
     title = f"{job.name} on {job.num_gpus:,} GPUs ({job.cluster.name})"
     subtitle = (
         f"{job.global_batch_size:,} sequences of {job.seq_length:,} tokens per step · {job.precision} · "
-        f"{result.num_enumerated:,} layouts, {result.num_fitting:,} fit, {len(result.ties):,} within 2 % of the fastest"
+        f"{result.num_enumerated:,} layouts, {count:,} fit, {len(result.ties):,} within 2 % of the fastest"
     )
     footer = (
         f"Searched in {result.seconds:.0f} s. Times are predictions of a model fitted to published runs "
@@ -200,7 +201,6 @@ def plan_page(result: SearchResult) -> str:
     )
     simulated = html.plural(sum(one.is_simulated for one in result.layouts), "layout")
     fitting = f"Layouts that fit. {simulated} with a number: memory by the dry run, else by the units."
-    count = len(result.layouts)
     first = f"The first {_MOST_ROWS:,} of {count:,}. " if count > _MOST_ROWS else ""
     ties = "Ties, within 2 % of the fastest, come first, from the simplest on. ~: memory without the dry run."
     links = [link_of(rank) for rank in range(1, min(count, _MOST_ROWS) + 1)]
@@ -238,10 +238,7 @@ def _tiles(result: SearchResult) -> list[html.Tile]:
 
 
 def _tokens(count: float) -> str:
-    for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if count >= size:
-            return f"{count / size:.3g} {prefix}"
-    return f"{count:,.0f}"
+    return short(count, prefixes="TBMk")
 
 
 def _choice(result: SearchResult) -> str:
@@ -271,7 +268,8 @@ def _of_simulated(result: SearchResult) -> list[str]:
     assert one.passes is not None
     of_layout = f"Layout {rank}, {one.layout.name}"
     limit = result.job.config.dry_run.gpu_memory
-    memory = memory_figure(equal_neighbours(list(enumerate(one.memory_by_stage))), limit)
+    stages = neighbours(enumerate(one.memory_by_stage), dict)
+    memory = memory_figure([MemoryOfStage(title_of(name), "", by_kind) for name, by_kind in stages], limit)
     return [
         html.section(
             "Timeline of a step",
@@ -385,7 +383,7 @@ def print_result(result: SearchResult, console: Console, top: int) -> None:
     summary = (
         f"{job.name} on {job.num_gpus:,} GPUs of {job.cluster.name}: {job.global_batch_size:,} sequences of "
         f"{job.seq_length:,} tokens, {job.precision}\n"
-        f"{result.num_enumerated:,} layouts, of which {result.num_fitting:,} fit and {len(result.ties):,} are within "
+        f"{result.num_enumerated:,} layouts, of which {len(result.layouts):,} fit and {len(result.ties):,} are within "
         f"2 % of the fastest; {result.seconds:.0f} s\n"
     )
     of_runs = f"a run over {job.operation.tokens:.3g} tokens, a failure in {job.gpu_hours_per_failure:,.0f} GPU-hours"

@@ -91,7 +91,7 @@ def training_charts(history: History, attempts: Sequence[Attempt]) -> str:
     if found:
         places = [(axis.percent(history.place({"iteration": alarm.iteration})), alarm) for alarm in found]
         charts.append(Lane("alarms", alarm_marks(places)))
-    labels = [(tick, _short(tick)) for tick in svg.nice_ticks(axis.low, axis.high, 6)]
+    labels = [(tick, svg.short(tick, 4)) for tick in svg.nice_ticks(axis.low, axis.high, 6)]
     labels[-1] = labels[-1][0], f"{labels[-1][1]} {'tokens' if history.tokens is not None else 'iterations'}"
     charts.append(Lane("", horizontal_axis(Axis(axis, labels, ""))))
     return lanes(charts) + alarm_legend(found)
@@ -104,10 +104,9 @@ def _loss_lane(
     values = sorted(value for _, value in (*training.means, *validation))
     # The first losses of a run from random weights would flatten the rest.
     scale = _padded(values[0], values[math.ceil(0.98 * (len(values) - 1))])
-    ticks = svg.nice_ticks(scale.low, scale.high, 5)
-    shapes = [svg.horizontal(scale.pixel(tick, height), "grid") for tick in ticks]
+    ticks = [(tick, f"{tick:.4g}") for tick in svg.nice_ticks(scale.low, scale.high, 5)]
     shown = [(place, value if value <= scale.high else math.nan) for place, value in line]
-    shapes.append(svg.band([one for one in training.extremes if one[2] <= scale.high], axis, scale, height, "band"))
+    shapes = [svg.band([one for one in training.extremes if one[2] <= scale.high], axis, scale, height, "band")]
     shapes.append(svg.curve(shown, axis, scale, height, "line"))
     step = math.ceil(len(validation) / _MOST_DOTS) or 1
     shapes += [
@@ -116,8 +115,7 @@ def _loss_lane(
         if loss <= scale.high
     ]
     name = "loss, and validation loss (dots)" if validation else "loss"
-    chart = svg.svg(height, *shapes, label=f"loss over {over}")
-    return Lane(name, chart, [(scale.pixel(tick, height), f"{tick:.4g}") for tick in ticks])
+    return svg.lane(Axis(scale, ticks, name), height, shapes, f"loss over {over}")
 
 
 def _curve(
@@ -131,26 +129,16 @@ def _curve(
     values = sorted(value for _, value in curve.means)
     highest = values[math.ceil(0.99 * (len(values) - 1))]  # spikes would flatten the rest
     scale = Scale(0.0, 1.08 * highest or 1.0) if from_zero else _padded(min(0.0, values[0]), highest)
-    ticks = svg.nice_ticks(scale.low, scale.high, 3)
-    shapes = [svg.horizontal(scale.pixel(tick, _LOW), "grid") for tick in ticks]
+    ticks = [(tick, svg.short(tick, 4)) for tick in svg.nice_ticks(scale.low, scale.high, 3)]
     below = [(place, min(value, scale.high)) for place, value in curve.means]
-    shapes.append(svg.curve(below, axis, scale, _LOW, "line"))
-    chart = svg.svg(_LOW, *shapes, label=f"{name} over tokens")
     caption = f"{name}, last value {points[-1][1]:.4g}{unit}"
-    return Lane(caption, chart, [(scale.pixel(tick, _LOW), _short(tick)) for tick in ticks])
+    line = svg.curve(below, axis, scale, _LOW, "line")
+    return svg.lane(Axis(scale, ticks, caption), _LOW, [line], f"{name} over tokens")
 
 
 def _padded(low: float, high: float) -> Scale:
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
     return Scale(low if low == 0.0 else low - margin, high + margin)
-
-
-def _short(value: float) -> str:
-    """3e-4, 250, 1.5 k, 20 M, 2 G, 15 T."""
-    for size, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e4, " k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == ' k' else size):.4g}{unit}"
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
 
 
 EXPLANATIONS: Mapping[TimeClass, tuple[str, str]] = {
@@ -172,14 +160,8 @@ _BARS, _LOSS, _SHARE, _CURVE = 44.0, 150.0, 72.0, 190.0
 _MOST_TRIANGLES, _MOST_TICKS = 80, 400
 _INTERVALS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 18000, 36000, 86400, 172800, 432000)
 """Round seconds."""
-
-
-@dataclass(frozen=True)
-class Curves:
-    """Losses over wall time: (seconds since the epoch, loss)."""
-
-    training: Sequence[Point] = ()
-    validation: Sequence[Point] = ()
+_FILLED = ((svg.area, "area"), (svg.curve, "line"))
+"""A curve, and the area below it."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +171,6 @@ class Report:
     name: str
     run: RecordedRun
     summary: RunSummary
-    curves: Curves
     history: History | None = None
     """The records of the metrics file."""
 
@@ -218,12 +199,14 @@ def timeline(report: Report) -> str:
         charts.insert(0, Lane("failures", _fault_marks(report)))
     if report.summary.saves:
         charts.append(Lane("saves", _saves(report)))
-    if report.curves.training or report.curves.validation:
-        training = svg.thin([point for point in report.curves.training if math.isfinite(point[1])])
-        validation = [point for point in report.curves.validation if math.isfinite(point[1])]
-        line = interrupted(training.means, [attempt.start for attempt in report.run.attempts])
-        charts.append(_loss_lane(training, line, validation, report.time, _LOSS, "wall time"))
-    unusual = [] if report.history is None else alarms(report.history)
+    history = report.history or History((), (), None)
+    training = _over_time(history.iterations, "lm_loss")
+    validation = _over_time(history.evaluations, "validation_loss")
+    if training or validation:
+        thinned = svg.thin(training)
+        line = interrupted(thinned.means, [attempt.start for attempt in report.run.attempts])
+        charts.append(_loss_lane(thinned, line, validation, report.time, _LOSS, "wall time"))
+    unusual = alarms(history)
     places = [(report.time.percent(alarm.time), alarm) for alarm in unusual if alarm.time is not None]
     if places:
         charts.append(Lane("alarms", alarm_marks(places)))
@@ -231,6 +214,13 @@ def timeline(report: Report) -> str:
     charts += [_share_lane(report), Lane("", horizontal_axis(Axis(report.time, ticks, "")))]
     used = [name for name in (*BEFORE, *DURING, *AFTER) if report.summary.time.seconds[name] > 0]
     return lanes(charts) + legend((name, EXPLANATIONS[name][0]) for name in used) + alarm_legend(unusual)
+
+
+def _over_time(records: Sequence[Record], key: str) -> list[Point]:
+    """(seconds since the epoch, value) of the records with a finite value."""
+    pairs = [(record.get("time"), record.get(key)) for record in records]
+    points = [(float(x), float(y)) for x, y in pairs if isinstance(x, int | float) and isinstance(y, int | float)]
+    return sorted(point for point in points if math.isfinite(point[1]))
 
 
 def _fault_marks(report: Report) -> str:
@@ -349,14 +339,9 @@ def _share_lane(report: Report) -> Lane:
     settled = [share for moment, share in points if report.time.fraction(moment) > 0.05] or [1.0]
     low = min(0.9, max(0.0, math.floor(10.0 * min(settled) - 0.3) / 10.0))
     scale = Scale(low, 1.0)
-    ticks = [low, (1.0 + low) / 2.0, 1.0]
-    shapes = [svg.horizontal(scale.pixel(tick, _SHARE), "grid") for tick in ticks]
-    shapes += [
-        svg.area(points, report.time, scale, _SHARE, "area"),
-        svg.curve(points, report.time, scale, _SHARE, "line"),
-    ]
-    chart = svg.svg(_SHARE, *shapes, label="effective time so far")
-    return Lane("effective time", chart, [(scale.pixel(tick, _SHARE), f"{100 * tick:.0f} %") for tick in ticks])
+    ticks = [(tick, f"{100 * tick:.0f} %") for tick in (low, (1.0 + low) / 2.0, 1.0)]
+    shapes = [draw(points, report.time, scale, _SHARE, css) for draw, css in _FILLED]
+    return svg.lane(Axis(scale, ticks, "effective time"), _SHARE, shapes, "effective time so far")
 
 
 def interval_chart(intervals: SaveIntervals) -> str:
@@ -369,11 +354,10 @@ def interval_chart(intervals: SaveIntervals) -> str:
     points = [(place, intervals.share(place)) for place in places]
     shares_shown = [share for _, share in points]
     y = Scale(max(0.0, min(shares_shown) - 0.01), min(1.0, max(shares_shown) + 0.02))
-    y_ticks = svg.nice_ticks(y.low, y.high, 4)
+    y_ticks = [(tick, f"{100 * tick:.3g} %") for tick in svg.nice_ticks(y.low, y.high, 4)]
     x_ticks = [float(seconds) for seconds in _INTERVALS if x.low <= seconds <= x.high]
     x_ticks = x_ticks or [svg.nice_ticks(x.low, x.high, 2)[0]]
-    shapes = [svg.horizontal(y.pixel(tick, _CURVE), "grid") for tick in y_ticks]
-    shapes += [svg.area(points, x, y, _CURVE, "area"), svg.curve(points, x, y, _CURVE, "line")]
+    shapes = [draw(points, x, y, _CURVE, css) for draw, css in _FILLED]
     # The labels of two near marks point away from each other; others begin at their mark, off the labels of the axis.
     left = "end" if abs(x.fraction(own) - x.fraction(best)) < 0.4 else "start"
     marks = [("best", best, "point", left if own > best else "start")]
@@ -386,6 +370,5 @@ def interval_chart(intervals: SaveIntervals) -> str:
         shapes.append(svg.dot(x.percent(seconds), top, 6, css, tip))
         shapes.append(svg.text(x.percent(seconds), top - 12, f"{name}: {duration(seconds)}", "strong", anchor))
     axis = Axis(x, [(tick, svg.tick_label(tick)) for tick in x_ticks], "")
-    labels = [(y.pixel(tick, _CURVE), f"{100 * tick:.3g} %") for tick in y_ticks]
-    chart = svg.svg(_CURVE, *shapes, label="effective time over the save interval")
-    return lanes([Lane("effective time", chart, labels), Lane("", horizontal_axis(axis))])
+    chart = svg.lane(Axis(y, y_ticks, "effective time"), _CURVE, shapes, "effective time over the save interval")
+    return lanes([chart, Lane("", horizontal_axis(axis))])

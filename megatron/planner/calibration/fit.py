@@ -4,10 +4,11 @@ Every formula is linear in the unknowns that one kind of measurement determines,
 price of the formula with one unknown at 1 and the others at 0.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -65,28 +66,28 @@ def nonnegative_least_squares(columns: Array, target: Array, base: Array | float
 
 
 def _solve(
-    columns: Sequence[Array], samples: Sequence[Sample], base: Array | float = 0.0
+    columns: Sequence[Array], samples: Mapping[Any, Sample], base: Array | float = 0.0
 ) -> tuple[Array, tuple[float, ...]]:
     """The unknowns, and the relative error of each sample."""
-    matrix, target = np.stack(columns, axis=1), np.array([one.median for one in samples])
+    matrix, target = np.stack(columns, axis=1), np.array([one.median for one in samples.values()])
     found = nonnegative_least_squares(matrix, target, base)
     return found, tuple(((base + matrix @ found) / target - 1).tolist())
 
 
 def fit_products(
-    cluster: Cluster, fitted: Constants, shapes: Sequence[ProductShape], samples: Sequence[Sample], element_bytes: int
+    cluster: Cluster, fitted: Constants, samples: Mapping[ProductShape, Sample], element_bytes: int
 ) -> Fitted:
     """The share of the peak, the inner length of half the rate, and the share of the traffic that is not hidden."""
     machines, name = Machines([cluster]), f"product_{cluster.generation}"
-    rows, columns, depth = (np.array([getattr(one, field) for one in shapes], dtype=float) for field in _SIZES)
+    rows, columns, depth = (np.array([getattr(one, field) for one in samples], dtype=float) for field in _SIZES)
     # A weight gradient reads and writes the fp32 main gradient instead of writing an output.
     added = 8.0 - element_bytes
-    extra = np.array([added * one.rows * one.columns if one.is_weight_gradient else 0.0 for one in shapes])
+    extra = np.array([added * one.rows * one.columns if one.is_weight_gradient else 0.0 for one in samples])
     traffic = product_traffic(rows, columns, depth, False, extra, element_bytes)
 
     def price(depth_constant: float, bytes_share: float) -> Array:
         constants = {**fitted, name: 1.0, "product_depth": depth_constant, "product_bytes": bytes_share}
-        return product_seconds(machines, constants, rows, columns, depth, traffic, np.zeros(len(shapes), dtype=bool))
+        return product_seconds(machines, constants, rows, columns, depth, traffic, np.zeros(len(samples), dtype=bool))
 
     # Unknowns: 1 / share, depth / share, and the share of the traffic; the time is linear in them.
     peak = price(0.0, 0.0)
@@ -96,17 +97,12 @@ def fit_products(
 
 
 def fit_attention(
-    cluster: Cluster,
-    fitted: Constants,
-    name: str,
-    is_cudnn: bool,
-    shapes: Sequence[AttentionShape],
-    samples: Sequence[Sample],
+    cluster: Cluster, fitted: Constants, name: str, is_cudnn: bool, samples: Mapping[AttentionShape, Sample]
 ) -> Fitted:
     """The share of the peak, which has the constant ``name``, and the length of half the rate."""
     machines = Machines([cluster])
-    flops = (1 + BACKWARD_ATTENTION) * np.array([one.forward_flops for one in shapes])
-    length = np.array([float(one.length) for one in shapes])
+    flops = (1 + BACKWARD_ATTENTION) * np.array([one.forward_flops for one in samples])
+    length = np.array([float(one.length) for one in samples])
     rate = machines.attention_flops({**fitted, name: 1.0, "attention_length": 0.0}, is_cudnn, length)
     (inverse, extra), errors = _solve([flops / rate, flops / rate / length], samples)
     # Where the rate still grows at the longest length, its limit is not measured. Then ten times that length has half
@@ -115,16 +111,18 @@ def fit_attention(
     return Fitted({name: float(1 / inverse), "attention_length": float(extra / inverse)}, errors)
 
 
-def fit_link(shapes: Sequence[CollectiveShape], samples: Sequence[Sample], with_latency: bool) -> tuple[float, Fitted]:
+def fit_link(samples: Mapping[CollectiveShape, Sample], with_latency: bool) -> tuple[float, Fitted]:
     """Bytes per second of rings, and the errors. ``with_latency`` also fits the latency of a collective, which is
     not returned: a step has no term for it."""
-    sent = np.array([one.sent for one in shapes])
+    sent = np.array([one.sent for one in samples])
     columns = [sent, np.ones(len(sent))] if with_latency else [sent]
     found, errors = _solve(columns, samples)
     return 1 / float(found[0]), Fitted({}, errors)
 
 
-def fit_step(steps: Sequence[PlannedStep], cluster: Cluster, constants: Constants, samples: Sequence[Sample]) -> Fitted:
+def fit_step(
+    steps: Sequence[PlannedStep], cluster: Cluster, constants: Constants, samples: Mapping[Any, Sample]
+) -> Fitted:
     """What only whole steps show: the factor of the operations between products, the gap of a layer, the factor of the
     optimizer and the seconds of a step; ``constants`` has everything else."""
     names = ("own_elementwise", "layer_gap", "optimizer", "step")
@@ -147,7 +145,7 @@ class Calibrated:
     """The cluster that the measurements describe."""
 
     cluster: Cluster
-    errors: Mapping[str, Fitted] = field(default_factory=dict)
+    errors: Mapping[str, Fitted]
     """The fits by kind of measurement."""
 
 
@@ -158,15 +156,11 @@ def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib:
     # Without a base the machine is a CPU: its constants replace those of GPUs.
     fitted = load_fitted() | (without_overlap() if base is None else {})
     name = constant_name(measured.attention_kind, cluster.generation)
+    is_cudnn = measured.attention_kind == "cudnn"
     found = {
-        "products": fit_products(
-            cluster, fitted, list(measured.products), list(measured.products.values()), element_bytes
-        ),
-        "attention": fit_attention(
-            cluster, fitted, name, measured.attention_kind == "cudnn",
-            list(measured.attention), list(measured.attention.values()),
-        ),
-    }  # fmt: skip
+        "products": fit_products(cluster, fitted, measured.products, element_bytes),
+        "attention": fit_attention(cluster, fitted, name, is_cudnn, measured.attention),
+    }
     constants = without_overlap() if base is None else {}
     for one in found.values():
         constants |= one.constants
@@ -177,7 +171,7 @@ def calibrated(plan: Plan, measured: Measured, base: Cluster | None, memory_gib:
         planned_step(with_layers(plan.config, layers, batch), 1, plan.vocab_size, microbatches, cluster)
         for layers, batch, microbatches in measured.steps
     ]
-    found["steps"] = fit_step(steps, cluster, {**fitted, **constants}, list(measured.steps.values()))
+    found["steps"] = fit_step(steps, cluster, {**fitted, **constants}, measured.steps)
     constants |= found["steps"].constants
     return Calibrated(replace(cluster, constants=constants), found)
 
@@ -206,22 +200,20 @@ def _with_links(
     """The cluster with measured rates of its links, or with the shares of its rates that were measured."""
     found: dict[str, Fitted] = {}
     for spans_nodes, link in ((False, "link"), (True, "network")):
-        of_link = [one for one in measured.collectives if one.spans_nodes == spans_nodes]
-        shapes = [one for one in of_link if one.kind != "message"]
-        messages = [one for one in of_link if one.kind == "message"]
-        if not shapes:
+        of_link = {one: sample for one, sample in measured.collectives.items() if one.spans_nodes == spans_nodes}
+        messages = {one: sample for one, sample in of_link.items() if one.kind == "message"}
+        rings = {one: sample for one, sample in of_link.items() if one not in messages}
+        if not rings:
             continue
         # On CPUs the latency is mostly the wait for the other ranks: it lowers the rate.
-        rate, found[link] = fit_link(shapes, [measured.collectives[one] for one in shapes], with_latency=is_base)
+        rate, found[link] = fit_link(rings, with_latency=is_base)
         if is_base:
             constants[link] = rate / getattr(cluster, f"{link}_bytes_per_s")
         else:
-            cluster = (
-                replace(cluster, network_bytes_per_s=rate) if spans_nodes else replace(cluster, link_bytes_per_s=rate)
-            )
+            cluster = replace(cluster, **{f"{link}_bytes_per_s": rate})  # type: ignore[arg-type]
             if messages:
                 # Messages do not overlap on a CPU; their time is relative to the rate of rings.
-                slower, _ = fit_link(messages, [measured.collectives[one] for one in messages], with_latency=True)
+                slower, _ = fit_link(messages, with_latency=True)
                 constants |= dict.fromkeys(("exposed_messages", "exposed_interleaved_messages"), rate / slower)
     return cluster, constants, found
 
@@ -240,14 +232,24 @@ def cluster_file(calibrated: Calibrated, measured: Measured, base: str | None, d
         if one.name not in _TABLES and value != one.default:
             text = f'"{value}"' if isinstance(value, str) else f"{value:.6g}" if isinstance(value, float) else value
             lines.append(f"{one.name} = {text}")
-    lines += ["", "[sources]", *_sources(calibrated, measured, base, date)]
+    lines += ["", "[sources]", *_sources(calibrated, base, date)]
     lines += ["", "[constants]", *(f"{name} = {value:.6g}" for name, value in calibrated.cluster.constants.items())]
     return "\n".join(lines) + "\n"
 
 
 def summary(calibrated: Calibrated, measured: Measured) -> Iterator[str]:
     """A line for each kind of measurement: their number, their spread over the turns, the error of the formula."""
-    for kind, samples in _samples(measured).items():
+    by_link: dict[str, list[Sample]] = {"link": [], "network": []}
+    for shape, sample in measured.collectives.items():
+        by_link["network" if shape.spans_nodes else "link"].append(sample)
+    by_kind: dict[str, Collection[Sample]] = {
+        "products": measured.products.values(),
+        "attention": measured.attention.values(),
+        "copies": [measured.copy],
+        **by_link,
+        "steps": measured.steps.values(),
+    }
+    for kind, samples in by_kind.items():
         if samples:
             spread = median(one.spread for one in samples)
             fitted = calibrated.errors.get(kind)
@@ -255,20 +257,7 @@ def summary(calibrated: Calibrated, measured: Measured) -> Iterator[str]:
             yield f"{kind}: {len(samples)} measured, spread {spread:.1%}{error}"
 
 
-def _samples(measured: Measured) -> Mapping[str, list[Sample]]:
-    by_link: dict[str, list[Sample]] = {"link": [], "network": []}
-    for shape, sample in measured.collectives.items():
-        by_link["network" if shape.spans_nodes else "link"].append(sample)
-    return {
-        "products": list(measured.products.values()),
-        "attention": list(measured.attention.values()),
-        "copies": [measured.copy],
-        **by_link,
-        "steps": list(measured.steps.values()),
-    }
-
-
-def _sources(calibrated: Calibrated, measured: Measured, base: str | None, date: str) -> Iterator[str]:
+def _sources(calibrated: Calibrated, base: str | None, date: str) -> Iterator[str]:
     cluster = calibrated.cluster
     if base is None:
         for one in fields(Cluster):
@@ -278,8 +267,7 @@ def _sources(calibrated: Calibrated, measured: Measured, base: str | None, date:
         source = "CPUs: collectives need the cores and do not overlap; rates of links are measured"
         for kind, fitted in calibrated.errors.items():
             if name in fitted.constants:
-                count = len(_samples(measured)[kind])
-                source = f"fitted to {count} measured {kind}, median error {fitted.median_error:.1%}"
+                source = f"fitted to {len(fitted.errors)} measured {kind}, median error {fitted.median_error:.1%}"
         yield f'{name} = "{source}, {date}"'
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from megatron.planner.calibration.operations import AttentionShape, CollectiveSh
 from megatron.planner.step_time.workload import Attention
 
 Action = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,9 @@ class Ranks:
     control: ControlGroup | None = None
     """None for one process."""
 
-    def barrier(self) -> None:
-        if self.control is not None:
-            self.control.all_gather_object(None)
-
-    def longest(self, seconds: float) -> float:
-        """The largest value of a rank."""
-        if self.control is None:
-            return seconds
-        return float(max(self.control.all_gather_object(seconds)))
-
-    def agree(self, samples: list[Sample]) -> list[Sample]:
-        """The samples with the median over the ranks."""
-        if self.control is None:
-            return samples
-        of_ranks = self.control.all_gather_object([one.median for one in samples])
-        medians = [median(values) for values in zip(*of_ranks)]
-        return [replace(one, median=value) for one, value in zip(samples, medians)]
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks. Collective."""
+        return [value] if self.control is None else self.control.all_gather_object(value)
 
 
 @dataclass(frozen=True)
@@ -108,14 +95,14 @@ def take_turns(
     for action in actions:
         for _ in range(effort.warmup):
             action()
-        ranks.barrier()
+        ranks.gather(None)  # a barrier
         # All ranks repeat a collective equally often.
-        slowest = ranks.longest(seconds_of(action, device, 1))
+        slowest = max(ranks.gather(seconds_of(action, device, 1)))
         repeats.append(max(1, int(effort.least_seconds / slowest)))
     seconds: list[list[float]] = [[] for _ in actions]
     for _ in range(effort.turns):
         for number, action in enumerate(actions):
-            ranks.barrier()
+            ranks.gather(None)
             seconds[number].append(seconds_of(action, device, repeats[number]))
             advance()
     return [Sample.of(one) for one in seconds]
@@ -186,8 +173,8 @@ def merge(one: Measured, other: Measured) -> Measured:
     )
 
 
-Progress = Callable[[str, int], None]
-"""Called with what is measured, and how many operations that was."""
+Progress = Callable[[str], None]
+"""Called with what is measured, once for each operation."""
 
 
 def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
@@ -197,9 +184,11 @@ def measure(plan: Plan, ranks: Ranks, progress: Progress) -> Measured:
         samples: list[Sample] = []
         for first in range(0, len(builders), plan.together):
             actions = [build() for build in builders[first : first + plan.together]]
-            samples += take_turns(actions, plan.device, plan.effort, ranks, lambda: progress(what, 1))
+            samples += take_turns(actions, plan.device, plan.effort, ranks, lambda: progress(what))
             gc.collect()  # models have reference cycles
-        return ranks.agree(samples)
+        # The median over the ranks.
+        of_ranks = ranks.gather([one.median for one in samples])
+        return [replace(one, median=median(values)) for one, values in zip(samples, zip(*of_ranks))]
 
     # Each kind takes its turns apart; `together` bounds how many of a kind are in memory at once.
     model, length, device = plan.model, plan.config.seq_length, plan.device

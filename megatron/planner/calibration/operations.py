@@ -82,7 +82,6 @@ def _random(dtype: torch.dtype, device: torch.device, *size: int) -> Tensor:
 
 def product_action(shape: ProductShape, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     """The product as our linear layers compute it."""
-
     random = partial(_random, dtype, device)
     if not shape.is_weight_gradient:
         inputs, weight = random(shape.rows, shape.depth), random(shape.columns, shape.depth)
@@ -110,11 +109,7 @@ def attention_action(
         for heads in (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)
     )
     inputs = AttentionInputs(query, key, value)
-
-    def run() -> None:
-        kernel.backward(grad, kernel.forward(inputs))
-
-    return run
+    return lambda: kernel.backward(grad, kernel.forward(inputs))
 
 
 def copy_action(num_bytes: int, device: torch.device) -> Callable[[], object]:

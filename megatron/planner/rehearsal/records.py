@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from operator import call
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,14 +27,8 @@ class LayerKind:
     and only the others --attention-temperature-tuning."""
 
 
-T = TypeVar("T")
-R = TypeVar("R")
-
-
-class Map(Protocol):
-    """Applies a function to one sequence, in order, as ``map`` does."""
-
-    def __call__(self, function: Callable[[T], R], values: Iterable[T], /) -> Iterator[R]: ...
+Map = Callable[[Callable[..., Any], Iterable[Any]], Iterator[Any]]
+"""Applies a function to one sequence, in order, as ``map`` does."""
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,8 @@ class UnitRecorder(LaunchRecorder):
     has an attention kernel for fp32 and fp64.
     """
 
-    def __init__(self, is_fake: bool = False, rounds_up: bool = True) -> None:
-        self.device = CPU if is_fake else DEVICE
-        super().__init__(self.device)
-        if rounds_up:
-            self._block = CUDA_BLOCK
+    def __init__(self, is_fake: bool, rounds_up: bool) -> None:
+        super().__init__(CPU if is_fake else DEVICE, CUDA_BLOCK if rounds_up else 1)
 
     @property
     def tensors(self) -> AbstractContextManager[object]:

@@ -1,9 +1,8 @@
 """The error of a predicted step time: that of the model, or more where nothing like it was measured; and the level of
 all step times, corrected by the metrics file of a real run."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
-from megatron.metrics.jsonl import RUN
+from megatron.metrics.jsonl import RUN, Record, read_history
 from megatron.planner.search.layout import Job, Layout
 from megatron.planner.step_time.prices import load_record
 from megatron.planner.step_time.workload import Cluster
@@ -42,29 +41,28 @@ _MEASURED_REGIMES = frozenset(tuple(key) for key in _MEASURED["regimes"])
 """The keys of the regimes of published runs of dense models."""
 
 
-@dataclass(frozen=True)
-class Regime:
-    """Something on which a step time depends, and that has been measured or not."""
-
-    key: tuple[str, ...]
-    description: str
+Regimes = dict[tuple[str, ...], str]
+"""Descriptions, by key, of what a step time depends on, and what has been measured or not."""
 
 
 def regimes(
     cluster: Cluster, is_fp8: bool, sharding: str, schedule: str, gpus: int, cp: int, has_experts: bool
-) -> Iterator[Regime]:
+) -> Regimes:
     """What must have been measured elsewhere for the usual error of a run."""
     generation = cluster.generation
-    yield Regime(("gpu", generation, str(cluster.bf16_flops)), f"the GPU of {cluster.name}")
-    yield Regime(("precision", generation, str(is_fp8)), f"{'FP8' if is_fp8 else 'bf16'} on {generation}")
-    yield Regime(("sharding", sharding), f"the sharding {sharding}")
-    yield Regime(("schedule", schedule), f"the schedule {schedule}")
+    found: Regimes = {
+        ("gpu", generation, str(cluster.bf16_flops)): f"the GPU of {cluster.name}",
+        ("precision", generation, str(is_fp8)): f"{'FP8' if is_fp8 else 'bf16'} on {generation}",
+        ("sharding", sharding): f"the sharding {sharding}",
+        ("schedule", schedule): f"the schedule {schedule}",
+    }
     if gpus > LARGEST_MEASURED:
-        yield Regime(("gpus",), f"more than {LARGEST_MEASURED:,} GPUs")
+        found["gpus",] = f"more than {LARGEST_MEASURED:,} GPUs"
     if cp > 1:
-        yield Regime(("cp", generation), f"context parallelism on {generation}")
+        found["cp", generation] = f"context parallelism on {generation}"
     if has_experts:
-        yield Regime(("experts",), "models with experts")
+        found["experts",] = "models with experts"
+    return found
 
 
 _SHARDING = {"no_shard": "none", "optim_grads_params": "fsdp2"}
@@ -72,7 +70,7 @@ _SHARDING = {"no_shard": "none", "optim_grads_params": "fsdp2"}
 _SCHEDULES = {"interleaved": "1f1b"}
 
 
-def regimes_of(config: RunConfig, cluster: Cluster, gpus: int, schedule: str) -> Iterator[Regime]:
+def regimes_of(config: RunConfig, cluster: Cluster, gpus: int, schedule: str) -> Regimes:
     """The regimes of a run of this project; ``schedule`` is its pipeline schedule."""
     parallel = config.parallel
     sharding = _SHARDING.get(parallel.sharding_strategy, "optimizer")
@@ -104,7 +102,7 @@ def unmeasured(job: Job, layout: Layout, level: Level) -> list[str]:
     if cluster.constants:
         measured |= {("gpu", cluster.generation, str(cluster.bf16_flops))}
     found = regimes_of(layout.apply(job.config, job.given), cluster, job.num_gpus, layout.schedule)
-    return [regime.description for regime in found if regime.key not in measured]
+    return [description for key, description in found.items() if key not in measured]
 
 
 def basis_warnings(cluster: Cluster, gpus: Sequence[int], level: Level) -> list[str]:
@@ -131,9 +129,10 @@ _WARM_UP = 2
 def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     """The level by the run of a metrics file: its time over that predicted on the cluster. ``flag`` names the file.
 
-    Raises :class:`ConfigError` if the file does not say which flags and how many ranks its run had, or has no times.
+    Raises :class:`UserError` if the file does not say which flags and how many ranks its run had, or has no times.
     """
-    records = _read(path, flag)
+    history = read_history(flag, str(path))
+    records = history.iterations
     starts = [number for number, record in enumerate(records) if _is_described(record)]
     if not starts:
         raise ConfigError(
@@ -142,7 +141,8 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
         )
     described, last = records[starts[-1]][RUN], records[-1]
     # Only the records of the last process count.
-    times = [record["iteration_time_ms"] for record in records[starts[-1] :] if _has_time(record)]
+    of_process = replace(history, iterations=records[starts[-1] :], evaluations=())
+    times = [milliseconds for _, milliseconds in of_process.curve("iteration_time_ms", in_tokens=False)]
     if not times:
         raise ConfigError(f"{flag} {path} has no iteration_time_ms after its last start: let the run train on.")
     seconds = median(times[_WARM_UP:] or times) / 1e3
@@ -161,37 +161,15 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
     return Level(
         seconds / predicted,
         SAME_MODEL_ERROR if is_same_model else CORRECTED_ERROR,
-        frozenset(regime.key for regime in regimes_of(config, job.cluster, grid.world_size, units.schedule)),
+        frozenset(regimes_of(config, job.cluster, grid.world_size, units.schedule)),
         f"The level is corrected by {path.name}: {seconds:.4g} s per step on {described['world_size']} GPUs, predicted "
         f"{predicted:.4g} s.",
     )
 
 
-def _read(path: Path, flag: str) -> list[dict[str, Any]]:
-    """The records of the file; a line that is no record is left out."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be read ({error.strerror}): check the path.") from error
-    found = []
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
-
-
-def _is_described(record: Mapping[str, Any]) -> bool:
+def _is_described(record: Record) -> bool:
     run = record.get(RUN)
     return isinstance(run, dict) and isinstance(run.get("flags"), dict) and isinstance(run.get("world_size"), int)
-
-
-def _has_time(record: Mapping[str, Any]) -> bool:
-    value = record.get("iteration_time_ms")
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def config_of(flags: Mapping[str, Any]) -> RunConfig:

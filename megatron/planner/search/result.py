@@ -9,7 +9,7 @@ from megatron.planner.rehearsal.price import PassTimes
 from megatron.planner.search.layout import Job, Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
     """A layout that fits, with its time and its memory."""
 
@@ -24,11 +24,11 @@ class PlannedLayout:
     memory_bytes: int
     """GPU memory of the tightest stage with the allowance: by the dry run if simulated, otherwise by its units."""
     tightest_stage: int
-    is_simulated: bool
+    is_simulated: bool = False
     """Whether the memory is that of the dry run."""
-    memory_by_stage: tuple[Mapping[str, int], ...]
+    memory_by_stage: tuple[Mapping[str, int], ...] = ()
     """Bytes by kind at the peak of every stage; empty unless simulated."""
-    passes: PassTimes | None
+    passes: PassTimes | None = None
     """The seconds of the passes of a simulated layout."""
     bubble_fraction: float
     tokens_per_s_per_gpu: float
@@ -38,7 +38,7 @@ class PlannedLayout:
     """What limits it: the largest term besides products, in words."""
     advice: str
     """What would change the limit."""
-    is_tie: bool
+    is_tie: bool = False
     """Whether the step time is within 2 % of the fastest."""
 
 
@@ -67,7 +67,6 @@ class SearchResult:
     layouts: tuple[PlannedLayout, ...]
     """Every layout that fits, ranked: the ties for first, the simplest first, then by step time."""
     num_enumerated: int
-    num_fitting: int
     seconds: float
     scaling: tuple[ScalePoint, ...]
     """Points by number of GPUs. The point of ``job.num_gpus`` has the layout ``layouts[0]``."""
@@ -158,7 +157,8 @@ def first_of_families(ranked: Iterable[PlannedLayout]) -> Iterator[PlannedLayout
 def as_json(result: SearchResult) -> dict[str, Any]:
     """The result; docs/planner.md explains its fields."""
     job = result.job
-    named = ("num_gpus", "step_time_s", "tokens_per_s_per_gpu", "goodput", "save_interval_s", "days", "gpu_hours")
+    of_layout = "step_time_s", "tokens_per_s_per_gpu", "mfu", "limits", "advice", "is_tie", "tightest_stage"
+    of_point = "num_gpus", "step_time_s", "tokens_per_s_per_gpu", "goodput", "save_interval_s", "days", "gpu_hours"
     return {
         "model": job.name,
         "cluster": job.cluster.name,
@@ -168,31 +168,25 @@ def as_json(result: SearchResult) -> dict[str, Any]:
         "precision": job.precision,
         "tokens": job.operation.tokens,
         "num_enumerated": result.num_enumerated,
-        "num_fitting": result.num_fitting,
+        "num_fitting": len(result.layouts),
         "seconds": result.seconds,
         "warnings": list(result.warnings),
         "layouts": [
             {
-                "flags": dict(one.flags),
-                "step_time_s": one.step_time_s,
-                "interval_s": list(one.interval_s),
-                "tokens_per_s_per_gpu": one.tokens_per_s_per_gpu,
-                "mfu": one.mfu,
+                "flags": one.flags,
+                **{name: getattr(one, name) for name in of_layout},
+                "interval_s": one.interval_s,
                 "memory_gib": one.memory_bytes / 2**30,
-                "limits": one.limits,
-                "advice": one.advice,
-                "is_tie": one.is_tie,
                 "is_rehearsed": one.is_simulated,
                 "changes_numerics": one.layout.reduces_in_bf16,
-                "tightest_stage": one.tightest_stage,
                 "bubble_fraction": one.bubble_fraction,
-                "terms_s": dict(one.terms),
-                "memory_by_stage": [dict(kinds) for kinds in one.memory_by_stage],
+                "terms_s": one.terms,
+                "memory_by_stage": one.memory_by_stage,
             }
             for one in result.layouts
         ],
         "scaling": [
-            {**{name: getattr(point, name) for name in named}, "price": point.price, "flags": point.layout.flags()}
+            {**{name: getattr(point, name) for name in of_point}, "price": point.price, "flags": point.layout.flags()}
             for point in result.scaling
         ],
     }

@@ -112,15 +112,11 @@ def plan_layouts(job: Job, priced: Priced, needed: Mapping[int, tuple[int, int]]
                 terms=terms,
                 memory_bytes=num_bytes,
                 tightest_stage=stage,
-                is_simulated=False,
-                memory_by_stage=(),
-                passes=None,
                 bubble_fraction=terms["bubble"] / seconds,
                 tokens_per_s_per_gpu=rate,
                 mfu=rate * flops_per_token / job.peak_flops,
                 limits=limits,
                 advice=advice,
-                is_tie=False,
             )
         )
     return planned
@@ -234,7 +230,6 @@ def search(job: Job, num_simulated: int = 5, level: Level | None = None, report:
         job,
         ranked,
         found.num_enumerated,
-        len(ranked),
         time.monotonic() - started,
         scaling,
         (
@@ -302,7 +297,8 @@ def _fitting(job: Job, priced: Priced, records: UnitRecords, interest: float) ->
     def fits(number: int) -> bool:
         if number not in needed:
             layout = priced.layouts[number]
-            needed[number] = memory.tightest(layout, job.num_microbatches(layout), priced.units[number])
+            by_stage = memory.by_stage(layout, job.num_microbatches(layout), priced.units[number])
+            needed[number] = max(by_stage), by_stage.index(max(by_stage))
         return needed[number][0] * SAFETY <= limit
 
     # From the fastest on: memory is computed only until the first that fits says what is of interest.

@@ -340,20 +340,13 @@ class StageMemory:
         self.moments: dict[Hashable, StageMoments] = {}
         self.states: dict[Hashable, StateMemory] = {}
 
-    def stage(self, layout: Layout, stage: int, num_microbatches: int) -> int:
-        """Bytes that pipeline stage ``stage`` needs, with the allowance."""
-        return _LayoutMemory(self, layout, self._units(layout), num_microbatches).stage(stage) + ALLOWANCE
-
-    def tightest(self, layout: Layout, num_microbatches: int, units: UnitsOfRun | None = None) -> tuple[int, int]:
-        """Bytes of the stage that needs the most, with the allowance, and its number. ``units`` are those of
-        ``layout``."""
-        memory = _LayoutMemory(self, layout, units or self._units(layout), num_microbatches)
-        most, stage = max((memory.stage(stage), -stage) for stage in range(layout.pp))
-        return most + ALLOWANCE, -stage
-
-    def _units(self, layout: Layout) -> UnitsOfRun:
-        config = layout.apply(self.config, self.given)
-        return UnitsOfRun(self.records, config, rank_grid(config.parallel, layout.num_gpus))
+    def by_stage(self, layout: Layout, num_microbatches: int, units: UnitsOfRun | None = None) -> list[int]:
+        """Bytes that each pipeline stage needs, with the allowance. ``units`` are those of ``layout``."""
+        if units is None:
+            config = layout.apply(self.config, self.given)
+            units = UnitsOfRun(self.records, config, rank_grid(config.parallel, layout.num_gpus))
+        memory = _LayoutMemory(self, layout, units, num_microbatches)
+        return [memory.stage(stage) + ALLOWANCE for stage in range(layout.pp)]
 
 
 class _LayoutMemory:

@@ -175,24 +175,15 @@ class Workload:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = tuple(runs)
+        self._values = [vars(run.cluster) | vars(run.software) | vars(run) for run in runs]
 
     def number(self, name: str) -> Array:
         """A field of the runs, their software or their clusters, by name."""
-        return np.array([float(_field(run, name)) for run in self.runs])
+        return np.array([float(values[name]) for values in self._values])
 
     def where(self, name: str, value: Any = True) -> Mask:
         """Which runs have this value of a field."""
-        return np.array([_field(run, name) == value for run in self.runs])
-
-
-_OF_SOFTWARE = {field.name for field in fields(Software)}
-_OF_CLUSTER = {field.name for field in fields(Cluster)}
-
-
-def _field(run: Run, name: str) -> Any:
-    if name in _OF_SOFTWARE:
-        return getattr(run.software, name)
-    return getattr(run.cluster if name in _OF_CLUSTER else run, name)
+        return np.array([values[name] == value for values in self._values])
 
 
 # --- files of clusters ----------------------------------------------------------------------------------------
