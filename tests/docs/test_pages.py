@@ -22,7 +22,7 @@ from megatron.command_line.flag import Flag, flags_of
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
-from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
+from megatron.config.megatron_lm import NO_EFFECT, REFUSED
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
@@ -158,7 +158,7 @@ def test_every_flag_that_is_named_exists(text: Path) -> None:
     known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
     known = known.union(*(flags for program, flags in commands(code_of(text)) if program in FOREIGN_PROGRAMS))
     if text.name == "coming_from_megatron.md":
-        known |= {flag.flag for flag in megatron_flags()} | {*NO_EFFECT} | flags_in(" ".join(FAMILIES.values()))
+        known |= {flag.flag for flag in megatron_flags()} | {*NO_EFFECT} | flags_in(" ".join(REFUSED.values()))
     unknown = flags_in(content) - known
     assert not unknown
 
