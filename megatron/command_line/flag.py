@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from textwrap import dedent, fill
@@ -81,47 +81,32 @@ class Flag:
         return self.help.startswith("Refused")
 
 
+@cache
 def flags_of(config: type) -> tuple[Flag, ...]:
     """The flags of a dataclass in order. A field that is a dataclass is a group, whose flags stand among the others."""
-    return _cached_flags(config)
-
-
-@cache
-def _cached_flags(config: type) -> tuple[Flag, ...]:
-    return tuple(_flags_of(config))
-
-
-def _flags_of(config: type) -> Iterator[Flag]:
-    kinds, hints = get_type_hints(config), get_type_hints(config, include_extras=True)
+    found: list[Flag] = []
+    groups, hints = groups_of(config), get_type_hints(config, include_extras=True)
+    kinds = get_type_hints(config)
     for field in fields(config):
-        kind = kinds[field.name]
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            yield from _flags_of(kind)
+        if field.name in groups:
+            found += flags_of(groups[field.name])
             continue
         arguments = [one for one in getattr(hints[field.name], "__metadata__", ()) if isinstance(one, Argument)]
-        yield Flag(config, field, kind, *arguments or [Argument()])
-
-
-def groups_of(config: type) -> dict[str, type]:
-    """The groups among the fields of a dataclass."""
-    return _cached_groups(config)
+        found.append(Flag(config, field, kinds[field.name], *arguments or [Argument()]))
+    return tuple(found)
 
 
 @cache
-def _cached_groups(config: type) -> dict[str, type]:
+def groups_of(config: type) -> dict[str, type]:
+    """The groups among the fields of a dataclass."""
     return {
         name: kind for name, kind in get_type_hints(config).items() if isinstance(kind, type) and is_dataclass(kind)
     }
 
 
+@cache
 def docstrings(config: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and of its base classes, in one line."""
-    return _cached_docstrings(config)
-
-
-@cache
-def _cached_docstrings(config: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in config.__mro__:
         if "__dataclass_fields__" not in vars(kind):
