@@ -106,7 +106,7 @@ def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
             f"{asked.flag} of Megatron-LM is neither accepted nor refused: add a reason or a remedy to "
             "megatron/config/megatron_lm.py."
         )
-    if flag.is_refused:
+    if flag.help.startswith("Refused"):
         return f"refused: {in_cell(flag.help.removeprefix('Refused: '))}"
     reason = REFUSALS.get(flag.field.name)
     if asked.flag.startswith("--no-") and reason and flag.default == "on":
@@ -116,8 +116,11 @@ def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
     kind = "no effect" if flag.has_no_effect else "supported"
     choices, taken = asked.choices.split(), set(re.split(r"[,:]? ", flag.values))
     unlike = [choice for choice in choices if choice not in taken or f"{choice} is refused" in flag.help]
-    default = [] if flag.default_in_words == asked.default else [f"default {in_cell(flag.default_in_words)}"]
-    return "; ".join([kind, *default, *([f"not {', '.join(unlike)}"] if unlike else [])])
+    # For None the default that the help describes.
+    described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", flag.help)
+    default = flag.default or (described[1] or described[2] if described else "none")
+    differs = [] if default == asked.default else [f"default {in_cell(default)}"]
+    return "; ".join([kind, *differs, *([f"not {', '.join(unlike)}"] if unlike else [])])
 
 
 def megatron_table() -> str:

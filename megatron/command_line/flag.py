@@ -65,20 +65,9 @@ class Flag:
         return f"{self.name} {values.replace(', ', '|')}{' ...' if is_list else ''}"
 
     @property
-    def default_in_words(self) -> str:
-        """The default; for None the default that the help describes."""
-        described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", self.help)
-        return self.default or (described[1] or described[2] if described else "none")
-
-    @property
     def has_no_effect(self) -> bool:
         """Whether it is accepted only for compatibility."""
         return self.help.startswith("Accepted for Megatron-LM")
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether it exists only to be refused with a reason."""
-        return self.help.startswith("Refused")
 
 
 @cache

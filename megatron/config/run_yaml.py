@@ -52,12 +52,12 @@ def run_yaml(config: RunConfig, name: str) -> str:
 def _yaml_line(key: str, value: Any) -> str:
     import yaml
 
-    texts = value if isinstance(value, list) else [value]
+    is_list = isinstance(value, list)
     # Control characters are escaped, because YAML takes some of them for the end of a line.
-    options: dict[str, Any] = {"allow_unicode": "".join(map(str, texts)).isprintable(), "width": 1000}
-    if isinstance(value, list):
-        return f"{key}: {yaml.safe_dump(value, default_flow_style=True, **options)}"
-    return yaml.safe_dump({key: value}, default_flow_style=False, **options)
+    is_printable = "".join(map(str, value if is_list else [value])).isprintable()
+    # None: a list in brackets, on the line of its key.
+    style = None if is_list else False
+    return yaml.safe_dump({key: value}, default_flow_style=style, allow_unicode=is_printable, width=1000)
 
 
 def read_run_yaml(path: Path) -> list[Given]:

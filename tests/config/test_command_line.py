@@ -360,7 +360,7 @@ def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     assert architecture.num_parameters() == 8_030_261_248
     assert architecture.padded_vocab_size == 128256
     assert config.parallel.sharding_strategy == "optim"
-    assert config.data_parallel_size(16) == 8
+    assert config.parallel.data_parallel_size(16) == 8
     assert config.optimizer.adam_beta2 == 0.95
     for operation, implementation in (("rope", "eager"), ("swiglu", "eager"), ("weight_gradient", "separate")):
         wanted = config.kernels.wanted(operation)
@@ -382,7 +382,7 @@ def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     check_run(config, 1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
-    assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000
+    assert config.parallel.bucket_size(config.parallel.data_parallel_size(1024), 10**9) == 200_000_000
 
 
 def test_the_first_run_on_a_gpu_node_has_good_flags() -> None:

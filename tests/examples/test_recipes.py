@@ -79,7 +79,7 @@ def checked(command: Command, world_size: int) -> RunConfig:
     training = config.training
     build_batch_schedule(
         micro_batch_size=config.micro_batch_size,
-        data_parallel_size=config.data_parallel_size(world_size),
+        data_parallel_size=config.parallel.data_parallel_size(world_size),
         global_batch_size=training.global_batch_size,
         step_batch_size_schedule=training.step_batch_size_schedule,
         seq_length=config.seq_length,
@@ -130,7 +130,7 @@ def test_a_recipe_has_the_layout_that_it_states(
     config = checked(command, gpus)
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size
-    assert (*sizes, config.data_parallel_size(gpus)) == grid
+    assert (*sizes, config.parallel.data_parallel_size(gpus)) == grid
     vocab_size = config.model.preset_vocab_size or 128256
     model = config.model.resolve(vocab_size, parallel.tensor_model_parallel_size, config.seq_length)
     assert model.num_parameters() == parameters
@@ -339,7 +339,7 @@ def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
         assert config.checkpoint.load == config.checkpoint.save == "runs/llama3_405b_h100/checkpoints"
         batches = build_batch_schedule(
             micro_batch_size=config.micro_batch_size,
-            data_parallel_size=config.data_parallel_size(16384),
+            data_parallel_size=config.parallel.data_parallel_size(16384),
             global_batch_size=config.training.global_batch_size,
             step_batch_size_schedule=config.training.step_batch_size_schedule,
             seq_length=config.seq_length,
