@@ -131,12 +131,9 @@ def check_file(path: str, digests: FileDigests, blocks: Iterable[int] | None = N
     """Compare ``blocks`` of the local file ``path``; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb", buffering=0) as file:
-
-            def read(start: int, size: int) -> bytes:
-                file.seek(start)
-                return file.read(size)
-
-            check_blocks(name or path, digests, os.fstat(file.fileno()).st_size, read, blocks)
+            number = file.fileno()
+            size = os.fstat(number).st_size
+            check_blocks(name or path, digests, size, lambda start, count: os.pread(number, count, start), blocks)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
 

@@ -39,7 +39,7 @@ def test_every_form_names_the_same_corpora() -> None:
     assert read_sources(DataConfig(train_data_path=BOTH, valid_data_path=("b",))) == apart
     assert read_sources(DataConfig(per_split_data_args_path="splits.json")) == apart
     assert [apart.has(index) for index in range(3)] == [True, True, False]
-    assert apart.prefixes == ["a", "b"]
+    assert apart.prefixes() == ["a", "b"]
     shared = read_sources(DataConfig(data_path=("a",), split="9,1"))
     assert [shared.has(index) for index in range(3)] == [True, True, False]
 
