@@ -70,11 +70,14 @@ ABBREVIATIONS = {
 def rows_of(name: str) -> Iterator[tuple[str, int, str]]:
     """The rows of a table, ``[processes: ]arguments[ -> named]``: arguments, number of processes (1 unless it is
     given), and the flags, values and figures that the message must name, comma-separated. An indented line continues
-    the last one. ``{a / b}`` makes a row of each alternative, the same in all braces of the line."""
+    the last one. ``{a / b}`` makes a row of each alternative, the same in all braces of the line; ``{}`` stands for the
+    first braces."""
     text = re.sub(r"\n +", " ", Path(__file__).with_name(name).read_text())
     for line in text.splitlines():
         if line.startswith("# "):
             continue
+        first, *_ = [*re.findall(r"{.+?}", line), ""]
+        line = line.replace("{}", first)
         for number in range(max((braces.count(" / ") for braces in re.findall(r"{.*?}", line)), default=0) + 1):
             row = re.sub(r"{(.*?)}", lambda braces, at=number: braces[1].split(" / ")[at], line)  # type: ignore[misc]
             words = re.fullmatch(r"(?:(\d+): )?(.*?)(?: -> (.*))?", row)
