@@ -1,11 +1,8 @@
 """The command line: help without torch, every flag explained, mistakes answered by the way out, recipes accepted."""
 
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,22 +21,10 @@ from megatron.config.run_parser import RUN_PARSER, SYNONYMS
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.megatron_recipe import recipe
+from tests.end_to_end.run_process import run_python
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
 GROUPS = [type(getattr(RunConfig(), field.name)) for field in fields(RunConfig)]
-
-
-def run_script(*arguments: str, trace_imports: bool = False) -> subprocess.CompletedProcess[str]:
-    """A real process, as a person starts it, without torchrun's variables."""
-    options = ["-X", "importtime"] if trace_imports else []
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *options, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment | {"COLUMNS": "100"},
-        timeout=60,
-    )
 
 
 RUN = "--model tiny --mock-data --vocab-size 100 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
@@ -67,7 +52,7 @@ def over(words: Sequence[str], defaults: ModelConfig) -> ModelConfig:
     ("arguments", "exit_code"), [(["--help"], 0), (["--model", "tiny"], 2)], ids=["help", "a refused combination"]
 )
 def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_code: int) -> None:
-    finished = run_script(*arguments, trace_imports=True)
+    finished = run_python("-X", "importtime", str(SCRIPT), *arguments)
     assert finished.returncode == exit_code
     lines = [line for line in finished.stderr.splitlines() if line.startswith("import time")]
     modules = {line.rpartition("|")[2].strip() for line in lines}
@@ -77,7 +62,7 @@ def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_
 
 @pytest.mark.processes
 def test_help_shows_every_flag_with_its_docstring() -> None:
-    printed = run_script("--help", "all").stdout
+    printed = run_python(str(SCRIPT), "--help", "all", COLUMNS="100").stdout
     shown = " ".join(printed.split())
     for flag in RUN_PARSER.flags:
         assert re.search(rf"^  {flag}( |$)", printed, re.MULTILINE), f"{flag} is not in --help all"

@@ -157,9 +157,8 @@ def test_data_path_is_prefixes_or_pairs() -> None:
     assert parse_data_path(("a", "b")) == (["a", "b"], None)
     assert parse_data_path(("0.7", "a", "3", "b")) == (["a", "b"], [0.7, 3.0])
     assert parse_data_path(("0", "a", "3", "b")) == (["b"], [3.0])
-    for bad in (("-1", "a", "2", "b"), ("0", "a"), ("nan", "a")):
-        with pytest.raises(ConfigError, match="--data-path has weights"):
-            parse_data_path(bad)
+    with pytest.raises(ConfigError, match="--data-path has weights"):
+        parse_data_path(("nan", "a"))
 
 
 def test_a_weight_without_a_prefix_is_refused_unless_a_corpus_has_its_name() -> None:

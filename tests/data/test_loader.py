@@ -8,8 +8,6 @@ import os
 import platform
 import re
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +36,7 @@ from megatron.data.loader import (
 )
 from megatron.errors import DataError, LoaderError, cause_of
 from tests.data.corpora import build, load, write_corpus
-from tests.end_to_end.run_process import REPOSITORY, wait_until
+from tests.end_to_end.run_process import REPOSITORY, run_python, wait_until
 from tests.forked import fork_context
 
 pytestmark = pytest.mark.usefixtures("corpora")
@@ -350,9 +348,7 @@ sys.exit(7)
 @pytest.mark.processes
 def test_a_process_ends_although_threads_hang_in_a_read(tmp_path: Path) -> None:
     """They read a file that never answers; the interpreter does not wait for them."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-c", STALLED]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", STALLED, cwd=tmp_path, PYTHONPATH=str(REPOSITORY))
     assert (done.returncode, done.stderr) == (7, "")
     assert re.match(r"The loader has delivered no microbatch for \d+ s \(--dataloader-timeout 1\)", done.stdout)
 

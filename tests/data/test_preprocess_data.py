@@ -41,6 +41,7 @@ from megatron.data.tokenizers import NullTokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import md5, write
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
+from tests.end_to_end.run_process import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -465,12 +466,6 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL_FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
 
 
-def run_tool(directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-    """Run the tool in ``directory``, which is not the repository."""
-    command = [sys.executable, str(TOOL), *flags]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
-
-
 def write_lines(path: Path, documents: list[Any]) -> None:
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
 
@@ -497,7 +492,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
     inputs = ["--input", "one.jsonl", "two.jsonl.gz", "--json-keys", "text", "title", "--append_eod"]
     for workers in ("1", "2"):
         prefix = ["--output-prefix", f"w{workers}", "--workers", workers]
-        done = run_tool(tmp_path, *inputs, *prefix, *NULL_FLAGS)
+        done = run_python(str(TOOL), *inputs, *prefix, *NULL_FLAGS, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "5,000 documents," in done.stdout
         assert "5,000 documents," in done.stderr, "progress is reported"
