@@ -154,6 +154,12 @@ def values_by_field(config: Any) -> dict[str, Any]:
     return values
 
 
+def changed_values(config: Any, default: Any) -> dict[str, Any]:
+    """The values by field in which a dataclass of flags differs from ``default``."""
+    theirs = values_by_field(default)
+    return {name: value for name, value in values_by_field(config).items() if value != theirs[name]}
+
+
 def build(config: type[C], values: Mapping[str, Any], default: C | None) -> C:
     """The dataclass with ``values`` by field, in its groups, too; otherwise the values of ``default``."""
     groups, found = groups_of(config), dict[str, Any]()

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from megatron.architectures.catalog import PRESETS
 from megatron.command_line.flag import docstrings, flag_help, flags_of, group_help, groups_of, two_columns
-from megatron.command_line.parser import values_by_field
+from megatron.command_line.parser import changed_values
 from megatron.command_line.words import COMMAND_LINE, Given, split_words, surplus
 from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.dry_run import FlagFileConfig
@@ -152,12 +151,12 @@ class CommandLine:
         values = RUN_PARSER.read(one for one in self.given if one.flag not in NO_EFFECT)
         default, origins = self.defaults, dict[str, str]()
         if self.origin != DEFAULT:
-            origins = dict.fromkeys(_changed(default, RUN_PARSER.config()), self.origin)
+            origins = dict.fromkeys(changed_values(default, RUN_PARSER.config()), self.origin)
         # The preset is the default of the model's flags, wherever --model stands.
         name = values.of_field.get("model")
         if name in PRESETS:
             default = replace(default, model=preset(name))
-            origins |= dict.fromkeys(_changed(default.model, ModelConfig()), f"--model {name}")
+            origins |= dict.fromkeys(changed_values(default.model, ModelConfig()), f"--model {name}")
         config = RUN_PARSER.build(replace(values, mistakes=[]), default)
         origins |= {field: given.origin for field, given in values.given.items()}
         inferred = []
@@ -172,12 +171,6 @@ class CommandLine:
         return ParsedLine(
             config, (*values.mistakes, *mistakes), tuple(dict.fromkeys(no_effect)), tuple(inferred), origins
         )
-
-
-def _changed(config: Any, default: Any) -> list[str]:
-    """The fields of a dataclass of flags whose values differ from those of ``default``."""
-    theirs = values_by_field(default)
-    return [name for name, value in values_by_field(config).items() if value != theirs[name]]
 
 
 def parse_command_line(arguments: Sequence[str]) -> RunConfig:
