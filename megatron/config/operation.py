@@ -1,7 +1,7 @@
 """Flags for running unattended, and for what a run records: metrics, their writers, profiles."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.errors import ConfigError
 from megatron.features.faults.flags import FaultFlags
@@ -76,7 +76,8 @@ class OperationConfig(
     """Restart all ranks when one evaluates for longer than this many seconds (default: as for a save)."""
 
     def check(self) -> None:
-        for flags in OperationConfig.__bases__:
+        bases: tuple[Any, ...] = OperationConfig.__bases__
+        for flags in bases:
             flags.check(self)
         require_at_least(0, values_of(self, "hang_limit_s"))
         require_positive(values_of(self, *HANG_LIMITS[1:]))

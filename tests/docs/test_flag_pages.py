@@ -10,13 +10,13 @@ import shlex
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from docs import flag_pages
 from docs.flag_pages import MegatronFlag, ReferenceConfig, accepted_flags, megatron_flags
-from megatron.command_line.flag import Flag, describe_values
+from megatron.command_line.flag import Flag
 from megatron.command_line.words import Given, split_words
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
@@ -214,21 +214,6 @@ def test_an_answer_says_what_becomes_of_a_flag(asked: tuple[str, ...], expected:
 def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--frobnicate of Megatron-LM is neither accepted nor refused"):
         answer_to("--frobnicate", "off")
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (bool, "on, off"),
-        (bool | None, "True, False"),
-        (int | None, "integer"),
-        (Literal["a", "b"] | None, "a, b"),
-        (tuple[str, ...], "one or more: text"),
-        (tuple[int, int, int] | None, "integer integer integer"),
-    ],
-)
-def test_values_are_described(kind: object, expected: str) -> None:
-    assert describe_values(kind) == expected
 
 
 def test_help_cannot_break_a_table() -> None:

@@ -5,6 +5,7 @@ import ast
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def test_every_page_and_every_tool_is_in_the_index() -> None:
     assert not [path.name for path in REPOSITORY.glob("tools/*.py") if f"`{path.name}`" not in index]
 
 
-COMMANDS = {"convert_checkpoint": convert_checkpoint.COMMANDS, "estimate": estimate.COMMANDS}
+COMMANDS: dict[str, Iterable[str]] = {"convert_checkpoint": convert_checkpoint.COMMANDS, "estimate": estimate.COMMANDS}
 PRETRAIN = frozenset(RUN_PARSER.spellings)
 
 
