@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line.parser import values_by_field
 from megatron.command_line.words import split_words
 from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files, recorded
 from megatron.commands.pretrain_llama import main
@@ -21,9 +20,9 @@ from megatron.config.bash.syntax import parse
 from megatron.config.command_line import CommandLine
 from megatron.config.megatron_lm import NO_EFFECT, remedy_of
 from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, Recipe, edited, read_recipes, script_recipe
-from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
+from tests.config.flag_values import assert_same, value_in
 
 RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
 ALL = {name: recipe.words for name, recipe in read_recipes(RECIPES, {}).by_name.items()}
@@ -55,25 +54,6 @@ def test_the_edit_takes_out_architectures_and_files_alone() -> None:
         ]
         added = {given.flag for given in after} - {given.flag for given in before}
         assert added <= {"--mock-data", "--vocab-size", "--tokenizer-type"}
-
-
-def value_in(config: RunConfig, flag: str) -> object:
-    """The value of the field of a flag; for ``--no-x`` the negation of x."""
-    known = RUN_PARSER.flags
-    positive = known.get(flag) or known[f"--{flag.removeprefix('--no-')}"]
-    value = values_by_field(config)[positive.field.name]
-    return value if flag in known else not value
-
-
-def assert_same(value: object, words: tuple[str, ...]) -> None:
-    """``value`` is what a shell's words mean: on, one number or word, or several."""
-    if not words:
-        assert value is True
-        return
-    found = value if isinstance(value, tuple) else (value,)
-    assert len(found) == len(words), (value, words)
-    for one, word in zip(found, words):
-        assert float(word) == one if isinstance(one, int | float) else word == one, (value, words)
 
 
 def test_the_values_of_every_recipe_are_in_their_fields() -> None:
