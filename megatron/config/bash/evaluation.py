@@ -33,24 +33,8 @@ from megatron.config.bash.syntax import (
 )
 
 # Commands whose words may name a program, but do not start it.
-_NO_START = [
-    "cat",
-    "chmod",
-    "cp",
-    "echo",
-    "git",
-    "grep",
-    "ln",
-    "ls",
-    "mkdir",
-    "mv",
-    "printf",
-    "rm",
-    "rsync",
-    "sed",
-    "tee",
-    "touch",
-]
+_NAMING = "cat chmod cp echo git grep ln ls mkdir mv printf rm rsync sed tee touch"
+_NO_START = frozenset(_NAMING.split())
 _DECLARATIONS = frozenset(["declare", "export", "local", "readonly", "typeset"])
 _MOST_TURNS = 1000
 
