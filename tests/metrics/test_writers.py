@@ -28,14 +28,9 @@ from megatron.metrics.console import (
 from megatron.metrics.jsonl import JsonlWriter
 from megatron.metrics.tensorboard import WINDOW, TensorBoardWriter, rewind_events, start_of_search
 from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
-from tests.metrics.reported_run import evaluation_record, iteration_record, reported_run
+from tests.metrics.reported_run import Terminal, evaluation_record, iteration_record, reported_run
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 # Console
@@ -109,10 +104,10 @@ def test_the_set_is_named_after_the_last_iteration_as_in_megatron() -> None:
 
 def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons() -> None:
     for stream, flag, is_compact in (
-        (_Terminal(), None, True),
+        (Terminal(), None, True),
         (io.StringIO(), None, False),
         (io.StringIO(), "compact", True),
-        (_Terminal(), "megatron", False),
+        (Terminal(), "megatron", False),
     ):
         config = LoggingConfig(progress_bar=False, log_format=flag)  # type: ignore[arg-type]
         (console,) = _build(config, stream=stream)
@@ -124,7 +119,7 @@ def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons(
 
 
 def test_the_short_line_fits_a_terminal_and_says_what_is_left() -> None:
-    stream = _Terminal()
+    stream = Terminal()
     writer = CompactConsoleWriter(stream, log_throughput=True, train_iters=480_000)
     facts: dict[str, Any] = {"train_iters": 480_000, "tokens_per_s_per_gpu": 12345.6, "iteration_time_ms": 2000.0}
     writer.write_iteration(iteration_record(1000, elapsed_s=2000.0, **facts))
@@ -155,7 +150,7 @@ def test_timers_follow_the_line() -> None:
 
 
 def test_the_bar_draws_nothing_before_the_first_record_and_lines_print_above_it() -> None:
-    stream = _Terminal()
+    stream = Terminal()
     bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
     assert stream.getvalue() == ""
     bar.write_iteration(iteration_record(5))
@@ -170,7 +165,7 @@ def test_the_bar_draws_nothing_before_the_first_record_and_lines_print_above_it(
 
 @pytest.mark.parametrize(
     ("stream", "flag", "bar"),
-    [(io.StringIO(), None, False), (_Terminal(), None, True), (_Terminal(), False, False), (io.StringIO(), True, True)],
+    [(io.StringIO(), None, False), (Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), True, True)],
 )
 def test_a_bar_only_where_a_person_watches(stream: io.StringIO, flag: bool | None, bar: bool) -> None:
     writers = _build(LoggingConfig(progress_bar=flag), stream=stream)
