@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
