@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megatron.command_line.flag import Flag, docstrings, flags_of
 from megatron.commands.tool import run_tool
 from megatron.config.compatibility import REFUSALS
-from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED
+from megatron.config.megatron_lm import NO_EFFECT, REFUSED, remedy_of
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.urls import refuse_urls
@@ -95,17 +95,18 @@ def ours(flag: str) -> str:
 
 def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
     """The cell about a flag of Megatron-LM: refused, without effect, or supported, and what differs."""
-    if asked.flag in NOT_SUPPORTED:
-        return f"refused: {in_cell(NOT_SUPPORTED[asked.flag])}"
     if asked.flag in NO_EFFECT:
         return f"no effect: {in_cell(NO_EFFECT[asked.flag].reason)}"
     flag = accepted.get(asked.flag) or accepted.get(ours(asked.flag))
+    remedy = remedy_of(asked.flag)
+    if flag is None and remedy is not None:
+        return f"refused: {in_cell(remedy)}"
     if flag is None:
         raise ConfigError(
             f"{asked.flag} of Megatron-LM is neither accepted nor refused: add a reason or a remedy to "
             "megatron/config/megatron_lm.py."
         )
-    if flag.is_refused:
+    if flag.help.startswith("Refused"):
         return f"refused: {in_cell(flag.help.removeprefix('Refused: '))}"
     reason = REFUSALS.get(flag.field.name)
     if asked.flag.startswith("--no-") and reason and flag.default == "on":
@@ -115,8 +116,11 @@ def answer(asked: MegatronFlag, accepted: dict[str, Flag]) -> str:
     kind = "no effect" if flag.has_no_effect else "supported"
     choices, taken = asked.choices.split(), set(re.split(r"[,:]? ", flag.values))
     unlike = [choice for choice in choices if choice not in taken or f"{choice} is refused" in flag.help]
-    default = [] if flag.default_in_words == asked.default else [f"default {in_cell(flag.default_in_words)}"]
-    return "; ".join([kind, *default, *([f"not {', '.join(unlike)}"] if unlike else [])])
+    # For None the default that the help describes.
+    described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", flag.help)
+    default = flag.default or (described[1] or described[2] if described else "none")
+    differs = [] if default == asked.default else [f"default {in_cell(default)}"]
+    return "; ".join([kind, *differs, *([f"not {', '.join(unlike)}"] if unlike else [])])
 
 
 def megatron_table() -> str:
@@ -140,8 +144,9 @@ def _other_flags(listed: Container[str]) -> str:
         if flag not in listed:
             idle.setdefault(found.reason, []).append(flag)
     rows = [(flags, f"no effect: {in_cell(reason)}") for reason, flags in idle.items()]
-    rows += [(patterns.split(), f"refused: {in_cell(remedy)}") for remedy, patterns in FAMILIES.items()]
-    lines = [f"| {', '.join(f'`{flag}`' for flag in flags)} | {answer} |" for flags, answer in rows]
+    for remedy, patterns in REFUSED.items():
+        rows.append(([one for one in patterns.split() if one not in listed], f"refused: {in_cell(remedy)}"))
+    lines = [f"| {', '.join(f'`{flag}`' for flag in flags)} | {answer} |" for flags, answer in rows if flags]
     return "\n".join(["### Other models, other purposes, machinery\n", "| flags | here |", "| --- | --- |", *lines, ""])
 
 

@@ -9,10 +9,8 @@ from types import TracebackType
 from typing import Self
 
 from megatron.config.inference import GenerationConfig
-from megatron.core.topology import Topology
-from megatron.inference.cached_model import CachedModel
 from megatron.inference.generator import complete
-from megatron.inference.loading import LoadedModel, join_ranks, load_model
+from megatron.inference.loading import OpenModel, join_ranks, load_model
 
 
 class Model:
@@ -33,19 +31,19 @@ class Model:
         tokenizer = None if tokenizer_model is None else str(tokenizer_model)
         with ExitStack() as end:
             topology = end.enter_context(join_ranks(pipeline_model_parallel_size))
-            self._texts = Texts(load_model(str(load), topology, ckpt_step, tokenizer), topology)
+            self._model = load_model(str(load), topology, ckpt_step, tokenizer)
             self._end = end.pop_all()
         # A model that is not closed leaves its groups before Python takes the modules down.
         weakref.finalize(self, self._end.close)
 
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation; a collective. ``sampling`` are the fields of
-        :class:`~megatron.config.commands.GenerationConfig`."""
-        return self._texts.continue_all([prompt], sampling)[0]
+        :class:`~megatron.config.inference.GenerationConfig`."""
+        return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:
         """:meth:`generate` for several prompts at once."""
-        return self._texts.continue_all(prompts, sampling)
+        return continued(self._model, prompts, sampling)
 
     def close(self) -> None:
         """Leave the process groups."""
@@ -60,15 +58,9 @@ class Model:
         self._end.__exit__(kind, error, trace)
 
 
-class Texts:
-    """Continues texts with a loaded model."""
-
-    def __init__(self, loaded: LoadedModel, topology: Topology) -> None:
-        self._model, self._tokenizer = CachedModel(loaded.model, topology), loaded.tokenizer
-
-    def continue_all(self, prompts: Sequence[str], sampling: dict[str, float]) -> list[str]:
-        """The prompts with their continuations, as one batch."""
-        config = replace(GenerationConfig(), **sampling)  # type: ignore[arg-type]
-        config.check()
-        completions = complete(self._model, self._tokenizer, prompts, config, frozenset({self._tokenizer.eod}))
-        return [f"{one.prompt}{one.text}" for one in completions]
+def continued(model: OpenModel, prompts: Sequence[str], sampling: dict[str, float]) -> list[str]:
+    """The prompts with their continuations, as one batch."""
+    config = replace(GenerationConfig(), **sampling)  # type: ignore[arg-type]
+    config.check()
+    completions = complete(model.model, model.tokenizer, prompts, config, model.stop_ids)
+    return [f"{one.prompt}{one.text}" for one in completions]

@@ -37,7 +37,7 @@ from megatron.training.initialize import Process, choose_device, init_distribute
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 from megatron.training.pretrain import deterministic_algorithms, resolve_architecture
-from megatron_llama.model import Texts
+from megatron_llama.model import continued
 
 FlagValue = str | float | bool | os.PathLike[str] | Sequence[str | float] | None
 
@@ -239,7 +239,7 @@ class Run:
     def generate(self, prompt: str, **sampling: float) -> str:
         """The prompt with its continuation by the present weights, which are copied through a temporary checkpoint; the
         same on all ranks. A collective. ``sampling`` are the fields of
-        :class:`~megatron.config.commands.GenerationConfig`."""
+        :class:`~megatron.config.inference.GenerationConfig`."""
         return self.generate_batch([prompt], **sampling)[0]
 
     def generate_batch(self, prompts: Sequence[str], **sampling: float) -> list[str]:
@@ -247,8 +247,8 @@ class Run:
         context = self._open_trainer.context
         place = Path(context.config.checkpoint.save or tempfile.gettempdir()) / "generate"
         with self._saved_beside(place) as saved:
-            texts = Texts(load_model(str(saved), context.topology), context.topology)
-        return texts.continue_all(prompts, sampling)
+            model = load_model(str(saved), context.topology)
+        return continued(model, prompts, sampling)
 
     @contextmanager
     def _saved_beside(self, place: Path) -> Iterator[Path]:

@@ -1,8 +1,16 @@
-"""What a script in ``tools/`` starts: a function of ``megatron/commands``, and the classes of its flags."""
+"""What a script in ``tools/`` starts: a function of ``megatron/commands``; and the flags of any script."""
 
 import ast
+import runpy
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from megatron.command_line.parser import Parser
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -12,26 +20,6 @@ class Entry(NamedTuple):
 
     module: str
     function: str
-
-    @property
-    def source(self) -> Path:
-        return REPOSITORY / f"{self.module.replace('.', '/')}.py"
-
-    def classes(self) -> list[ast.ClassDef]:
-        """The dataclasses of the module that the function names, also through other functions of the module."""
-        known: dict[str, ast.stmt] = {}
-        for node in ast.parse(self.source.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                known[node.name] = node
-            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                known[node.targets[0].id] = node
-        reached, waiting = dict[str, ast.stmt](), [self.function]
-        while waiting:
-            name = waiting.pop()
-            if name in known and name not in reached:
-                reached[name] = known[name]
-                waiting += [part.id for part in ast.walk(known[name]) if isinstance(part, ast.Name)]
-        return [node for node in reached.values() if isinstance(node, ast.ClassDef) and node.decorator_list]
 
 
 def entry_of(script: Path) -> Entry:
@@ -43,3 +31,23 @@ def entry_of(script: Path) -> Entry:
 
 
 ENTRIES = {script.stem: entry_of(script) for script in sorted((REPOSITORY / "tools").glob("*.py"))}
+
+
+def command_lines(script: Path, commands: Sequence[str] = ()) -> list[Any]:
+    """The dataclasses of the command lines of a script, which is started for each of its ``commands``, if it has
+    some."""
+    seen: list[Any] = []
+
+    def note(_: object, config: Any, *__: object) -> None:
+        seen.append(config)
+        sys.exit()
+
+    source = script.read_text(encoding="utf-8")
+    starts = ("parse(", "run_tool,", "run_tool(", "run_benchmark(")
+    if "__main__" in source and (script.stem in ENTRIES or any(word in source for word in starts)):
+        for words in [[name] for name in commands] or [[]]:
+            begin = mock.patch.object(sys, "argv", [script.name, *words])
+            with begin, mock.patch.object(Parser, "__init__", note), pytest.raises(SystemExit):
+                runpy.run_path(str(script), run_name="__main__")
+        assert seen or script.stem == "estimate", script  # which needs a command
+    return seen

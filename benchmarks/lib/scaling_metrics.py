@@ -170,7 +170,7 @@ def report_point(iterations: int) -> Point:
 def _report(path: Path, iterations: int) -> Point:
     reset_peak()
     before, started = memory().peak, time.perf_counter()
-    found = len(read_history("--metrics", str(path)).curve("lm_loss"))
+    found = len(read_history(str(path)).curve("lm_loss"))
     assert found == iterations, found
     return Point(iterations, time.perf_counter() - started, memory().peak - before)
 

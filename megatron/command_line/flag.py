@@ -4,7 +4,7 @@ import ast
 import inspect
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from textwrap import dedent, fill
@@ -44,6 +44,11 @@ class Flag:
         return self.argument.help or docstrings(self.owner).get(self.field.name, "")
 
     @property
+    def summary(self) -> str:
+        """The first sentence of the help."""
+        return re.split(r"(?<=\.) ", self.help)[0]
+
+    @property
     def values(self) -> str:
         """Its values in words."""
         return describe_values(self.kind)
@@ -65,63 +70,37 @@ class Flag:
         return f"{self.name} {values.replace(', ', '|')}{' ...' if is_list else ''}"
 
     @property
-    def default_in_words(self) -> str:
-        """The default; for None the default that the help describes."""
-        described = re.search(r"\(default[^:()]*: ([^()]*)\)|(\w+) \(default\)", self.help)
-        return self.default or (described[1] or described[2] if described else "none")
-
-    @property
     def has_no_effect(self) -> bool:
         """Whether it is accepted only for compatibility."""
         return self.help.startswith("Accepted for Megatron-LM")
 
-    @property
-    def is_refused(self) -> bool:
-        """Whether it exists only to be refused with a reason."""
-        return self.help.startswith("Refused")
 
-
+@cache
 def flags_of(config: type) -> tuple[Flag, ...]:
     """The flags of a dataclass in order. A field that is a dataclass is a group, whose flags stand among the others."""
-    return _cached_flags(config)
-
-
-@cache
-def _cached_flags(config: type) -> tuple[Flag, ...]:
-    return tuple(_flags_of(config))
-
-
-def _flags_of(config: type) -> Iterator[Flag]:
-    kinds, hints = get_type_hints(config), get_type_hints(config, include_extras=True)
+    found: list[Flag] = []
+    groups, hints = groups_of(config), get_type_hints(config, include_extras=True)
+    kinds = get_type_hints(config)
     for field in fields(config):
-        kind = kinds[field.name]
-        if is_dataclass(kind):
-            assert isinstance(kind, type)
-            yield from _flags_of(kind)
+        if field.name in groups:
+            found += flags_of(groups[field.name])
             continue
         arguments = [one for one in getattr(hints[field.name], "__metadata__", ()) if isinstance(one, Argument)]
-        yield Flag(config, field, kind, *arguments or [Argument()])
-
-
-def groups_of(config: type) -> dict[str, type]:
-    """The groups among the fields of a dataclass."""
-    return _cached_groups(config)
+        found.append(Flag(config, field, kinds[field.name], *arguments or [Argument()]))
+    return tuple(found)
 
 
 @cache
-def _cached_groups(config: type) -> dict[str, type]:
+def groups_of(config: type) -> dict[str, type]:
+    """The groups among the fields of a dataclass."""
     return {
         name: kind for name, kind in get_type_hints(config).items() if isinstance(kind, type) and is_dataclass(kind)
     }
 
 
+@cache
 def docstrings(config: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and of its base classes, in one line."""
-    return _cached_docstrings(config)
-
-
-@cache
-def _cached_docstrings(config: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for kind in config.__mro__:
         if "__dataclass_fields__" not in vars(kind):
@@ -177,16 +156,19 @@ def terminal_width() -> int:
 
 def tool_help(config: type[Any], description: str, program: str) -> str:
     """The help of a program: what it does, and its flags."""
-    width = terminal_width()
     words = [flag.name for flag in flags_of(config) if flag.argument.is_positional]
     lines = [f"usage: {' '.join([program, *words, '[FLAGS]'])}", "", description.strip(), ""]
     titles, groups = docstrings(config), groups_of(config)
     inside = {flag for kind in groups.values() for flag in flags_of(kind)}
-    lines += [flag_help(flag, width) for flag in flags_of(config) if flag not in inside]
+    lines += [flag_help(flag) for flag in flags_of(config) if flag not in inside]
     for name, kind in groups.items():
-        title = titles.get(name) or f"{name.replace('_', ' ').capitalize()}."
-        lines += ["", fill(title, width), *(flag_help(flag, width) for flag in flags_of(kind))]
+        lines += ["", group_help(titles.get(name) or f"{name.replace('_', ' ').capitalize()}.", kind)]
     return "\n".join(lines)
+
+
+def group_help(title: str, kind: type) -> str:
+    """A title, and below it the flags of a group."""
+    return "\n".join([fill(title, terminal_width()), *map(flag_help, flags_of(kind))])
 
 
 def commands_help(summaries: Mapping[str, str], description: str, program: str) -> str:
@@ -194,30 +176,25 @@ def commands_help(summaries: Mapping[str, str], description: str, program: str) 
     lines = [f"usage: {program} COMMAND [FLAGS]", "", description.strip(), "", "commands:"]
     left = max(map(len, summaries)) + 2
     for name, summary in summaries.items():
-        lines += two_columns(name, " ".join(summary.split()), left, terminal_width())
+        lines += two_columns(name, " ".join(summary.split()), left)
     return "\n".join([*lines, "", f"{program} COMMAND --help shows the flags of a command."])
 
 
-def two_columns(name: str, text: str, left: int, width: int) -> list[str]:
+def two_columns(name: str, text: str, left: int) -> list[str]:
     """A name, and beside it a text."""
-    hanging = " " * (left + 2)
+    width, hanging = terminal_width(), " " * (left + 2)
     if len(name) > left - 2:
         return [f"  {name}", fill(text, width, initial_indent=hanging, subsequent_indent=hanging)]
     return fill(f"  {name:{left}}{text}", width, subsequent_indent=hanging, break_on_hyphens=False).split("\n")
 
 
-def first_sentence(text: str) -> str:
-    """The text up to the first full stop."""
-    return re.split(r"(?<=\.) ", text)[0]
-
-
-def flag_help(flag: Flag, width: int) -> str:
+def flag_help(flag: Flag) -> str:
     """A flag with its values, and below it what it does."""
     described = flag.help if not flag.default else f"{flag.help} (default: {flag.default})"
     if flag.is_switch and flag.default == "on":
         described = f"{flag.help} (default: on; --no-{flag.name[2:]} turns it off)"
     if flag.is_required:
         described = f"{flag.help} (required)"
-    indent = " " * 6
+    width, indent = terminal_width(), " " * 6
     text = fill(described.strip(), width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return f"  {flag.usage}\n{text}"

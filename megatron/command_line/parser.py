@@ -134,11 +134,12 @@ class Parser(Generic[C]):
 
         Raises :class:`ConfigError` with all mistakes, and all flags that are missing.
         """
-        missing = [
-            ConfigError(f"{flag.name} is missing: add it{'' if flag.argument.is_positional else _with_value(flag)}.")
-            for flag in flags_of(self.config)
-            if default is None and flag.is_required and flag.field.name not in {*values.of_field, *values.wrong}
-        ]
+        missing = []
+        for flag in flags_of(self.config):
+            if default is None and flag.is_required and flag.field.name not in {*values.of_field, *values.wrong}:
+                value = "a value" if example(flag.kind) == "one" else example(flag.kind)
+                remedy = "add it" if flag.argument.is_positional else f"add it with {value}"
+                missing.append(ConfigError(f"{flag.name} is missing: {remedy}."))
         if values.mistakes or missing:
             raise ConfigError.of([*values.mistakes, *missing])
         return build(self.config, values.of_field, default)
@@ -153,8 +154,10 @@ def values_by_field(config: Any) -> dict[str, Any]:
     return values
 
 
-def _with_value(flag: Flag) -> str:
-    return f" with {'a value' if example(flag.kind) == 'one' else example(flag.kind)}"
+def changed_values(config: Any, default: Any) -> dict[str, Any]:
+    """The values by field in which a dataclass of flags differs from ``default``."""
+    theirs = values_by_field(default)
+    return {name: value for name, value in values_by_field(config).items() if value != theirs[name]}
 
 
 def build(config: type[C], values: Mapping[str, Any], default: C | None) -> C:

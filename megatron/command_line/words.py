@@ -57,12 +57,18 @@ def _begins_flag(word: str) -> bool:
 
 def most_values(kind: Any) -> float:
     """The number of words that a flag of the type ``kind`` takes at most."""
+    if kind is bool:
+        return 0
+    kind = _without_none(kind)
+    if get_origin(kind) is not tuple:
+        return 1
+    return inf if get_args(kind)[-1] is Ellipsis else len(get_args(kind))
+
+
+def _without_none(kind: Any) -> Any:
+    """The type of the value that is given for an optional one."""
     parts = [part for part in get_args(kind) if part is not NoneType]
-    if NoneType in get_args(kind):
-        kind = parts[0]
-    if get_origin(kind) is tuple:
-        return inf if get_args(kind)[-1] is Ellipsis else len(get_args(kind))
-    return 0 if kind is bool and len(parts) != 1 else 1
+    return parts[0] if NoneType in get_args(kind) else kind
 
 
 def value_of(flag: str, kind: Any, words: Sequence[str]) -> Any:
@@ -70,12 +76,9 @@ def value_of(flag: str, kind: Any, words: Sequence[str]) -> Any:
 
     Raises :class:`ConfigError` for words that this flag does not take.
     """
-    parts = [part for part in get_args(kind) if part is not NoneType]
-    if NoneType in get_args(kind):
-        if list(words) == ["None"]:
-            return None
-        kind = parts[0]
-        assert len(parts) == 1, kind
+    if NoneType in get_args(kind) and list(words) == ["None"]:
+        return None
+    kind = _without_none(kind)
     if get_origin(kind) is not tuple:
         if not words:
             raise ConfigError(f"{flag} has no value: add {example(kind)} after it.")

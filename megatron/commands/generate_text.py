@@ -81,22 +81,22 @@ class Session:
     speed: "Speed"
 
     def continued_prompt(self, prompt: str) -> Iterator[str]:
-        from megatron.inference.generator import ContinuedText, prompt_ids
+        from megatron.inference.generator import TextStream, prompt_ids
 
         ids = prompt_ids(self.open.tokenizer, prompt, self.config.add_bos)
-        yield ContinuedText(self.open.tokenizer, ids).prompt
+        yield TextStream(self.open.tokenizer, ids).prompt
         yield from self.continuation(ids)
         yield "\n"
 
     def continuation(self, ids: list[int]) -> Iterator[str]:
         """The text after ``ids``, to which the new ids are added."""
-        from megatron.inference.generator import ContinuedText, generate_ids
+        from megatron.inference.generator import TextStream, generate_ids
 
-        stream = ContinuedText(self.open.tokenizer, ids)
+        stream = TextStream(self.open.tokenizer, ids)
         for (new,) in generate_ids(self.open.model, [tuple(ids)], self.config, self.open.stop_ids, speed=self.speed):
             if new.finish != "end_of_document":
                 ids.append(new.token)
-            yield stream.add(new)
+            yield stream.add_token(new)
 
     def results(self, path: Path) -> Iterator[str]:
         """A line of JSON for every prompt of a file."""

@@ -61,7 +61,7 @@ def draw_figure(config: PlotConfig) -> "Figure":
     if config.smooth < 1:
         raise ConfigError(f"--smooth {config.smooth} must be at least 1.")
     plt = import_pyplot("--output")
-    runs = [read_history("--metrics", path) for path in config.metrics]
+    runs = [read_history(path) for path in config.metrics]
     from matplotlib.ticker import EngFormatter
 
     in_tokens = all(run.tokens is not None for run in runs)
@@ -168,7 +168,7 @@ class Distance:
 
 def read_run(path: str) -> Curve:
     """The curve in a metrics file, which must have every iteration from the first on."""
-    history = read_history("--metrics", path)
+    history = read_history(path)
     records = history.iterations
     if not records or [record["iteration"] for record in records] != list(range(1, len(records) + 1)):
         raise DataError(f"{path} does not have every iteration from 1 on: train with --log-interval 1.")

@@ -110,7 +110,7 @@ def count_spares(config: RunConfig, rank: int, world_size: int) -> int:
 
     spares = world_size - usable_world_size(config, world_size, partial(check_batches, config))
     if spares and rank == 0:
-        size = config.data_parallel_size(world_size - spares)
+        size = config.parallel.data_parallel_size(world_size - spares)
         print(f"> {spares} of {world_size} ranks wait as spares: data-parallel size {size}", flush=True)
     return spares
 

@@ -68,9 +68,9 @@ def history_of(config: ReportConfig, directory: Path) -> History | None:
     """The metrics of ``--metrics``, otherwise of the file with the usual name in the run directory, if it is there and
     has losses."""
     if config.metrics is not None:
-        return read_history("--metrics", config.metrics)
+        return read_history(config.metrics)
     with suppress(DataError):
-        return read_history("--metrics", str(directory / "metrics.jsonl"))
+        return read_history(str(directory / "metrics.jsonl"))
     return None
 
 

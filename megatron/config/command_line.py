@@ -3,14 +3,12 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from textwrap import fill
-from typing import Any, get_type_hints
 
 from megatron.architectures.catalog import PRESETS
-from megatron.command_line.flag import docstrings, first_sentence, flag_help, flags_of, terminal_width, two_columns
-from megatron.command_line.parser import values_by_field
+from megatron.command_line.flag import docstrings, flag_help, flags_of, group_help, groups_of, two_columns
+from megatron.command_line.parser import changed_values
 from megatron.command_line.words import COMMAND_LINE, Given, split_words, surplus
 from megatron.config.checks import check_run, flags_in, without_sentences_on
 from megatron.config.dry_run import FlagFileConfig
@@ -136,7 +134,7 @@ class CommandLine:
         for one in self.given:
             if one.flag in ("--help", "-h"):
                 topic = one.values[0] if one.values else ""
-                text = help_text(topic, RUN_PARSER.suggestion(topic))
+                text = help_text(topic)
                 if prints:
                     print(text)
                 raise SystemExit(0)
@@ -153,12 +151,12 @@ class CommandLine:
         values = RUN_PARSER.read(one for one in self.given if one.flag not in NO_EFFECT)
         default, origins = self.defaults, dict[str, str]()
         if self.origin != DEFAULT:
-            origins = dict.fromkeys(_changed(default, RUN_PARSER.config()), self.origin)
+            origins = dict.fromkeys(changed_values(default, RUN_PARSER.config()), self.origin)
         # The preset is the default of the model's flags, wherever --model stands.
         name = values.of_field.get("model")
         if name in PRESETS:
             default = replace(default, model=preset(name))
-            origins |= dict.fromkeys(_changed(default.model, ModelConfig()), f"--model {name}")
+            origins |= dict.fromkeys(changed_values(default.model, ModelConfig()), f"--model {name}")
         config = RUN_PARSER.build(replace(values, mistakes=[]), default)
         origins |= {field: given.origin for field, given in values.given.items()}
         inferred = []
@@ -173,12 +171,6 @@ class CommandLine:
         return ParsedLine(
             config, (*values.mistakes, *mistakes), tuple(dict.fromkeys(no_effect)), tuple(inferred), origins
         )
-
-
-def _changed(config: Any, default: Any) -> list[str]:
-    """The fields of a dataclass of flags whose values differ from those of ``default``."""
-    theirs = values_by_field(default)
-    return [name for name, value in values_by_field(config).items() if value != theirs[name]]
 
 
 def parse_command_line(arguments: Sequence[str]) -> RunConfig:
@@ -211,50 +203,43 @@ MOST_USED = """
 """
 
 
-def help_text(topic: str, suggestion: str) -> str:
+def help_text(topic: str) -> str:
     """The help about ``topic``: a group, a flag, ``all``, or empty for the overview.
 
-    Raises :class:`ConfigError` for another word, with the ``suggestion``.
+    Raises :class:`ConfigError` for another word, with the nearest flag.
     """
-    width = terminal_width()
-    name = topic.removeprefix("--").replace("_", "-")
-    titles = docstrings(RunConfig)
-    groups = {field.name.replace("_", "-"): titles[field.name].rstrip(".") for field in fields(RunConfig)}
+    name, titles = topic.removeprefix("--").replace("_", "-"), docstrings(RunConfig)
+    # Title and dataclass of each group.
+    groups = {
+        group.replace("_", "-"): (titles[group].rstrip("."), kind) for group, kind in groups_of(RunConfig).items()
+    }
     if name == "":
-        return _overview(groups, width)
-    if name == "all":
-        return "\n\n".join([_INTRODUCTION, *(_group(group, title, width) for group, title in groups.items())])
-    if name in groups:
-        return _group(name, groups[name], width)
-    for group, title in groups.items():
-        for flag in flags_of(_group_type(group)):
+        return _overview(groups)
+    shown = [
+        group_help(f"{title}: {' '.join((kind.__doc__ or '').split())}", kind)
+        for group, (title, kind) in groups.items()
+        if name in (group, "all")
+    ]
+    if shown:
+        return "\n\n".join(shown if name in groups else [_INTRODUCTION, *shown])
+    for group, (title, kind) in groups.items():
+        for flag in flags_of(kind):
             if flag.name in (f"--{name}", f"--{name.removeprefix('no-')}"):
-                return f"{flag_help(flag, width)}\n\n{title}: --help {group} shows the flags beside it."
-    raise ConfigError(
-        f"--help {topic} is no group and no flag: {suggestion.replace('see --help.', 'use --help alone.')}"
-    )
+                return f"{flag_help(flag)}\n\n{title}: --help {group} shows the flags beside it."
+    suggestion = RUN_PARSER.suggestion(topic).replace("see --help.", "use --help alone.")
+    raise ConfigError(f"--help {topic} is no group and no flag: {suggestion}")
 
 
-def _group_type(group: str) -> type:
-    return get_type_hints(RunConfig)[group.replace("-", "_")]
-
-
-def _overview(titles: Mapping[str, str], width: int) -> str:
+def _overview(groups: Mapping[str, tuple[str, type]]) -> str:
     by_name = {flag.name: flag for flag in flags_of(RunConfig)}
     most_used = [by_name[name] for name in MOST_USED.split()]
     left = max(len(flag.usage) for flag in most_used if len(flag.usage) <= 40) + 2
     lines = [_INTRODUCTION, "", "Flags that most runs need:"]
     for flag in most_used:
-        lines += two_columns(flag.usage, first_sentence(flag.help), left, width)
+        lines += two_columns(flag.usage, flag.summary, left)
     lines += ["", "Groups of flags:"]
-    left = max(map(len, titles)) + 2
-    for group, title in titles.items():
-        lines += two_columns(group, f"{title} ({len(flags_of(_group_type(group)))} flags)", left, width)
+    left = max(map(len, groups)) + 2
+    for group, (title, kind) in groups.items():
+        lines += two_columns(group, f"{title} ({len(flags_of(kind))} flags)", left)
     lines += ["", "--help GROUP shows a group, --help FLAG a flag, --help all everything; docs/flags.md is the same."]
     return "\n".join(lines)
-
-
-def _group(group: str, title: str, width: int) -> str:
-    kind = _group_type(group)
-    title = f"{title}: {' '.join((kind.__doc__ or '').split())}"
-    return "\n".join([fill(title, width), *(flag_help(flag, width) for flag in flags_of(kind))])

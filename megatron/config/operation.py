@@ -1,7 +1,7 @@
 """Flags for running unattended, and for what a run records: metrics, their writers, profiles."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from megatron.errors import ConfigError
 from megatron.features.faults.flags import FaultFlags
@@ -18,16 +18,6 @@ from megatron.metrics.tensorboard import TensorBoardFlags
 from megatron.metrics.wandb import WandbFlags
 from megatron.metrics.writer import writer_flags
 from megatron.urls import refuse_urls
-
-HANG_LIMITS = (
-    "hang_limit_s",
-    "hang_limit_data_s",
-    "hang_limit_start_s",
-    "hang_limit_load_s",
-    "hang_limit_save_s",
-    "hang_limit_evaluation_s",
-)
-"""Fields of the watchdog."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +76,15 @@ class OperationConfig(
     """Restart all ranks when one evaluates for longer than this many seconds (default: as for a save)."""
 
     def check(self) -> None:
-        SpikeFlags.check(self)
-        StragglerFlags.check(self)
-        FaultFlags.check(self)
-        AttemptFlags.check(self)
-        KnownProductFlags.check(self)
-        ReplayFlags.check(self)
-        ReplicaFlags.check(self)
+        bases: tuple[Any, ...] = OperationConfig.__bases__
+        for flags in bases:
+            flags.check(self)
         require_at_least(0, values_of(self, "hang_limit_s"))
         require_positive(values_of(self, *HANG_LIMITS[1:]))
+
+
+HANG_LIMITS = [field.name for field in fields(OperationConfig) if field.name.startswith("hang_limit")]
+"""Fields of the watchdog; the first one turns it off."""
 
 
 # Each base class is a metrics writer with its flags (megatron/metrics); the last one is opened first.

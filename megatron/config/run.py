@@ -102,6 +102,3 @@ class RunConfig:
         tokenizer, is_named = self.tokenizer, self.tokenizer.tokenizer_type or self.tokenizer.tokenizer_model
         has_files = tokenizer.vocab_file is not None and tokenizer.merge_file is not None
         return has_files and not is_named and bool(self.data.sources) and not self.data.mock_data
-
-    def data_parallel_size(self, world_size: int) -> int:
-        return self.parallel.data_parallel_size(world_size)

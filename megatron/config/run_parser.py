@@ -7,7 +7,7 @@ from megatron.command_line.flag import Flag
 from megatron.command_line.parser import Parser
 from megatron.command_line.words import Given, one_of, surplus
 from megatron.config.compatibility import DESCRIPTIVE
-from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED_VALUES, remedy_of
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 
@@ -69,7 +69,7 @@ class RunParser(Parser[RunConfig]):
     """The parser of the flags of ``pretrain_llama.py``."""
 
     def unknown(self, given: Given) -> ConfigError:
-        remedy = NOT_SUPPORTED.get(given.flag) or remedy_of_family(given.flag)
+        remedy = remedy_of(given.flag)
         if remedy is not None:
             return ConfigError(f"{given.flag} of Megatron-LM is not supported: {remedy}")
         return super().unknown(given)

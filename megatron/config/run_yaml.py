@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.architectures.catalog import PRESETS
-from megatron.command_line.parser import values_by_field
+from megatron.command_line.parser import changed_values
 from megatron.command_line.words import Given
 from megatron.config.model import preset
 from megatron.config.run import RunConfig
@@ -30,34 +30,31 @@ HEADER = """\
 _TAG = "tag:yaml.org,2002:"
 
 
-def changed_values(config: RunConfig) -> dict[str, Any]:
+def changed_flags(config: RunConfig) -> dict[str, Any]:
     """The values that differ from their defaults, by flag without hyphens; the defaults of the model flags are those
     of the preset."""
-    default = RunConfig(model=preset(config.model.model)) if config.model.model in PRESETS else RunConfig()
-    changed: dict[str, Any] = {} if config.model.model is None else {"model": config.model.model}
-    others = values_by_field(default)
-    for name, value in values_by_field(config).items():
-        if value != others[name]:
-            changed[flag_of(name)[2:]] = list(value) if isinstance(value, tuple) else value
-    return changed
+    name = config.model.model
+    changed = changed_values(config, RunConfig(model=preset(name)) if name in PRESETS else RunConfig())
+    changed = changed if name is None else {"model": name, **changed}
+    return {flag_of(one)[2:]: list(value) if isinstance(value, tuple) else value for one, value in changed.items()}
 
 
 def run_yaml(config: RunConfig, name: str) -> str:
     """The text of the file ``name``: the flags of ``config`` that differ from their defaults, under a comment that says
     how to run it again."""
-    lines = [_yaml_line(key, value) for key, value in changed_values(config).items()]
+    lines = [_yaml_line(key, value) for key, value in changed_flags(config).items()]
     return HEADER.format(name=name) + "".join(lines)
 
 
 def _yaml_line(key: str, value: Any) -> str:
     import yaml
 
-    texts = value if isinstance(value, list) else [value]
+    is_list = isinstance(value, list)
     # Control characters are escaped, because YAML takes some of them for the end of a line.
-    options: dict[str, Any] = {"allow_unicode": "".join(map(str, texts)).isprintable(), "width": 1000}
-    if isinstance(value, list):
-        return f"{key}: {yaml.safe_dump(value, default_flow_style=True, **options)}"
-    return yaml.safe_dump({key: value}, default_flow_style=False, **options)
+    is_printable = "".join(map(str, value if is_list else [value])).isprintable()
+    # None: a list in brackets, on the line of its key.
+    style = None if is_list else False
+    return yaml.safe_dump({key: value}, default_flow_style=style, allow_unicode=is_printable, width=1000)
 
 
 def read_run_yaml(path: Path) -> list[Given]:

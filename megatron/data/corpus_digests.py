@@ -131,12 +131,9 @@ def check_file(path: str, digests: FileDigests, blocks: Iterable[int] | None = N
     """Compare ``blocks`` of the local file ``path``; errors name ``name`` (``path`` may be a copy)."""
     try:
         with open(path, "rb", buffering=0) as file:
-
-            def read(start: int, size: int) -> bytes:
-                file.seek(start)
-                return file.read(size)
-
-            check_blocks(name or path, digests, os.fstat(file.fileno()).st_size, read, blocks)
+            number = file.fileno()
+            size = os.fstat(number).st_size
+            check_blocks(name or path, digests, size, lambda start, count: os.pread(number, count, start), blocks)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}): make it readable.") from error
 
@@ -314,20 +311,17 @@ class BlockComparison:
         for start in range(wanted.start, wanted.stop, _SAMPLES_AT_A_TIME):
             samples = wanted.samples(start, min(start + _SAMPLES_AT_A_TIME, wanted.stop))
             uses = block_uses(wanted.dataset, samples)
-            for position, number, block in zip(*(array.tolist() for array in uses)):
-                yield from self._compare_block(corpora[number], block, wanted.split, start + position)
+            for place, number, block in zip(*(array.tolist() for array in uses)):
+                corpus = corpora[number]
+                if corpus.prefix not in self._pending or not self._pending[corpus.prefix][block]:
+                    continue
+                self._pending[corpus.prefix][block] = False
+                self.remaining -= 1
+                path, digests = f"{corpus.prefix}.bin", self._digests[corpus.prefix].tokens
+                begin, end = digests.range_of(block)
+                damage = damage_of(path, digests, block, corpus.stored(begin, end - begin))
+                yield end - begin if damage is None else Damage(path, damage, wanted.split, start + place)
             yield 0
-
-    def _compare_block(self, corpus: IndexedDataset, block: int, split: str, position: int) -> Iterator[Damage | int]:
-        digests, pending = self._digests.get(corpus.prefix), self._pending.get(corpus.prefix)
-        if digests is None or pending is None or not pending[block]:
-            return
-        pending[block] = False
-        self.remaining -= 1
-        start, stop = digests.tokens.range_of(block)
-        path = f"{corpus.prefix}.bin"
-        damage = damage_of(path, digests.tokens, block, corpus.stored(start, stop - start))
-        yield stop - start if damage is None else Damage(path, damage, split, position)
 
 
 class BackgroundComparison:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.corpus_digests import CorpusDigests, digests_path, encode_digests
-from megatron.data.digests import DigestedWriter, FileDigests, Writable, new_digests
+from megatron.data.digests import DigestedWriter, FileDigests, Writable
 from megatron.data.indexed_dataset import (
     CODE_OF_DTYPE,
     INDEX_HEADER,
@@ -67,7 +67,7 @@ class NewCorpus:
             self._bin_file: BinaryIO = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115
         except OSError as error:
             raise self._cannot_write(error) from error
-        self._tokens = DigestedWriter(self._bin_file, new_digests())
+        self._tokens = DigestedWriter(self._bin_file)
         self._written_back = 0
 
     def __enter__(self) -> Self:
@@ -94,7 +94,7 @@ class NewCorpus:
         try:
             _close_on_disk(self._bin_file)
             with open(self._temporary[".idx"], "wb") as index_file:
-                index = DigestedWriter(index_file, new_digests())
+                index = DigestedWriter(index_file)
                 write_index(index)
                 _close_on_disk(index_file)
             self._rename(CorpusDigests(FileDigests.of(self._tokens.digests), FileDigests.of(index.digests)))

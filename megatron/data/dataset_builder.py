@@ -3,11 +3,11 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NotRequired, TypedDict, Unpack
 
 import numpy as np
 
@@ -51,10 +51,10 @@ class Sources(NamedTuple):
             return False
         return self.blends[split_index] is not None
 
-    @property
-    def prefixes(self) -> list[str]:
-        """All corpora, each once."""
-        return list(dict.fromkeys(prefix for blend in self.blends if blend is not None for prefix in blend.prefixes))
+    def prefixes(self, splits: Iterable[int] = range(len(SPLIT_NAMES))) -> list[str]:
+        """The corpora of ``splits``, each once."""
+        blends = [blend for index in splits if (blend := self.blends[index]) is not None]
+        return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
 def read_sources(data: DataConfig) -> Sources:
@@ -142,58 +142,49 @@ def _read_file(path: str) -> str:
 # --- datasets of them ----------------------------------------------------------------------------------------
 
 
+class RunFacts(TypedDict):
+    """What datasets need to know of a run beside its data flags."""
+
+    vocab_size: int  # number of valid ids
+    eod: int  # end-of-document token
+    seed: int
+    tokenizer_description: Description | None
+    inspect: NotRequired[bool]  # whether to check a part of the tokens (default), which one process may do for all
+
+
 def build_datasets(
-    data: DataConfig,
-    *,
-    vocab_size: int,
-    eod: int,
-    seed: int,
-    sample_counts: tuple[int, int | None, int | None],
-    tokenizer_description: Description | None,
-    inspect: bool = True,
+    data: DataConfig, *, sample_counts: tuple[int, int | None, int | None], **facts: Unpack[RunFacts]
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """The train, validation and test datasets with ``sample_counts`` samples each (None: all samples once).
 
-    A dataset of 0 samples is None.
-    ``vocab_size`` is the number of valid ids. Builds sample orders that are not cached, so one process of a run should
-    call this before the others. ``inspect`` checks a part of the tokens, which one process may do for all. Raises
-    :class:`ConfigError` and :class:`DataError`.
+    A dataset of 0 samples is None. Builds sample orders that are not cached, so one process of a run should call this
+    before the others. Raises :class:`ConfigError` and :class:`DataError`.
     """
     if data.seq_length is None:
         raise ConfigError("--seq-length is missing: set it to the tokens per sample.")
     sources = read_sources(data)
     used = [index for index, count in enumerate(sample_counts) if count != 0 and sources.has(index)]
     if not data.mock_data:
-        builder = _open_builder(data, sources, used, vocab_size, eod, seed, tokenizer_description, inspect)
+        builder = _open_builder(data, sources, used, facts)
     datasets: list[Dataset | None] = []
     for index, count in enumerate(sample_counts):
         if count == 0:
             datasets.append(None)
         elif data.mock_data:
             assert count is not None  # --full-validation refuses mock data
+            eod = facts["eod"]
             masked_token, end = eod if data.eod_mask_loss else None, eod if data.marks_documents else None
             place: dict[str, Any] = {"split_index": index, "masked_token": masked_token, "document_end": end}
-            datasets.append(MockDataset(seed, data.seq_length, vocab_size, count, **place))
+            datasets.append(MockDataset(facts["seed"], data.seq_length, facts["vocab_size"], count, **place))
         else:
             datasets.append(builder(index).build(sources, count))
     train, valid, test = datasets
     return train, valid, test
 
 
-def build_validation_sets(
-    data: DataConfig,
-    *,
-    vocab_size: int,
-    eod: int,
-    seed: int,
-    count: int | None,
-    tokenizer_description: Description | None,
-    inspect: bool = True,
-) -> list[CorpusDataset]:
-    """A dataset of every validation corpus with ``count`` samples (None: all samples once), in the order of the flags.
-
-    The other arguments are those of :func:`build_datasets`.
-    """
+def build_validation_sets(data: DataConfig, count: int | None, **facts: Unpack[RunFacts]) -> list[CorpusDataset]:
+    """A dataset of every validation corpus with ``count`` samples (None: all samples once), in the order of the
+    flags."""
     sources = read_sources(data)
     blend = sources.blends[_VALIDATION]
     assert blend is not None
@@ -201,28 +192,22 @@ def build_validation_sets(
         raise ConfigError(
             "--multiple-validation-sets evaluates every corpus of --valid-data-path by itself: remove the weights."
         )
-    builder = _open_builder(data, sources, [_VALIDATION], vocab_size, eod, seed, tokenizer_description, inspect)
+    builder = _open_builder(data, sources, [_VALIDATION], facts)
     return [builder(_VALIDATION).single(prefix, count) for prefix in blend.prefixes]
 
 
 def _open_builder(
-    data: DataConfig,
-    sources: Sources,
-    used: Sequence[int],
-    vocab_size: int,
-    eod: int,
-    seed: int,
-    tokenizer_description: Description | None,
-    inspect: bool,
+    data: DataConfig, sources: Sources, used: Sequence[int], facts: RunFacts
 ) -> "Callable[[int], _SplitBuilder]":
     """Open and check the corpora of the ``used`` splits; returns the builder of a split by its index."""
     assert data.seq_length is not None
+    eod = facts["eod"]
     document_end = eod if data.marks_documents else None
     settings = SampleSettings(
         seq_length=data.seq_length,
-        seed=seed,
+        seed=facts["seed"],
         split=sources.split,
-        tokenizer=tokenizer_description,
+        tokenizer=facts["tokenizer_description"],
         cache_directory=_cache_directory(data, sources),
         masked_token=eod if data.eod_mask_loss else None,
         extendable=data.sample_order == "extendable",
@@ -230,9 +215,9 @@ def _open_builder(
         padding=eod if data.sample_order == "best-fit" else None,
     )
     corpora = _open_corpora(data, sources, used)
-    if inspect:
+    if facts.get("inspect", True):
         for corpus in corpora.values():
-            check_token_range(corpus, vocab_size, corpus.prefix, len(corpora))
+            check_token_range(corpus, facts["vocab_size"], corpus.prefix, len(corpora))
             if document_end is not None:
                 check_document_ends(corpus, document_end)
     return partial(
@@ -247,7 +232,7 @@ def _open_builder(
 def _cache_directory(data: DataConfig, sources: Sources) -> str:
     if data.data_cache_path is not None:
         return data.data_cache_path
-    first = sources.prefixes[0]
+    first = sources.prefixes()[0]
     if is_url(first):
         raise ConfigError(
             f"The corpus {first} is remote: set --data-cache-path to a local directory for the sample order."
@@ -260,8 +245,7 @@ def _open_corpora(data: DataConfig, sources: Sources, used: Sequence[int]) -> di
     for blend in sources.blends:
         if blend is not None and len(blend.prefixes) > _MAX_CORPORA:
             raise ConfigError(f"--data-path names {len(blend.prefixes)} corpora: blend at most {_MAX_CORPORA}.")
-    blends = [sources.blends[index] for index in used]
-    prefixes = list(dict.fromkeys(prefix for blend in blends if blend is not None for prefix in blend.prefixes))
+    prefixes = sources.prefixes(used)
     allow_open_files(len(prefixes), FILES_OF_CORPUS + FILES_OF_ORDER * len(used))
     index_cache = data.index_cache_path
     with ThreadPoolExecutor(data.num_dataset_builder_threads) as threads:

@@ -93,10 +93,10 @@ class Writable(Protocol):
 
 
 class DigestedWriter:
-    """Writes to ``file`` and updates ``digests`` from the bytes in memory."""
+    """Writes to ``file``, with the digests of its blocks from the bytes in memory."""
 
-    def __init__(self, file: Writable, digests: BlockDigests) -> None:
-        self._file, self.digests = file, digests
+    def __init__(self, file: Writable) -> None:
+        self._file, self.digests = file, new_digests()
 
     def write(self, content: bytes, /) -> int:
         self.digests.update(content)

@@ -8,7 +8,7 @@ from those of the original.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,19 +32,9 @@ _PASSES = 1 << 40  # more than any run has
 #   labels   [0 1 2 3 4 5 6 7]| 4 5 6 7[8 9 10 11]| 8 9 10 11[12 13 14 15]| 12 13 14 15[16 17] E E
 
 
-class TokenStream(Protocol):
-    """All tokens of a text, as of :class:`~megatron.data.indexed_dataset.IndexedDataset`."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
-        """``length`` tokens from position ``start``."""
-
-
 @dataclass(frozen=True)
 class TokenArray:
-    """A :class:`TokenStream` in memory."""
+    """All tokens of a text in memory, read as those of an :class:`~megatron.data.indexed_dataset.IndexedDataset`."""
 
     ids: npt.NDArray[Any]
 
@@ -54,6 +44,9 @@ class TokenArray:
 
     def tokens(self, start: int, length: int) -> npt.NDArray[Any]:
         return self.ids[start : start + length]
+
+
+TokenStream = IndexedDataset | TokenArray
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ The order of samples is built once and kept on disk (:mod:`megatron.data.order_c
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from megatron.data.indexed_dataset import IndexedDataset, TokenRange
 from megatron.data.order_cache import Arrays, Description, load_or_build
 from megatron.data.sample_order import (
     SPLIT_NAMES,
+    IndexArray,
     SampleOrder,
     blend_order,
     build_sample_order,
@@ -77,6 +79,7 @@ class CorpusDataset(ABC):
     """Samples of one split of one corpus, in an order that is built once."""
 
     description: Description  # all parameters of the order
+    num_epochs: int  # in the sample order
 
     def __init__(self, corpus: IndexedDataset, split_index: int, settings: SampleSettings) -> None:
         self.corpus = corpus
@@ -85,10 +88,24 @@ class CorpusDataset(ABC):
         # The sequences [first, end) of the split.
         self.sequences = split_range(bounds, len(corpus))
 
-    @property
-    @abstractmethod
-    def num_epochs(self) -> int:
-        """Epochs in the sample order."""
+    def _load_order(
+        self, settings: SampleSettings, shapes: Mapping[str, tuple[int | None, ...]], build: Callable[..., Any]
+    ) -> Mapping[str, IndexArray]:
+        """The arrays of the order that ``description`` describes, from the cache or else from ``build``."""
+        corpus = self.corpus
+
+        def build_arrays() -> Arrays:
+            corpus.check_sequences()
+            order = build(corpus.sequence_lengths, self.sequences, seq_length=settings.seq_length, seed=settings.seed)
+            return dict(order._asdict())
+
+        return load_or_build(
+            settings.cache_directory,
+            self.description,
+            shapes=shapes,
+            newer_than=corpus.modification_time,
+            build=build_arrays,
+        )
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -130,35 +147,14 @@ class GPTDataset(CorpusDataset):
             # A run that is extended within an epoch finds the order that it has.
             changes = {"num_samples": None, "sample_order": "extendable", "num_epochs": plan.num_epochs}
         self.description = describe_order(corpus, split_index, num_samples, settings, changes)
-        self._num_epochs = plan.num_epochs
-
-        def build() -> Arrays:
-            corpus.check_sequences()
-            return build_sample_order(
-                corpus.sequence_lengths,
-                self.sequences,
-                seq_length=settings.seq_length,
-                num_samples=num_samples or None,
-                seed=settings.seed,
-                extendable=settings.extendable,
-            )._asdict()
-
-        arrays = load_or_build(
-            settings.cache_directory,
-            self.description,
-            shapes={
-                "document_index": (plan.num_epochs * (end - first),),
-                "sample_index": (plan.num_samples + 1, 2),
-                "shuffle_index": (plan.num_samples,),
-            },
-            newer_than=corpus.modification_time,
-            build=build,
-        )
-        self.order = SampleOrder(**arrays)
-
-    @property
-    def num_epochs(self) -> int:
-        return self._num_epochs
+        self.num_epochs = plan.num_epochs
+        shapes = {
+            "document_index": (plan.num_epochs * (end - first),),
+            "sample_index": (plan.num_samples + 1, 2),
+            "shuffle_index": (plan.num_samples,),
+        }
+        build = partial(build_sample_order, num_samples=num_samples or None, extendable=settings.extendable)
+        self.order = SampleOrder(**self._load_order(settings, shapes, build))
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)
@@ -319,12 +315,8 @@ def build_sample(text: npt.NDArray[np.int64], masked_token: int | None, document
         loss_mask[tokens == masked_token] = 0.0
     sample: Sample = {"tokens": tokens, "labels": text[1:], "loss_mask": loss_mask}
     if document_end is not None:
-        sample["document_starts"] = document_starts(tokens, document_end)
+        # A document begins at the first token, and after each end-of-document token.
+        starts = np.ones(len(tokens), dtype=np.bool_)  # [s]
+        starts[1:] = tokens[:-1] == document_end
+        sample["document_starts"] = starts
     return sample
-
-
-def document_starts(tokens: npt.NDArray[np.int64], document_end: int) -> npt.NDArray[np.bool_]:
-    """Whether a document begins at each of ``tokens`` ``[s]``: at the first, and after each end-of-document token."""
-    starts = np.ones(tokens.shape, dtype=np.bool_)
-    starts[1:] = tokens[:-1] == document_end
-    return starts

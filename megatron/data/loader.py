@@ -29,37 +29,23 @@ Microbatch = dict[str, torch.Tensor]
 #   rank 1   2 3   6 7      a microbatch over all ranks is consecutive, so no layout changes what a step reads
 
 
-def microbatch_sample_indices(
-    start_sample: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
-) -> list[int]:
-    """The samples of one rank in the microbatch that begins with ``start_sample`` over all ranks."""
-    if not 0 <= data_parallel_rank < data_parallel_size:
-        raise ValueError(f"data-parallel rank {data_parallel_rank} of {data_parallel_size}")
-    first = start_sample + data_parallel_rank * micro_batch_size
-    return list(range(first, first + micro_batch_size))
-
-
 def single_pass_microbatches(
     num_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
     """Sample indices of each microbatch of a rank, in order; an incomplete last one is dropped."""
     chunk = micro_batch_size * data_parallel_size
     for start in range(consumed_samples, num_samples - chunk + 1, chunk):
-        yield microbatch_sample_indices(start, micro_batch_size, data_parallel_rank, data_parallel_size)
+        first = start + data_parallel_rank * micro_batch_size
+        yield list(range(first, first + micro_batch_size))
 
 
 def cyclic_microbatches(
-    num_samples: int,
-    consumed_samples: int,
-    micro_batch_size: int,
-    data_parallel_rank: int,
-    data_parallel_size: int,
-    seed: int = 0,
+    num_samples: int, consumed_samples: int, micro_batch_size: int, data_parallel_rank: int, data_parallel_size: int
 ) -> Iterator[list[int]]:
     """Sample indices of each microbatch of a rank, without end, shuffled in every epoch.
 
-    Each rank permutes a contiguous range of samples with a generator seeded by ``seed`` + epoch; seed 0 gives
-    Megatron-LM's order. The ranges, and so the order, depend on the data-parallel size.
+    As in Megatron-LM, each rank permutes a contiguous range of samples with a generator seeded by the epoch. The
+    ranges, and so the order, depend on the data-parallel size.
     """
     chunk = micro_batch_size * data_parallel_size
     epoch_samples = num_samples - num_samples % chunk
@@ -79,7 +65,7 @@ def cyclic_microbatches(
     start = consumed_in_epoch // data_parallel_size
     while True:
         # Bucket r, the samples [r * bucket, (r + 1) * bucket), is what rank r reads in every epoch.
-        generator = torch.Generator().manual_seed(seed + epoch)
+        generator = torch.Generator().manual_seed(epoch)
         order = torch.randperm(bucket, generator=generator) + data_parallel_rank * bucket
         for first in range(start, bucket, micro_batch_size):
             yield order[first : first + micro_batch_size].tolist()
@@ -98,10 +84,6 @@ POLL = 1.0  # seconds between two polls
 GRACE = 10.0  # seconds to wait for a microbatch after a stop request; launchers kill a run about 30 s after it
 AHEAD = 2  # microbatches that are read ahead for each thread
 _JOIN = 1.0  # seconds to wait for the threads at the end
-
-
-class LoaderStalledError(LoaderError):
-    """A read delivers no data."""
 
 
 @dataclass(frozen=True)
@@ -123,19 +105,19 @@ class Wait:
         self._stop_requested_at: float | None = None
 
     def check(self) -> None:
-        """Raise :class:`LoaderStalledError` when the wait has exceeded its limit."""
+        """Raise :class:`LoaderError` when the wait has exceeded its limit."""
         now, stop_signal = self._clock(), self._patience.stop_signal()
         seconds = now - self._began
         if stop_signal is not None:
             self._stop_requested_at = now if self._stop_requested_at is None else self._stop_requested_at
             # The iteration that is under way should end before the run saves and stops.
             if now - self._stop_requested_at >= GRACE:
-                raise LoaderStalledError(
+                raise LoaderError(
                     f"{stop_signal} asked the run to stop, but the loader has delivered no microbatch for "
                     f"{seconds:.0f} s, so the iteration cannot be finished."
                 )
         if 0 < self._patience.limit <= seconds:
-            raise LoaderStalledError(
+            raise LoaderError(
                 f"The loader has delivered no microbatch for {seconds:.0f} s (--dataloader-timeout "
                 f"{self._patience.limit:.0f}): check the storage of the corpus; if reading can take that long, raise "
                 "--dataloader-timeout."
@@ -147,7 +129,7 @@ def read_ahead(
 ) -> Iterator[Microbatch]:
     """The result of ``read`` for each of ``batches``, in order; ``num_threads`` threads read.
 
-    An error of a read is raised in its place. Raises :class:`LoaderStalledError`.
+    An error of a read is raised in its place. Raises :class:`LoaderError` where a read delivers nothing.
     """
     tasks: queue.SimpleQueue[tuple[list[int], Future[Microbatch]] | None] = queue.SimpleQueue()
     pending: deque[Future[Microbatch]] = deque()
@@ -207,7 +189,6 @@ def build_loader(
     data_parallel_size: int,
     num_workers: int,
     dataloader_type: Literal["single", "cyclic"] = "single",
-    seed: int = 0,
     pin_memory: bool = False,
     positions: npt.NDArray[np.int64] | None = None,
     patience: Patience = UNLIMITED,
@@ -216,10 +197,10 @@ def build_loader(
 
     With ``positions`` they have only these positions of each sample, for context parallelism; ``document_starts``
     always describes the whole sample. ``num_workers`` threads read ahead; with 0 the caller reads, and ``patience`` has
-    no effect. ``seed`` is for the cyclic order. Raises :class:`DataError` after the last sample.
+    no effect. Raises :class:`DataError` after the last sample.
     """
     place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
-    batches = single_pass_microbatches(*place) if dataloader_type == "single" else cyclic_microbatches(*place, seed)
+    batches = single_pass_microbatches(*place) if dataloader_type == "single" else cyclic_microbatches(*place)
     # The device of the thread that calls this: a thread of the loader would otherwise use the first one.
     device = torch.accelerator.current_device_index() if pin_memory else None
 

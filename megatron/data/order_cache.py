@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, new_digests, seal
+from megatron.data.digests import BLOCK_BYTES, DigestedWriter, FileDigests, is_sealed, seal
 from megatron.data.indexed_dataset import part_of
 from megatron.data.sample_order import IndexArray
 from megatron.data.storage import load_or_build_once, write_atomically
@@ -107,7 +107,7 @@ def _store(stem: str, description: Description, arrays: Arrays, newer_than: floa
     for name, array in arrays.items():
 
         def save(file: BinaryIO, array: npt.NDArray[Any] = array) -> dict[str, int | str]:
-            writer = DigestedWriter(file, new_digests())
+            writer = DigestedWriter(file)
             np.save(writer, np.ascontiguousarray(array), allow_pickle=False)
             file.flush()
             if os.fstat(file.fileno()).st_mtime < newer_than:  # the data's clock is ahead

@@ -13,6 +13,7 @@ longest first, each into the sample with the least space that suffices.
 
 from bisect import bisect_left, insort
 from collections import deque
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from megatron.data.gpt_dataset import (
     describe_order,
 )
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.order_cache import Arrays, load_or_build
 from megatron.data.sample_order import SPLIT_NAMES, IndexArray
 from megatron.errors import DataError
 
@@ -229,33 +229,11 @@ class PackedDataset(CorpusDataset):
             "num_tokens": int(lengths.sum(dtype=np.int64)),
         }
         self.description = describe_order(corpus, split_index, num_samples or None, settings, kind)
-
-        def build() -> Arrays:
-            corpus.check_sequences()
-            return build_packed_order(
-                corpus.sequence_lengths,
-                self.sequences,
-                seq_length=settings.seq_length,
-                num_samples=num_samples,
-                seed=settings.seed,
-            )._asdict()
-
-        arrays = load_or_build(
-            settings.cache_directory,
-            self.description,
-            shapes=dict.fromkeys(PackedOrder._fields, (None,)),
-            newer_than=corpus.modification_time,
-            build=build,
-        )
-        self.order = PackedOrder(**arrays)
-
-    @property
-    def statistics(self) -> PackingStatistics:
-        return PackingStatistics(*self.order.statistics[:].tolist())
-
-    @property
-    def num_epochs(self) -> int:
-        return self.statistics.num_epochs
+        shapes = dict.fromkeys(PackedOrder._fields, (None,))
+        build = partial(build_packed_order, num_samples=num_samples)
+        self.order = PackedOrder(**self._load_order(settings, shapes, build))
+        self.statistics = PackingStatistics(*self.order.statistics[:].tolist())
+        self.num_epochs = self.statistics.num_epochs
 
     def __len__(self) -> int:
         return len(self.order.shuffle_index)

@@ -31,7 +31,6 @@ SplitMatrix = list[tuple[float, float] | None]
 # with the earlier epochs.
 _LAST_EPOCH_APART_BELOW = 0.80
 
-MID_LEVEL_SURPLUS = 0.005  # surplus of the samples that a blended corpus builds
 _BLEND_SEGMENT = 2048  # sequential steps of the blend order
 _MAX_BLEND_LANES = 4096  # parallel segments ...
 _MAX_BLEND_STATES = 1 << 20  # ... but at most this many lanes x corpora
@@ -208,9 +207,7 @@ def build_sample_index(
     return rows
 
 
-def blend_targets(
-    weights: Sequence[float], size: int, surplus: float = MID_LEVEL_SURPLUS
-) -> tuple[list[int], list[int]]:
+def blend_targets(weights: Sequence[float], size: int, surplus: float) -> tuple[list[int], list[int]]:
     """Samples that each corpus of a blend serves, and the number to build, larger by ``surplus``.
 
     ``weights`` are normalised. Targets are rounded up, so their sum may exceed ``size`` by less than one per corpus.

@@ -8,7 +8,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import IO, Any, BinaryIO, Literal, NamedTuple
@@ -267,12 +267,7 @@ def _read_parquet(source: SourceRange, stored: BinaryIO, form: InputFormat) -> I
         raise DataError(f"{source.path} needs the package pyarrow: pip install pyarrow.") from error
     try:
         file = parquet.ParquetFile(stored)
-        for key in form.keys:
-            if key not in file.schema_arrow.names:
-                raise DataError(
-                    f"{source.path} has no column {key!r}, but {', '.join(file.schema_arrow.names)}: name the right "
-                    "one with --json-keys."
-                )
+        _check_columns(source.path, form.keys, file.schema_arrow.names)
         rows = max(file.metadata.num_rows, 1)
         batches = file.iter_batches(batch_size=256, columns=list(form.keys))
         columns = ([batch.column(key).to_pylist() for key in form.keys] for batch in batches)
@@ -300,13 +295,16 @@ def _open_dataset(name: str, form: InputFormat) -> Any:
         raise DataError(
             f"The dataset {name} cannot be opened ({reason}): check --input, --dataset-config and --dataset-split."
         ) from error
-    missing = [key for key in form.keys if dataset.column_names and key not in dataset.column_names]
-    if missing:
-        raise DataError(
-            f"The dataset {name} has no column {missing[0]!r}, but {', '.join(dataset.column_names)}: name the right "
-            "one with --json-keys."
-        )
+    if dataset.column_names:  # they may be unknown
+        _check_columns(f"The dataset {name}", form.keys, dataset.column_names)
     return dataset
+
+
+def _check_columns(source: str, keys: Sequence[str], columns: Sequence[str]) -> None:
+    for key in keys:
+        if key not in columns:
+            found = ", ".join(columns)
+            raise DataError(f"{source} has no column {key!r}, but {found}: name the right one with --json-keys.")
 
 
 def _batch_rows(

@@ -208,20 +208,13 @@ def sentencepiece_description(content: bytes) -> Description | None:
 
     proto: Any = sentencepiece_model_pb2
     model, types = proto.ModelProto.FromString(content), proto.ModelProto.SentencePiece
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    normalizer = model.normalizer_spec
     ids = {piece.piece: number for number, piece in enumerate(model.pieces)}
     # Control, unknown and byte tokens are never found in a text by their names.
     scores = {piece.piece: piece.score for piece in model.pieces if piece.type == types.NORMAL}
     merged = [score for piece, score in scores.items() if len(piece) > 1]
-    if (
-        trainer.model_type != proto.TrainerSpec.BPE
-        or trainer.treat_whitespace_as_suffix
-        or normalizer.precompiled_charsmap
-        or not normalizer.escape_whitespaces
-        or {piece.type for piece in model.pieces} - {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
-        or not set("".join(scores)) <= scores.keys()
-        or len(set(merged)) < len(merged)
-    ):
+    has_all_characters, are_distinct = set("".join(scores)) <= scores.keys(), len(set(merged)) == len(merged)
+    if not (is_plain_bpe(model, proto) and has_all_characters and are_distinct):
         return None
     # SentencePiece merges the neighbours whose concatenation has the highest score.
     merges = [
@@ -253,11 +246,23 @@ def sentencepiece_description(content: bytes) -> Description | None:
             "type": "BPE",
             "unk_token": unknown,
             "fuse_unk": True,
-            "byte_fallback": trainer.byte_fallback,
+            "byte_fallback": model.trainer_spec.byte_fallback,
             "vocab": ids,
             "merges": merges,
         },
     }
+
+
+def is_plain_bpe(model: Any, proto: Any) -> bool:
+    """Whether a SentencePiece model is BPE that replaces no character but a space, without user-defined symbols."""
+    normalizer, trainer, types = model.normalizer_spec, model.trainer_spec, proto.ModelProto.SentencePiece
+    return (
+        trainer.model_type == proto.TrainerSpec.BPE
+        and not trainer.treat_whitespace_as_suffix
+        and not normalizer.precompiled_charsmap
+        and normalizer.escape_whitespaces
+        and {piece.type for piece in model.pieces} <= {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
+    )
 
 
 class ByteLengths(NamedTuple):

@@ -310,7 +310,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def byte_lengths(self) -> ByteLengths | None:
-        decoder = json.loads(read_file(self._path)).get("decoder") or {}
+        decoder = json.loads(self.description).get("decoder") or {}
         kinds = [part.get("type") for part in decoder.get("decoders", [decoder])]
         pieces = {token: piece for piece, token in self._tokenizer.get_vocab(with_added_tokens=False).items()}
         added = self._tokenizer.get_added_tokens_decoder().items()
@@ -370,8 +370,6 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     config.check()
     if config.tokenizer_type == "NullTokenizer":
         assert config.vocab_size is not None  # check() has seen to it
-        if config.vocab_size < 1:
-            raise ConfigError(f"--vocab-size {config.vocab_size} must be positive.")
         return NullTokenizer(config.vocab_size)
     path = config.tokenizer_model or ""
     tokenizer: Tokenizer

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.tokenizer_formats import byte_characters, tiktoken_description
+from megatron.data.tokenizer_formats import byte_characters, is_plain_bpe, tiktoken_description
 from megatron.errors import TokenizerMismatchError
 
 
@@ -131,7 +131,8 @@ def fast_sentencepiece(content: bytes) -> GigaTokenEncoder | None:
 
     proto: Any = sentencepiece_model_pb2
     model = proto.ModelProto.FromString(content)
-    if not _is_plain_sentencepiece(model, proto):
+    normalizer = model.normalizer_spec
+    if not is_plain_bpe(model, proto) or not normalizer.add_dummy_prefix or normalizer.remove_extra_whitespaces:
         return None
     # GigaToken finds control tokens in texts by their names, which are ordinary text here: names that no text has.
     for number, piece in enumerate(model.pieces):
@@ -180,19 +181,6 @@ def _cuts_once(pre_tokenizer: dict[str, Any]) -> bool:
         return bool(last.get("use_regex", True))
     known = {"type": "Split", "behavior": "Isolated", "invert": False}
     return len(cuts) == 1 and cuts[0].items() >= known.items() and not last.get("use_regex", True)
-
-
-def _is_plain_sentencepiece(model: Any, proto: Any) -> bool:
-    normalizer, trainer, types = model.normalizer_spec, model.trainer_spec, proto.ModelProto.SentencePiece
-    return (
-        trainer.model_type == proto.TrainerSpec.BPE
-        and not trainer.treat_whitespace_as_suffix
-        and not normalizer.precompiled_charsmap
-        and normalizer.add_dummy_prefix
-        and normalizer.escape_whitespaces
-        and not normalizer.remove_extra_whitespaces
-        and {piece.type for piece in model.pieces} <= {types.NORMAL, types.BYTE, types.CONTROL, types.UNKNOWN}
-    )
 
 
 # tiktoken's regular expressions overflow their stack on about 300,000 consecutive blanks.

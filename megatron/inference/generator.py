@@ -60,16 +60,18 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """The text of growing ids, in parts that add up to the text of all ids."""
+    """The text of growing ids after those of a prompt, in parts that add up to the text of all ids."""
 
     # The text of an id may depend on the id before it (a space at the beginning). So a part is the difference of two
     # short texts: of the ids of the last part, and of the same ids with the new ones.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0
         """Number of ids that have been returned as text."""
+        self.prompt = self.add(prompt)
+        """The text of the prompt's ids."""
 
     def add(self, ids: Sequence[int], is_last: bool = False) -> str:
         """The text that ``ids`` add. The text of an unfinished character comes with a later id, or with the last."""
@@ -83,6 +85,10 @@ class TextStream:
             del self._ids[: self._shown]
             self._shown = len(self._ids)
         return part
+
+    def add_token(self, new: "NewToken") -> str:
+        """The text that a drawn token adds."""
+        return self.add(() if new.finish == "end_of_document" else (new.token,), is_last=new.finish is not None)
 
 
 Finish = Literal["end_of_document", "max_new_tokens", "max_position_embeddings"]
@@ -169,19 +175,6 @@ def _limit(count: int, limit: int, config: GenerationConfig) -> Finish | None:
     return "max_new_tokens" if limit == config.max_new_tokens else "max_position_embeddings"
 
 
-class ContinuedText:
-    """The new text of a prompt, in parts."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._stream = TextStream(tokenizer)
-        self.prompt = self._stream.add(prompt)
-        """The text of the prompt's ids."""
-
-    def add(self, new: NewToken) -> str:
-        ids = () if new.finish == "end_of_document" else (new.token,)
-        return self._stream.add(ids, is_last=new.finish is not None)
-
-
 @dataclass(frozen=True)
 class Completion:
     """A text that continues a prompt."""
@@ -211,13 +204,13 @@ def complete(
 ) -> list[Completion]:
     """Continue a batch of prompts; arguments as those of :func:`generate_ids`. Collective."""
     ids = [prompt_ids(tokenizer, prompt, add_bos) for prompt in prompts]
-    streams = [ContinuedText(tokenizer, prompt) for prompt in ids]
+    streams = [TextStream(tokenizer, prompt) for prompt in ids]
     texts = [""] * len(prompts)
     counts = [0] * len(prompts)
     finishes: list[Finish] = ["max_new_tokens"] * len(prompts)
     for turn in generate_ids(model, ids, config, stop_ids, first_number, speed):
         for new in turn:
-            texts[new.row] += streams[new.row].add(new)
+            texts[new.row] += streams[new.row].add_token(new)
             counts[new.row] += new.finish != "end_of_document"
             finishes[new.row] = new.finish or finishes[new.row]
     return [Completion(*parts) for parts in zip(prompts, texts, counts, finishes, strict=True)]

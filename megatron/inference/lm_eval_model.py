@@ -13,7 +13,7 @@ from tqdm import tqdm
 from megatron.config.inference import GenerationConfig
 from megatron.errors import ConfigError
 from megatron.inference.cached_model import Ids, score_continuations
-from megatron.inference.generator import ContinuedText, generate_ids
+from megatron.inference.generator import TextStream, generate_ids
 from megatron.inference.loading import OpenModel
 
 _SAMPLING = ("temperature", "top_k", "top_p")
@@ -107,13 +107,13 @@ class LmEvalModel(TemplateLM):
 
     def _texts(self, prompts: Sequence[list[int]], config: GenerationConfig, until: Sequence[str]) -> list[str]:
         """The texts of a batch, each up to the first of the strings ``until``."""
-        streams = [ContinuedText(self._tokenizer, prompt) for prompt in prompts]
+        streams = [TextStream(self._tokenizer, prompt) for prompt in prompts]
         texts, unfinished = [""] * len(prompts), set(range(len(prompts)))
         for turn in generate_ids(self._open.model, prompts, config, self._open.stop_ids):
             for new in turn:
                 if new.row not in unfinished:
                     continue
-                text = texts[new.row] + streams[new.row].add(new)
+                text = texts[new.row] + streams[new.row].add_token(new)
                 ends = [place for place in (text.find(end) for end in until) if place >= 0]
                 texts[new.row] = text[: min(ends)] if ends else text
                 if ends or new.finish is not None:

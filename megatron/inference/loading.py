@@ -44,17 +44,8 @@ from megatron.training.initialize import Process, choose_device, init_distribute
 
 
 @dataclass(frozen=True)
-class LoadedModel:
-    """This rank's part of a model, its tokenizer, and the ids that end a text."""
-
-    model: TransformerModel
-    tokenizer: Tokenizer
-    stop_ids: frozenset[int]
-
-
-@dataclass(frozen=True)
 class OpenModel:
-    """A model with a cache on the ranks of a topology."""
+    """A model with a cache on the ranks of a topology, its tokenizer, and the ids that end a text."""
 
     model: CachedModel
     tokenizer: Tokenizer
@@ -67,21 +58,19 @@ def open_model(config: LoadedModelConfig) -> Iterator[OpenModel]:
     """Join the ranks, and load the model of the flags."""
     with join_ranks(config.pipeline_model_parallel_size, config.expert_model_parallel_size) as topology:
         if config.load is not None:
-            loaded = load_model(config.load, topology, config.ckpt_step, config.tokenizer_model)
+            yield load_model(config.load, topology, config.ckpt_step, config.tokenizer_model)
         else:
             assert config.load_hf is not None
-            loaded = load_hugging_face(Path(config.load_hf), topology, config.load_hf_text_only, config.tokenizer_model)
-        model = CachedModel(loaded.model, topology, loaded.tokenizer.vocab_size)
-        yield OpenModel(model, loaded.tokenizer, loaded.stop_ids, topology)
+            yield load_hugging_face(Path(config.load_hf), topology, config.load_hf_text_only, config.tokenizer_model)
 
 
 @contextmanager
-def join_ranks(pipeline_size: int = 1, expert_size: int = 1, device: str = "auto") -> Iterator[Topology]:
+def join_ranks(pipeline_size: int = 1, expert_size: int = 1) -> Iterator[Topology]:
     """The processes that torchrun started, or this one alone: ``pipeline_size`` stages, whose ranks are tensor-parallel
     and divide the experts by ``expert_size``."""
     process = Process.from_environment(os.environ)
-    chosen = choose_device(device, process)
-    if chosen.type == "cpu":
+    device = choose_device("auto", process)
+    if device.type == "cpu":
         prepare_cpu(process)
     if process.world_size % pipeline_size:
         raise ConfigError(
@@ -100,17 +89,13 @@ def join_ranks(pipeline_size: int = 1, expert_size: int = 1, device: str = "auto
         expert_model_parallel_size=expert_size,
         expert_tensor_parallel_size=ranks // expert_size,
     )
-    with init_distributed(parallel, process, chosen) as topology:
+    with init_distributed(parallel, process, device) as topology:
         yield topology
 
 
 def load_model(
-    load: str,
-    topology: Topology,
-    ckpt_step: int | None = None,
-    tokenizer_model: str | None = None,
-    with_cache: bool = True,
-) -> LoadedModel:
+    load: str, topology: Topology, ckpt_step: int | None = None, tokenizer_model: str | None = None
+) -> OpenModel:
     """The model of a checkpoint under the directory or URL ``load``; ``tokenizer_model`` replaces the tokenizer's file.
     Collective."""
     root = path_of(load)
@@ -125,19 +110,13 @@ def load_model(
     tokenizer = build_tokenizer(flags)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = halves.get(state.flag_group("precision", PrecisionConfig).name, torch.float32)
-    model = build_model(state.architecture, topology, dtype, with_cache)
+    model = build_model(state.architecture, topology, dtype)
     tensors = model_tensors(whole_params(model.parameters())) | bias_tensors(model.expert_balance)
     load_checkpoint(root, iteration, tensors, topology.control)
-    return LoadedModel(model, tokenizer, stop_ids(tokenizer, state.generation_config))
+    return _opened(model, tokenizer, state.generation_config, topology)
 
 
-def load_hugging_face(
-    source: Path,
-    topology: Topology,
-    text_only: bool = False,
-    tokenizer_model: str | None = None,
-    with_cache: bool = True,
-) -> LoadedModel:
+def load_hugging_face(source: Path, topology: Topology, text_only: bool, tokenizer_model: str | None) -> OpenModel:
     """The model in a Hugging Face directory, of which each rank reads its part; in half precision if all of its weights
     are. Collective."""
     theirs = run_on_all_ranks(topology.control, lambda: HuggingFaceModel(source, text_only, "--load-hf-text-only"))
@@ -151,19 +130,23 @@ def load_hugging_face(
     tokenizer = build_tokenizer(flags)
     dtypes = {theirs.weights.entry(name).dtype for name in theirs.weights.shapes}
     is_half = len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float16}
-    model = build_model(theirs.architecture, topology, dtypes.pop() if is_half else torch.float32, with_cache)
+    model = build_model(theirs.architecture, topology, dtypes.pop() if is_half else torch.float32)
     targets = [(one.info, one.start, one.tensor) for one in whole_params(model.parameters())]
     run_on_all_ranks(
         topology.control, lambda: fill_from_hugging_face(source, theirs.weights, theirs.architecture, targets)
     )
-    return LoadedModel(model, tokenizer, stop_ids(tokenizer, theirs.description.generation_config))
+    return _opened(model, tokenizer, theirs.description.generation_config, topology)
 
 
-def stop_ids(tokenizer: Tokenizer, generation_config: str | None) -> frozenset[int]:
-    """The tokenizer's end-of-document, and ``eos_token_id`` of a ``generation_config.json``: one id or several."""
+def _opened(
+    model: TransformerModel, tokenizer: Tokenizer, generation_config: str | None, topology: Topology
+) -> OpenModel:
+    """A text ends at the tokenizer's end-of-document, and at ``eos_token_id`` of a ``generation_config.json``: one id
+    or several."""
     found = None if generation_config is None else json.loads(generation_config).get("eos_token_id")
     ids = found if isinstance(found, list) else [found]
-    return frozenset({tokenizer.eod, *(one for one in ids if isinstance(one, int))})
+    stop_ids = frozenset({tokenizer.eod, *(one for one in ids if isinstance(one, int))})
+    return OpenModel(CachedModel(model, topology, tokenizer.vocab_size), tokenizer, stop_ids, topology)
 
 
 def build_model(

@@ -95,15 +95,14 @@ class TensorBoardWriter:
         self._writer.close()
 
 
-def rewind_events(path: Path, resume_iteration: int, search_from: int | None = None) -> None:
+def rewind_events(path: Path, resume_iteration: int) -> None:
     """Cut an event file before its first point beyond ``resume_iteration``, or before a torn record.
 
-    All records after the first stale point are stale, so bisection finds it without reading the points of a long run;
-    ``search_from`` is the start of an earlier record to read from instead.
+    All records after the first stale point are stale, so bisection finds it without reading the points of a long run.
     """
     # A record of the file:  | length: 8 bytes, little endian | checksum: 4 | payload | checksum: 4 |
     with path.open("r+b") as file:
-        file.seek(start_of_search(file, resume_iteration) if search_from is None else search_from)
+        file.seek(start_of_search(file, resume_iteration))
         while True:
             start = file.tell()
             header = file.read(_HEADER)

@@ -40,6 +40,7 @@ class Tool:
     """Seed."""
     check: bool = True
     """Check the result."""
+    strict: bool | None = None
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,7 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--no_check --random_seed 7 here --count 1", Tool("here", 1, seed=7, check=False)),
         ("here --count 1 --width 8 --shape 2 3", Tool("here", 1, Sizes(8, (2, 3)))),
         ("here --count 1 --count 2 --kind slow --out a/b", Tool("here", 2, kind="slow", out=Path("a/b"))),
+        ("here --count 1 --strict False", Tool("here", 1, strict=False)),
         ("here --count 1 --rates 1 -2.5 -inf", Tool("here", 1, rates=(1, -2.5, float("-inf")))),
     ],
 )
@@ -136,6 +138,8 @@ What it does.
       Seed. (default: 0)
   --check
       Check the result. (default: on; --no-check turns it off)
+  --strict True|False
+
 
 Sizes.
   --width INTEGER

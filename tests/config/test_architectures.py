@@ -194,10 +194,8 @@ def test_the_base_is_the_model_itself_by_default() -> None:
     ("flags", "words"),
     [
         ("--mup-base-hidden-size 32", "--mup-base-hidden-size is 32 here and 16 there"),
-        ("--mup-embedding-mult 2", "--mup-embedding-mult is 2.0 here and 1.0 there"),
         ("--mup-output-mult 2", "--mup-output-mult is 2.0 here and 0.25 there"),
         ("--mup-base-head-dim 8", "--mup-base-head-dim is 8.0 here and None there"),
-        ("--mup-attn-scale-power 0.5", "--mup-attn-scale-power is 0.5 here and 1.0 there"),
     ],
 )
 def test_a_checkpoint_with_another_setting_is_refused(flags: str, words: str) -> None:

@@ -1,11 +1,8 @@
 """The command line: help without torch, every flag explained, mistakes answered by the way out, recipes accepted."""
 
 import inspect
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,29 +14,17 @@ from megatron.commands.pretrain_llama import log_flags, main
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine, ParsedLine, parse_command_line
 from megatron.config.compatibility import DESCRIPTIVE
-from megatron.config.megatron_lm import FAMILIES, NO_EFFECT, NOT_SUPPORTED, NOT_SUPPORTED_VALUES, remedy_of_family
+from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED_VALUES, REFUSED, remedy_of
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER, SYNONYMS
 from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
 from tests.end_to_end.megatron_recipe import recipe
+from tests.end_to_end.run_process import run_python
 
 SCRIPT = Path(__file__).parents[2] / "pretrain_llama.py"
 GROUPS = [type(getattr(RunConfig(), field.name)) for field in fields(RunConfig)]
-
-
-def run_script(*arguments: str, trace_imports: bool = False) -> subprocess.CompletedProcess[str]:
-    """A real process, as a person starts it, without torchrun's variables."""
-    options = ["-X", "importtime"] if trace_imports else []
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *options, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment | {"COLUMNS": "100"},
-        timeout=60,
-    )
 
 
 RUN = "--model tiny --mock-data --vocab-size 100 --seq-length 64 --micro-batch-size 2 --train-iters 1 --lr 1e-3"
@@ -67,7 +52,7 @@ def over(words: Sequence[str], defaults: ModelConfig) -> ModelConfig:
     ("arguments", "exit_code"), [(["--help"], 0), (["--model", "tiny"], 2)], ids=["help", "a refused combination"]
 )
 def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_code: int) -> None:
-    finished = run_script(*arguments, trace_imports=True)
+    finished = run_python("-X", "importtime", str(SCRIPT), *arguments)
     assert finished.returncode == exit_code
     lines = [line for line in finished.stderr.splitlines() if line.startswith("import time")]
     modules = {line.rpartition("|")[2].strip() for line in lines}
@@ -77,7 +62,7 @@ def test_flags_are_explained_without_importing_torch(arguments: list[str], exit_
 
 @pytest.mark.processes
 def test_help_shows_every_flag_with_its_docstring() -> None:
-    printed = run_script("--help", "all").stdout
+    printed = run_python(str(SCRIPT), "--help", "all", COLUMNS="100").stdout
     shown = " ".join(printed.split())
     for flag in RUN_PARSER.flags:
         assert re.search(rf"^  {flag}( |$)", printed, re.MULTILINE), f"{flag} is not in --help all"
@@ -134,16 +119,13 @@ def test_a_mistake_is_answered_with_what_was_meant(words: str, sentence: str) ->
     assert refusal(*words.split()).endswith(sentence)
 
 
-ONE_FLAG_PER_REMEDY = {remedy: flag for flag, remedy in NOT_SUPPORTED.items()}
-
-
-@pytest.mark.parametrize("remedy", ONE_FLAG_PER_REMEDY)
+@pytest.mark.parametrize("remedy", REFUSED)
 def test_a_megatron_flag_that_is_not_supported_says_so_and_what_to_do(remedy: str) -> None:
-    flag = ONE_FLAG_PER_REMEDY[remedy]
-    expected = f"{flag} of Megatron-LM is not supported: {remedy}"
-    assert refusal("--model", "tiny", flag) == expected
-    assert refusal(flag.replace("-", "_").replace("__", "--", 1), "7") == expected
-    assert refusal(f"{flag}=7") == expected
+    for pattern in REFUSED[remedy].split():
+        flag = pattern.replace("*", "x")
+        expected = f"{flag} of Megatron-LM is not supported: {remedy}"
+        assert refusal("--model", "tiny", flag) == refusal("--model", "tiny", flag, "7") == expected
+    assert refusal(flag.replace("-", "_").replace("__", "--", 1), "7") == refusal(f"{flag}=7") == expected
 
 
 @pytest.mark.parametrize(
@@ -157,30 +139,23 @@ def test_a_megatron_value_that_is_not_supported_says_so_and_what_to_do(flag: str
     assert refusal("--run-dir", value, flag, "other").startswith(f"{flag} 'other' is unknown: use ")
 
 
-@pytest.mark.parametrize("remedy", FAMILIES)
-def test_a_flag_of_another_model_or_purpose_says_so_and_what_to_do(remedy: str) -> None:
-    for pattern in FAMILIES[remedy].split():
-        flag = pattern.replace("*", "x")
-        assert refusal("--model", "tiny", flag, "7") == f"{flag} of Megatron-LM is not supported: {remedy}"
-
-
 PARSER = Path(__file__).parent / "recipes/megatron_lm_parser.txt"
 """The names of all flags of Megatron-LM's parser at d98e8a6, August 2026."""
 
 
 def test_every_flag_of_the_parser_of_megatron_has_an_answer() -> None:
     names = PARSER.read_text().split()
-    known = {*RUN_PARSER.spellings, *NO_EFFECT, *NOT_SUPPORTED, *(f"--{name}" for name in SYNONYMS), "--help", "-h"}
+    known = {*RUN_PARSER.spellings, *NO_EFFECT, *(f"--{name}" for name in SYNONYMS), "--help", "-h"}
     assert len(names) > 840
-    assert not [name for name in names if name not in known and remedy_of_family(name) is None]
+    assert not [name for name in names if name not in known and remedy_of(name) is None]
 
 
 def test_no_supported_flag_is_called_unsupported_and_remedies_name_real_flags() -> None:
     known = {*RUN_PARSER.flags, *("--no-" + name[2:] for name in RUN_PARSER.flags)}
-    assert not known & (NOT_SUPPORTED.keys() | NO_EFFECT.keys())
-    assert not NOT_SUPPORTED.keys() & NO_EFFECT.keys()
+    refused = {pattern for patterns in REFUSED.values() for pattern in patterns.split()}
+    assert not known & NO_EFFECT.keys() and not refused & (known | NO_EFFECT.keys())
     reasons = {one.reason for one in NO_EFFECT.values()} - {"it is a setting of --optimizer-cpu-offload"}
-    for remedy in {*NOT_SUPPORTED.values(), *FAMILIES, *reasons}:
+    for remedy in {*REFUSED, *reasons}:
         assert set(re.findall(r"--[a-z][a-z0-9-]*", remedy)) <= known, remedy
 
 
@@ -288,13 +263,6 @@ def test_two_files_of_gpt2_name_their_tokenizer_and_the_log_says_so(
     assert (said in capsys.readouterr().out) is (kind == "GPT2BPETokenizer")
 
 
-def test_the_line_is_printed_by_the_first_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    log_flags(parse_line(["--use-mcore-models", "--async-strategy", "mcore", "--lr", "1"]))
-    assert capsys.readouterr().out == "> no effect here: --use-mcore-models, --async-strategy mcore\n"
-    log_flags(parse_line(["--lr", "1"]))
-    assert not capsys.readouterr().out
-
-
 # Where values come from
 
 
@@ -341,12 +309,6 @@ def test_explain_flags_without_a_recipe_lists_where_values_come_from(
 # Presets and spellings
 
 
-def test_explicit_flags_override_the_preset_wherever_they_stand() -> None:
-    for arguments in (["--model", "llama3-8b", "--num-layers", "2"], ["--num_layers=2", "--model=llama3-8b"]):
-        model = parse_command_line(arguments).model
-        assert (model.model, model.num_layers, model.hidden_size, model.num_query_groups) == ("llama3-8b", 2, 4096, 8)
-
-
 def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> None:
     """Those of a checkpoint, for which a flag that is given goes, even one that says what the class has by default."""
     defaults = ModelConfig(num_layers=3, rotary_base=10000, untie_embeddings_and_output_weights=False)
@@ -357,34 +319,16 @@ def test_flags_that_are_not_given_take_other_defaults_where_there_are_some() -> 
     assert parse_command_line([]) == RunConfig()
 
 
-def test_a_flag_of_a_preset_can_be_turned_off_and_the_last_preset_wins() -> None:
+def test_flags_override_the_preset_wherever_they_stand_and_the_last_preset_wins() -> None:
     for words, name, wanted in (
+        ("--num_layers=2 --model=llama3-8b", "num_layers", 2),
         ("--model llama3.1-8b", "use_rope_scaling", True),
         ("--model llama3.1-8b --no-use-rope-scaling", "use_rope_scaling", False),
         ("--model llama3.2-1b", "untie_embeddings_and_output_weights", False),
         ("--model llama3.2-1b --untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", True),
     ):
-        assert getattr(parse_command_line(words.split()).model, name) is wanted, words
+        assert getattr(parse_command_line(words.split()).model, name) == wanted, words
     assert parse_command_line(["--model", "tiny", "--model", "llama3-70b"]).model == preset("llama3-70b")
-
-
-def test_flags_of_megatron_turn_things_off_with_hyphens_and_underscores() -> None:
-    words = (
-        "--no-save-optim --no-save-rng --no-load-optim --no-load-rng --no-mmap-bin-files --micro-batch-size 2 "
-        "--no-check-for-nan-in-loss-and-grad --no-create-attention-mask-in-dataloader --no-overlap-p2p-communication"
-    )
-    config = parse_command_line(words.split())
-    assert parse_command_line(words.replace("-", "_").replace("__", "--").replace("size ", "size=").split()) == config
-    assert RunConfig().pipeline.overlap_p2p_communication and not config.pipeline.overlap_p2p_communication
-    checkpoint = config.checkpoint
-    assert not any((checkpoint.save_optim, checkpoint.save_rng, checkpoint.load_optim, checkpoint.load_rng))
-    assert not config.data.mmap_bin_files and not config.training.check_for_nan_in_loss_and_grad
-
-
-def test_lists_take_several_values() -> None:
-    config = parse_command_line(["--data-path", "0.7", "a", "0.3", "b", "--rampup-batch-size", "32", "32", "1000"])
-    assert config.data.data_path == ("0.7", "a", "0.3", "b")
-    assert config.training.rampup_batch_size == (32, 32, 1000)
 
 
 WITHOUT_FUSION = (
@@ -401,7 +345,7 @@ def test_a_megatron_recipe_for_llama_3_8b_runs_unchanged() -> None:
     assert architecture.num_parameters() == 8_030_261_248
     assert architecture.padded_vocab_size == 128256
     assert config.parallel.sharding_strategy == "optim"
-    assert config.data_parallel_size(16) == 8
+    assert config.parallel.data_parallel_size(16) == 8
     assert config.optimizer.adam_beta2 == 0.95
     for operation, implementation in (("rope", "eager"), ("swiglu", "eager"), ("weight_gradient", "separate")):
         wanted = config.kernels.wanted(operation)
@@ -423,7 +367,7 @@ def test_a_megatron_recipe_with_a_pipeline_runs_unchanged() -> None:
     check_run(config, 1024)
     assert config.pipeline.num_chunks(126, 8) == 8
     assert config.pipeline.schedule(126, 8) == "interleaved"
-    assert config.parallel.bucket_size(config.data_parallel_size(1024), 10**9) == 200_000_000
+    assert config.parallel.bucket_size(config.parallel.data_parallel_size(1024), 10**9) == 200_000_000
 
 
 def test_the_first_run_on_a_gpu_node_has_good_flags() -> None:

@@ -14,6 +14,7 @@ from megatron.console import DroppingFile, print_warning
 from tests.checkpoint.file_faults import NotAllowed, small_disk
 from tests.end_to_end.run_process import REPOSITORY
 from tests.forked import fork_context
+from tests.metrics.reported_run import Terminal
 
 pytestmark = pytest.mark.processes
 
@@ -113,13 +114,8 @@ def exit_code(kind: str, code: int, redirection: str) -> int:
     return subprocess.run(words, cwd=REPOSITORY, timeout=60, stdout=subprocess.DEVNULL).returncode
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_warning_starts_its_line_and_is_bold_and_yellow_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for stream, line in ((io.StringIO(), "WARNING: look\n"), (_Terminal(), "\033[1;33mWARNING: look\033[0m\n")):
+    for stream, line in ((io.StringIO(), "WARNING: look\n"), (Terminal(), "\033[1;33mWARNING: look\033[0m\n")):
         monkeypatch.setattr(sys, "stdout", stream)
         print_warning("look")
         assert stream.getvalue() == line

@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron.command_line.parser import values_by_field
 from megatron.command_line.words import split_words
 from megatron.commands.explain_flags import OTHER_DEFAULTS, explain, explain_files, recorded
 from megatron.commands.pretrain_llama import main
 from megatron.config.bash.syntax import parse
 from megatron.config.command_line import CommandLine
-from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.megatron_lm import NO_EFFECT, remedy_of
 from megatron.config.recipes import ABSENT_ARCHITECTURES, DATA_FLAGS, Recipe, edited, read_recipes, script_recipe
-from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
+from tests.config.flag_values import assert_same, value_in
 
 RECIPES = Path(__file__).parent / "recipes/megatron_functional_tests.json"
 ALL = {name: recipe.words for name, recipe in read_recipes(RECIPES, {}).by_name.items()}
@@ -57,25 +56,6 @@ def test_the_edit_takes_out_architectures_and_files_alone() -> None:
         assert added <= {"--mock-data", "--vocab-size", "--tokenizer-type"}
 
 
-def value_in(config: RunConfig, flag: str) -> object:
-    """The value of the field of a flag; for ``--no-x`` the negation of x."""
-    known = RUN_PARSER.flags
-    positive = known.get(flag) or known[f"--{flag.removeprefix('--no-')}"]
-    value = values_by_field(config)[positive.field.name]
-    return value if flag in known else not value
-
-
-def assert_same(value: object, words: tuple[str, ...]) -> None:
-    """``value`` is what a shell's words mean: on, one number or word, or several."""
-    if not words:
-        assert value is True
-        return
-    found = value if isinstance(value, tuple) else (value,)
-    assert len(found) == len(words), (value, words)
-    for one, word in zip(found, words):
-        assert float(word) == one if isinstance(one, int | float) else word == one, (value, words)
-
-
 def test_the_values_of_every_recipe_are_in_their_fields() -> None:
     """With an independent reading of the values; a flag that is accepted and dropped would be found."""
     compared = 0
@@ -91,13 +71,6 @@ def test_the_values_of_every_recipe_are_in_their_fields() -> None:
             else:
                 assert given.flag in wrong, (name, given)
     assert compared > 6000
-
-
-def test_a_stated_default_of_megatron_replaces_ours() -> None:
-    words = "--rotary-base 10000 --lr-decay-style linear --no-untie-embeddings-and-output-weights --rerun-mode disabled"
-    config = CommandLine.of(words.split()).parse().config
-    assert config.model.rotary_base == 10000
-    assert not config.model.untie_embeddings_and_output_weights
 
 
 def test_a_file_of_words_is_read() -> None:
@@ -120,7 +93,7 @@ def test_a_recipe_is_explained_flag_by_flag(tmp_path: Path, capsys: pytest.Captu
     assert shown.endswith("model_config.yaml would start: 12 kept, 1 without effect, 0 to correct.\n")
     assert main(["--explain-flags", str(path), "--spec", "a", "b", "--micro-batch-size", "0"]) == 2
     shown = capsys.readouterr().out
-    assert f"  --spec of Megatron-LM is not supported: {NOT_SUPPORTED['--spec']}\n" in shown
+    assert f"  --spec of Megatron-LM is not supported: {remedy_of('--spec')}\n" in shown
     assert "  --micro-batch-size 0 must be at least 1.\n" in shown
     assert "would not start" in shown.splitlines()[-1]
 
@@ -133,7 +106,7 @@ def test_recipes_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (tmp_path / name / "model_config.yaml").write_text(text)
     assert explain_files(CommandLine.of(["--explain-flags", str(tmp_path)]), {}) == 2
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1] == f"    1  --spec of Megatron-LM is not supported: {NOT_SUPPORTED['--spec']}"
+    assert shown[1] == f"    1  --spec of Megatron-LM is not supported: {remedy_of('--spec')}"
     assert f"{tmp_path}/three/model_config.yaml is no recipe (its MODEL_ARGS is empty)" in "\n".join(shown)
     assert shown[-1] == "1 of 2 recipes would start (50.0 %), 2 skipped."
 

@@ -15,7 +15,7 @@ from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.dry_run import FlagFileConfig
 from megatron.config.model import ModelConfig, preset
 from megatron.config.run import RunConfig
-from megatron.config.run_yaml import changed_values, read_run_yaml, run_yaml
+from megatron.config.run_yaml import changed_flags, read_run_yaml, run_yaml
 from megatron.errors import ConfigError
 
 TEXTS = st.one_of(
@@ -86,9 +86,9 @@ def test_only_what_differs_from_the_defaults_is_written() -> None:
         "save-optim": False,
     }
     assert text.startswith("# The flags of this run") and "--config run.yaml" in text
-    assert not changed_values(RunConfig())
+    assert not changed_flags(RunConfig())
     back = parse_command_line(["--model", "llama3.2-1b", "--untie-embeddings-and-output-weights"])
-    assert changed_values(back) == {"model": "llama3.2-1b", "untie-embeddings-and-output-weights": True}
+    assert changed_flags(back) == {"model": "llama3.2-1b", "untie-embeddings-and-output-weights": True}
 
 
 def write(directory: Path, text: str) -> Path:

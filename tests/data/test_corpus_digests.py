@@ -40,8 +40,9 @@ from megatron.data.gpt_dataset import BlendedDataset, Dataset, GPTDataset, MockD
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from tests.data.corpora import write_corpus
-from tests.data.file_damage import DAMAGES, flip, flip_a_bit
+from tests.data.file_damage import DAMAGES, flip
 from tests.data.texts import LINES, NULL
+from tests.end_to_end.run_process import wait_until
 
 
 def slow_digests(content: bytes) -> bytes:
@@ -203,10 +204,6 @@ class Watched(IndexedDataset):
     seen: list[int]
 
 
-def in_order(start: int, stop: int) -> npt.NDArray[np.int64]:
-    return np.arange(start, stop)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Corpora of six and of three blocks."""
@@ -261,10 +258,16 @@ def test_synthetic_data_has_no_blocks() -> None:
     assert corpora_of(mock) == [] and not len(block_uses(mock, np.arange(10)).blocks)
 
 
-def compare_all(dataset: Dataset, share: Share = ALONE, stop: int | None = None) -> list[Damage | int]:
-    digests = check_indexes([corpus.prefix for corpus in corpora_of(dataset)], None, share)
-    stop = len(dataset) if stop is None else stop
-    return list(BlockComparison(digests, share).compare(SampleRange("train", dataset, 0, stop, in_order)))
+def comparison_of(dataset: Dataset, share: Share = ALONE, cache: str | None = None) -> BlockComparison:
+    return BlockComparison(check_indexes([corpus.prefix for corpus in corpora_of(dataset)], cache, share), share)
+
+
+def all_of(dataset: Dataset) -> SampleRange:
+    return SampleRange("train", dataset, 0, len(dataset), lambda start, stop: np.arange(start, stop))
+
+
+def compare_all(dataset: Dataset, share: Share = ALONE, cache: str | None = None) -> list[Damage | int]:
+    return list(comparison_of(dataset, share, cache).compare(all_of(dataset)))
 
 
 def bytes_of(steps: Sequence[Damage | int]) -> list[int]:
@@ -277,12 +280,6 @@ def test_ranks_share_the_blocks_and_each_is_read_once(folder: Path) -> None:
     assert sum(bytes_of(compare_all(dataset))) == size
     shares = [bytes_of(compare_all(dataset, Share(rank, 4))) for rank in range(4)]
     assert sum(map(sum, shares)) == size and max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_short_run_compares_what_it_reads_alone(tmp_path: Path) -> None:
-    """Two samples of a corpus of sixteen blocks."""
-    prefix = write_corpus(tmp_path / "large", 3, 8_000_000)
-    assert 1 <= len(bytes_of(compare_all(one(prefix), stop=2))) < 16
 
 
 def damaged(folder: Path, target: Path, kind: str, place: int) -> Path:
@@ -326,38 +323,27 @@ def test_a_corpus_without_digests_passes_and_is_known(folder: Path, tmp_path: Pa
 
 
 def test_remote_corpora_are_compared_too(folder: Path, tmp_path: Path) -> None:
-    copy = damaged(folder, tmp_path / "copy", ".bin", 3 * BLOCK_BYTES)
+    copy, cache = damaged(folder, tmp_path / "copy", ".bin", 3 * BLOCK_BYTES), str(tmp_path / "cache")
     for root, is_damaged in ((folder, False), (copy, True)):
-        corpus = IndexedDataset(f"file://{root}/a", index_cache=str(tmp_path / "cache"))
-        digests = check_indexes([corpus.prefix], str(tmp_path / "cache"), ALONE)
-        dataset = GPTDataset(corpus, 0, None, SETTINGS)
-        steps = BlockComparison(digests, ALONE).compare(SampleRange("train", dataset, 0, len(dataset), in_order))
-        assert any(isinstance(step, Damage) for step in steps) == is_damaged
+        dataset = GPTDataset(IndexedDataset(f"file://{root}/a", index_cache=cache), 0, None, SETTINGS)
+        assert any(isinstance(step, Damage) for step in compare_all(dataset, cache=cache)) == is_damaged
     copy = damaged(folder, tmp_path / "index", ".idx", 100)
     with pytest.raises(DataError, match=r"file://.*a\.idx is damaged in bytes 0 to "):
-        check_indexes([f"file://{copy}/a"], str(tmp_path / "cache"), ALONE)
+        check_indexes([f"file://{copy}/a"], cache, ALONE)
 
 
 # --- beside training -------------------------------------------------------------------------------------------
 
 
 def in_background(dataset: Dataset, bytes_per_s: float) -> tuple[BlockComparison, BackgroundComparison, SampleRange]:
-    digests = check_indexes([corpus.prefix for corpus in corpora_of(dataset)], None, ALONE)
-    comparison, wanted = BlockComparison(digests, ALONE), SampleRange("train", dataset, 0, len(dataset), in_order)
+    comparison, wanted = comparison_of(dataset), all_of(dataset)
     return comparison, BackgroundComparison(comparison, [wanted], bytes_per_s), wanted
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_thread_compares_all_and_ends(folder: Path) -> None:
     comparison, background, _ = in_background(blend(folder), 1e12)
-    wait_for(lambda: not comparison.remaining)
-    wait_for(lambda: "compare-corpora" not in {thread.name for thread in threading.enumerate()})
+    wait_until(lambda: not comparison.remaining, 60)
+    wait_until(lambda: "compare-corpora" not in {thread.name for thread in threading.enumerate()}, 60)
     assert background.found is None
     background.close()
 
@@ -365,7 +351,7 @@ def test_a_thread_compares_all_and_ends(folder: Path) -> None:
 def test_the_rate_is_kept_and_the_end_does_not_wait_for_it(folder: Path) -> None:
     begun = time.monotonic()
     comparison, background, wanted = in_background(blend(folder), 4e6)
-    wait_for(lambda: comparison.remaining <= 6)
+    wait_until(lambda: comparison.remaining <= 6, 60)
     assert time.monotonic() - begun > 2 * BLOCK_BYTES / 4e6  # three blocks, of which the last need not be waited for
     background.finish([wanted])
     assert not comparison.remaining and background.found is None
@@ -374,7 +360,7 @@ def test_the_rate_is_kept_and_the_end_does_not_wait_for_it(folder: Path) -> None
 def test_a_thread_says_what_it_finds_and_an_end_finds_what_it_has_not_reached(folder: Path, tmp_path: Path) -> None:
     copy = damaged(folder, tmp_path / "copy", ".bin", 4 * BLOCK_BYTES)
     _, background, _ = in_background(blend(copy), 1e12)
-    wait_for(lambda: background.found is not None)
+    wait_until(lambda: background.found is not None, 60)
     assert isinstance(background.found, Damage) and "(block 4)" in background.found.description
     _, slow, wanted = in_background(blend(copy), 1.0)
     slow.finish([wanted])
@@ -385,11 +371,10 @@ def test_a_thread_says_what_it_finds_and_an_end_finds_what_it_has_not_reached(fo
 def test_a_thread_whose_file_cannot_be_read_any_more_says_so(folder: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     dataset = blend(copy)
-    digests = check_indexes([str(copy / "a"), str(copy / "b")], None, ALONE)
+    comparison = comparison_of(dataset)
     os.truncate(copy / "b.bin", 10)
-    wanted = SampleRange("train", dataset, 0, len(dataset), in_order)
-    background = BackgroundComparison(BlockComparison(digests, ALONE), [wanted], 1e12)
-    wait_for(lambda: background.found is not None)
+    background = BackgroundComparison(comparison, [all_of(dataset)], 1e12)
+    wait_until(lambda: background.found is not None, 60)
     assert isinstance(background.found, DataError) and "b.bin was truncated" in str(background.found)
     background.close()
 
@@ -400,9 +385,9 @@ def test_a_thread_whose_file_cannot_be_read_any_more_says_so(folder: Path, tmp_p
 def read_as_training_does(prefix: str) -> list[list[int]]:
     """Samples in their order, compared and then read; :class:`DataError` where training would end."""
     digests = check_indexes([prefix], None, ALONE)
-    dataset = GPTDataset(IndexedDataset(prefix), 0, None, SETTINGS)
+    dataset = one(prefix)
     count = min(100, len(dataset))
-    for step in BlockComparison(digests, ALONE).compare(SampleRange("train", dataset, 0, count, in_order)):
+    for step in BlockComparison(digests, ALONE).compare(all_of(dataset)._replace(stop=count)):
         if isinstance(step, Damage):
             raise DataError(f"{step.description}.")
     return [dataset[index]["tokens"].tolist() for index in range(count)]
@@ -427,13 +412,3 @@ def test_of_damaged_corpora_none_feeds_other_tokens_and_none_gives_a_traceback(t
             refused += 1
     print(f"{trials} damaged corpora: {refused} refused, {trials - refused} gave the tokens that were written")
     assert refused > trials * 0.9
-
-
-def test_the_campaign_would_notice(tmp_path: Path) -> None:
-    """Without digests flipped bits are read as other tokens."""
-    prefix = write_corpus(tmp_path / "corpus", 7, 300_000)
-    wanted = read_as_training_does(prefix)
-    for seed in range(100):
-        flip_a_bit(Path(f"{prefix}.bin"), random.Random(seed))
-    os.remove(digests_path(prefix))
-    assert read_as_training_does(prefix) != wanted

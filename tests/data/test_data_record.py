@@ -83,7 +83,7 @@ def record_of(
         data,
         tokenizer or TokenizerConfig("NullTokenizer", vocab_size=999),
         sources,
-        {prefix: record_corpus(IndexedDataset(prefix)) for prefix in sources.prefixes},
+        {prefix: record_corpus(IndexedDataset(prefix)) for prefix in sources.prefixes()},
         used_splits=splits,
         seed=7,
         vocabulary_size=1000,

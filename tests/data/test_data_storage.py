@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -236,13 +235,6 @@ def test_after_kill_9_before_any_of_the_files_has_its_name_the_order_is_whole(
         shutil.rmtree("cache")
 
 
-def write_lock(process: int, renewals: int = 0) -> None:
-    """The lock of a process that cannot be looked up here."""
-    owner = Owner(socket.gethostname(), process, "another boot/1", "token", time.time(), "pid:[1]", renewals)
-    Path("new.lock").write_text(json.dumps(asdict(owner)))
-    os.replace("new.lock", "thing.lock")
-
-
 def load_thing() -> str | None:
     return Path("thing").read_text() if os.path.exists("thing") else None
 
@@ -257,31 +249,14 @@ def test_a_holder_elsewhere_that_shows_no_life_is_given_up() -> None:
     """Its process number means nothing here, and its files must stay."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    write_lock(ended.pid)
+    owner = Owner(socket.gethostname(), ended.pid, "another boot/1", "token", time.time(), "pid:[1]", 0)
+    Path("thing.lock").write_text(json.dumps(asdict(owner)))
     half_written = Path(f"thing.npy.{ended.pid}-01234567.incomplete")
     half_written.write_bytes(b"half")
     begun = time.monotonic()
     assert load_or_build_once("thing", load_thing, build_thing, lease_s=0.8, renewal_s=0.2) == "built here"
     assert 1.0 <= time.monotonic() - begun < 10
     assert half_written.exists() and not os.path.exists("thing.lock")
-
-
-def test_a_holder_elsewhere_that_shows_life_is_waited_for() -> None:
-    write_lock(1)
-
-    def build_elsewhere() -> None:
-        for number in range(10):
-            time.sleep(0.2)
-            write_lock(1, number)
-        Path("thing.new").write_text("built elsewhere")
-        os.replace("thing.new", "thing")  # never half written
-
-    elsewhere = threading.Thread(target=build_elsewhere)
-    elsewhere.start()
-    try:
-        assert load_or_build_once("thing", load_thing, build_thing, lease_s=0.8, renewal_s=0.2) == "built elsewhere"
-    finally:
-        elsewhere.join()
 
 
 def test_an_error_of_the_builder_frees_the_lock() -> None:

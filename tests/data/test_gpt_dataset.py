@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.gpt_dataset import GPTDataset, MockDataset, SampleSettings
@@ -52,9 +52,20 @@ def starts_of(tokens: list[int], end: int = END) -> list[bool]:
 # --- where documents begin -----------------------------------------------------------------------------------
 
 
-def assert_samples_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], seq_length: int) -> None:
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > 12),
+    seq_length=st.integers(1, 12),
+    epochs=st.integers(1, 3),
+)
+@example(lengths=LENGTHS, seq_length=LENGTH, epochs=4)
+def test_samples_have_the_tokens_that_a_walk_over_the_corpus_meets_and_documents_begin_there(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epochs: int
+) -> None:
     """Through the documents in their order, token by token: its id, and whether it is the first of a document."""
     documents = documents_of(lengths)
+    corpus = IndexedDataset(write(tmp_path_factory.mktemp("any") / "corpus", documents))
+    dataset = GPTDataset(corpus, 0, epochs * sum(lengths) // seq_length, sample_settings(seq_length))
     order = dataset.order.document_index[:].tolist()
     stream = [(token, place == 0) for number in order for place, token in enumerate(documents[number])]
     tokens, firsts = map(list, zip(*stream))
@@ -71,48 +82,12 @@ def assert_samples_are_those_of_a_walk(dataset: GPTDataset, lengths: list[int], 
         assert starts.tolist() == [True, *firsts[begin + 1 : begin + seq_length]]
 
 
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(lambda lengths: sum(lengths) > 12),
-    seq_length=st.integers(1, 12),
-    epochs=st.integers(1, 3),
-)
-def test_samples_have_the_tokens_that_a_walk_over_the_corpus_meets_and_documents_begin_there(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_length: int, epochs: int
-) -> None:
-    corpus = IndexedDataset(write(tmp_path_factory.mktemp("any") / "corpus", documents_of(lengths)))
-    wanted = epochs * sum(lengths) // seq_length
-    dataset = GPTDataset(corpus, 0, wanted, sample_settings(seq_length))
-    assert_samples_are_those_of_a_walk(dataset, lengths, seq_length)
-
-
-def test_documents_of_one_token_and_ends_at_both_ends_of_a_sample_are_seen(prefix: str) -> None:
-    """What the walk above must have met, here on one corpus that surely has it."""
-    dataset = GPTDataset(IndexedDataset(prefix), 0, 60, sample_settings(LENGTH))
-    assert_samples_are_those_of_a_walk(dataset, LENGTHS, LENGTH)
-    samples = [dataset[index] for index in range(len(dataset))]
-    assert any(sample["tokens"][0] == END and sample["document_starts"][1] for sample in samples)
-    assert any(sample["tokens"][-1] == END for sample in samples)
-    assert any((sample["document_starts"][1:] & sample["document_starts"][:-1]).any() for sample in samples)
-    assert any(not sample["document_starts"][1:].any() for sample in samples)
-
-
 def test_corpus_without_ends_of_documents_is_one_document_per_sample(tmp_path: Path) -> None:
     """Only the token tells; a corpus made without --append-eod has none."""
     corpus = IndexedDataset(write(tmp_path / "corpus", [list(range(n)) for n in (9, 30, 4, 40)]))
     dataset = GPTDataset(corpus, 0, 8, sample_settings(LENGTH))
     for index in range(8):
         assert dataset[index]["document_starts"].tolist() == [True] + [False] * (LENGTH - 1)
-
-
-def test_synthetic_documents_begin_behind_the_last_id() -> None:
-    dataset = MockDataset(3, LENGTH, 20, 200, document_end=19)
-    counts = []
-    for index in range(len(dataset)):
-        tokens, starts = (dataset[index][name].tolist() for name in ("tokens", "document_starts"))
-        assert starts == starts_of(tokens, 19)
-        counts.append(sum(starts))
-    assert {1, 2, 3} <= set(counts)
 
 
 # --- the flags that ask for it -------------------------------------------------------------------------------
@@ -139,14 +114,6 @@ def test_every_flag_that_needs_documents_marks_them_in_every_split_and_changes_n
     assert marked[0][0]["tokens"].tolist() != marked[1][0]["tokens"].tolist()
     if kind == "corpus":
         assert description_hash(marked[0].description) == description_hash(plain[0].description)
-
-
-def test_blends_hand_on_where_documents_begin(tmp_path: Path) -> None:
-    a, b = (write(tmp_path / name, documents_of(lengths)) for name, lengths in (("a", LENGTHS), ("b", LENGTHS[::-1])))
-    dataset, _, _ = build_run("2", a, "1", b, counts=(30, 0, 0), seq_length=LENGTH, reset_position_ids=True)
-    for index in range(30):
-        tokens, starts = (dataset[index][name].tolist() for name in ("tokens", "document_starts"))
-        assert starts == starts_of(tokens)
 
 
 def test_mock_sample_depends_on_seed_split_and_index_alone() -> None:

@@ -1,7 +1,6 @@
 """The .bin/.idx files: byte-equal to Megatron-LM's, and damage is named in one sentence."""
 
 import os
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -87,27 +86,6 @@ def test_writer_refuses_ids_outside_the_vocabulary(tmp_path: Path, token: int) -
     assert not os.listdir(tmp_path)
 
 
-def remove(path: str) -> None:
-    os.remove(path)
-
-
-def truncate(path: str) -> None:
-    os.truncate(path, os.path.getsize(path) - 1)
-
-
-def truncate_to_nothing(path: str) -> None:
-    os.truncate(path, 0)
-
-
-def patch(offset: int, content: bytes):  # type: ignore[no-untyped-def]
-    def apply(path: str) -> None:
-        with open(path, "r+b") as file:
-            file.seek(offset)
-            file.write(content)
-
-    return apply
-
-
 @pytest.mark.parametrize(
     ("prefix", "remedy"),
     [
@@ -131,28 +109,30 @@ def test_a_corpus_that_is_not_there_is_answered_with_what_is(tmp_path: Path, pre
     assert remedy.format(tmp_path) in str(caught.value)
 
 
-DAMAGE = {
-    "no index": (".idx", remove, r"corpus\.idx does not exist: set --data-path to prefixes"),
-    "no tokens": (".bin", remove, r"corpus\.bin does not exist: set --data-path to prefixes"),
-    "empty index": (".idx", truncate_to_nothing, r"corpus\.idx is too short to be an index: write the data again"),
-    "wrong magic": (".idx", patch(0, b"PARQUET"), r"corpus\.idx is not an index of tokens.*: write the data again"),
-    "other version": (".idx", patch(9, b"\x02"), r"corpus\.idx has format version 2, .*: write the data again"),
-    "bad dtype": (".idx", patch(17, b"\x09"), r"corpus\.idx has unknown token dtype code 9 .*: write the data"),
-    "short index": (".idx", truncate, r"corpus\.idx has 101 bytes, but its header requires 102: write the"),
-    "short tokens": (".bin", truncate, r"corpus\.bin has 39 bytes, but .*corpus\.idx requires 40: copy it again"),
-    "bad documents": (
-        ".idx",
-        patch(94, struct.pack("<q", 7)),
-        r"corpus\.idx has document boundaries that do not match",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE)
-def test_damage_is_one_sentence_with_file_and_remedy(tmp_path: Path, case: str) -> None:
-    kind, damage, sentence = DAMAGE[case]
+@pytest.mark.parametrize(
+    ("kind", "place", "content", "sentence"),
+    [
+        (".idx", None, b"", r"corpus\.idx does not exist: set --data-path to prefixes"),
+        (".bin", None, b"", r"corpus\.bin does not exist: set --data-path to prefixes"),
+        (".idx", slice(None), b"", r"corpus\.idx is too short to be an index: write the data again"),
+        (".idx", slice(7), b"PARQUET", r"corpus\.idx is not an index of tokens.*: write the data again"),
+        (".idx", slice(9, 10), b"\x02", r"corpus\.idx has format version 2, .*: write the data again"),
+        (".idx", slice(17, 18), b"\x09", r"corpus\.idx has unknown token dtype code 9 .*: write the data"),
+        (".idx", slice(-1, None), b"", r"corpus\.idx has 101 bytes, but its header requires 102: write the"),
+        (".bin", slice(-1, None), b"", r"corpus\.bin has 39 bytes, but .*corpus\.idx requires 40: copy it again"),
+        (".idx", slice(94, 95), b"\x07", r"corpus\.idx has document boundaries that do not match"),
+    ],
+)
+def test_damage_is_one_sentence_with_file_and_remedy(
+    tmp_path: Path, kind: str, place: slice | None, content: bytes, sentence: str
+) -> None:
     prefix = write(tmp_path / "corpus", golden_documents(CORPUS_B))
-    damage(prefix + kind)
+    path = Path(prefix + kind)
+    damaged = bytearray(path.read_bytes())
+    path.unlink()
+    if place is not None:
+        damaged[place] = content
+        path.write_bytes(damaged)
     with pytest.raises(DataError, match=sentence) as caught:
         IndexedDataset(prefix)
     assert "\n" not in str(caught.value)

@@ -115,7 +115,7 @@ def test_orders_are_the_same_over_epochs_blends_and_splits(directory: Path, pack
 
     def blend(settings: SampleSettings, split: int, count: int) -> list[list[int]]:
         weights = normalize([0.7, 0.3])
-        targets, built = blend_targets(weights, count)
+        targets, built = blend_targets(weights, count, 0.005)
         children = [GPTDataset(corpus, split, n, settings) for corpus, n in zip(corpora, built, strict=True)]
         return samples(BlendedDataset(children, weights, sum(targets), split), count)
 

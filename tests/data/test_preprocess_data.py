@@ -41,6 +41,7 @@ from megatron.data.tokenizers import NullTokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError, UserError
 from tests.data.corpora import md5, write
 from tests.data.texts import LINES, NULL, TEXTS, documents_of
+from tests.end_to_end.run_process import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -465,12 +466,6 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "preprocess_data.py"
 NULL_FLAGS = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "999"]
 
 
-def run_tool(directory: Path, *flags: str) -> "subprocess.CompletedProcess[str]":
-    """Run the tool in ``directory``, which is not the repository."""
-    command = [sys.executable, str(TOOL), *flags]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60)
-
-
 def write_lines(path: Path, documents: list[Any]) -> None:
     path.write_text("".join(json.dumps(document) + "\n" for document in documents))
 
@@ -497,7 +492,7 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
     inputs = ["--input", "one.jsonl", "two.jsonl.gz", "--json-keys", "text", "title", "--append_eod"]
     for workers in ("1", "2"):
         prefix = ["--output-prefix", f"w{workers}", "--workers", workers]
-        done = run_tool(tmp_path, *inputs, *prefix, *NULL_FLAGS)
+        done = run_python(str(TOOL), *inputs, *prefix, *NULL_FLAGS, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert "5,000 documents," in done.stdout
         assert "5,000 documents," in done.stderr, "progress is reported"
@@ -511,23 +506,24 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path, corpus: lis
     assert len(os.listdir(tmp_path)) == 2 + 12
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_bad_line_is_one_sentence_and_leaves_nothing(tmp_path: Path, workers: str) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "1"}\n\n{"text": "1"\n')
-    done = run_tool(tmp_path, "--input", "in.jsonl", "--output-prefix", "out", "--workers", workers, *NULL_FLAGS)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("ERROR: ") and "in.jsonl, line 3 is not valid JSON" in done.stderr
-    assert done.stderr.count("\n") == 1, "one line, no traceback"
-    assert os.listdir(tmp_path) == ["in.jsonl"]
-
-
-def test_full_disk_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 2000)
-    flags = ["--input", "in.jsonl", "--output-prefix", "out", "--log-interval", "9999", *NULL_FLAGS]
-    limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", sys.executable, str(TOOL), *flags]
+@pytest.mark.parametrize(
+    ("workers", "last_line", "sentence"),
+    [
+        ("1", '{"text": "1"\n', "ERROR: in.jsonl, line 2001 is not valid JSON"),
+        ("2", '{"text": "1"\n', "ERROR: in.jsonl, line 2001 is not valid JSON"),
+        ("1", "", "ERROR: out_text_document.bin and .idx cannot be written"),
+    ],
+)
+def test_a_bad_line_or_a_full_disk_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, workers: str, last_line: str, sentence: str
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "1 2 3"}\n' * 2000 + last_line)
+    flags = ["--input", "in.jsonl", "--output-prefix", "out", "--log-interval", "9999", "--workers", workers]
+    blocks = "unlimited" if last_line else "4"  # of a file
+    limited = ["bash", "-c", f'ulimit -f {blocks}; exec "$@"', "bash", sys.executable, str(TOOL), *flags, *NULL_FLAGS]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith("ERROR: out_text_document.bin and .idx cannot be written")
-    assert done.stderr.count("\n") == 1
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(sentence)
+    assert done.stderr.count("\n") == 1, "one line, no traceback"
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 

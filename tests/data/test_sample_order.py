@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import DataConfig
 from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.order_cache import description_hash
@@ -205,10 +206,11 @@ def test_exhaustive_order_computed_side_by_side_equals_step_by_step() -> None:
 
 
 def test_blend_of_two_corpora_is_that_of_megatron(corpora: Path) -> None:
-    targets, built = blend_targets([0.7, 0.3], 12)
+    surplus = DataConfig().mid_level_dataset_surplus
+    targets, built = blend_targets([0.7, 0.3], 12, surplus)
     assert (targets, built) == ([9, 4], [10, 5])
     # Half a percent more, as in Megatron-LM.
-    assert blend_targets([0.7, 0.3], 10_000) == ([7000, 3000], [7035, 3015])
+    assert blend_targets([0.7, 0.3], 10_000, surplus) == ([7000, 3000], [7035, 3015])
     children = [GPTDataset(IndexedDataset(name), 0, count, settings_of()) for name, count in (("a", 10), ("b", 5))]
     assert [len(child) for child in children] == [12, 7]
     blend = BlendedDataset(children, [0.7, 0.3], 13, 0)

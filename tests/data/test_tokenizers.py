@@ -12,8 +12,6 @@ import torch
 
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.train_tokenizer import TrainTokenizerConfig, train
-from megatron.config.checks import check_run
-from megatron.config.command_line import parse_command_line
 from megatron.config.data import TokenizerConfig
 from megatron.config.run import RunConfig
 from megatron.data.evaluation_data import CountedBytes, TokenBytes, count_token_bytes
@@ -27,7 +25,7 @@ from megatron.data.tokenizers import (
     build_tokenizer,
     describe_tokenizer,
 )
-from megatron.errors import ConfigError, DataError, UserError
+from megatron.errors import ConfigError, DataError
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
 from tests.data.texts import AWKWARD_TEXTS, NAMES, random_texts
 from tests.end_to_end.run_process import call_training
@@ -200,21 +198,8 @@ def test_tokenizers_are_built_from_flags(sentencepiece_model: str, byte_ranks: s
     assert isinstance(build("SentencePieceTokenizer", sentencepiece_model, vocab_size=1000), SentencePieceTokenizer)
     assert build("TikTokenizer", byte_ranks, tiktoken_num_special_tokens=30).vocab_size == 289
     assert build("NullTokenizer", vocab_size=10).eod == 10
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        ({}, "A tokenizer is required: set --tokenizer-type"),
-        ({"tokenizer_type": "NullTokenizer"}, "needs --vocab-size"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 0}, "--vocab-size 0 must be at least 1"),
-        ({"tokenizer_type": "TikTokenizer"}, "needs --tokenizer-model"),
-        ({"tokenizer_type": "NullTokenizer", "vocab_size": 9, "trust_remote_code": True}, "--trust-remote-code"),
-    ],
-)
-def test_bad_flags_are_one_sentence(flags: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        build_tokenizer(TokenizerConfig(**flags))
+    with pytest.raises(ConfigError, match="--tokenizer-type TikTokenizer needs --tokenizer-model"):
+        build("TikTokenizer")
 
 
 def test_a_model_has_no_fewer_ids_than_its_tokenizer(sentencepiece_model: str) -> None:
@@ -286,23 +271,6 @@ def test_beside_another_tokenizer_the_flags_are_named_and_change_nothing() -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--tokenizer-type GPT2BPETokenizer --vocab-file v", "needs --merge-file: add it"),
-        ("--tokenizer-type GPT2BPETokenizer --merge-file m", "needs --vocab-file: add it"),
-        (
-            "--tokenizer-type GPT2BPETokenizer --vocab-file v --merge-file m --tokenizer-model t",
-            "--tokenizer-model t is not used by --tokenizer-type GPT2BPETokenizer",
-        ),
-        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --merge-file m", "--merge-file and --tokenizer-t"),
-    ],
-)
-def test_where_they_would_matter_they_are_refused(words: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        check_run(parse_command_line(f"{TINY_RUN} --data-path P {words}".split()), 1)
-
-
-@pytest.mark.parametrize(
     ("vocabulary", "merges", "sentence"),
     [
         ("[", "", r"vocab\.json is not JSON"),
@@ -337,18 +305,19 @@ def counted(tokenizer: Tokenizer, text: str, table: TokenBytes) -> int:
     return table.count({"tokens": tokens, "labels": labels, "loss_mask": torch.ones(labels.shape)})
 
 
-MODELS: dict[str, Callable[[str], Tokenizer]] = {
+MODELS: dict[str, Callable[[Any], Tokenizer]] = {
     "sentencepiece_model": SentencePieceTokenizer,
     "llama2_model": SentencePieceTokenizer,  # which adds a space that is not in the text
     "llama3_model": TikTokenizer,
-    "hugging_face_directory": HuggingFaceTokenizer,
+    "hugging_face_directory": lambda directory: HuggingFaceTokenizer(str(directory)),
+    "gpt2_files": build_tokenizer,
 }
 
 
 @pytest.mark.parametrize("model", [*MODELS, "tokenizer.json of llama2_model"])
 def test_bytes_of_tokens_add_up(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     name = model.rpartition(" ")[2]
-    tokenizer = MODELS[name](str(request.getfixturevalue(name)))
+    tokenizer = MODELS[name](request.getfixturevalue(name))
     if name != model:  # byte fallback
         content = tokenizer.tokenizer_json()
         assert content is not None

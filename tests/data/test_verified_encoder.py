@@ -71,7 +71,6 @@ def test_fast_ids_are_those_of_unusual_sentencepiece_models(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model, proto: setattr(model.pieces[600], "type", proto.ModelProto.SentencePiece.USER_DEFINED),
         lambda model, proto: setattr(model.trainer_spec, "byte_fallback", False),
         lambda model, proto: setattr(model.normalizer_spec, "remove_extra_whitespaces", True),
         lambda model, proto: setattr(model.normalizer_spec, "add_dummy_prefix", False),

@@ -8,22 +8,21 @@ runs of ``megatron_flags.txt``.
 import re
 import shlex
 import shutil
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from docs import flag_pages
-from docs.flag_pages import MegatronFlag, ReferenceConfig, accepted_flags, megatron_flags
-from megatron.command_line.flag import Flag, describe_values
+from docs.flag_pages import MegatronFlag, ReferenceConfig, megatron_flags
 from megatron.command_line.words import Given, split_words
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.megatron_lm import NO_EFFECT, NOT_SUPPORTED
+from megatron.config.megatron_lm import NO_EFFECT
 from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
+from tests.config.flag_values import assert_same, value_in
 
 PAGE = Path(__file__).parents[2] / "docs/coming_from_megatron.md"
 RUN = "--model tiny --mock-data --vocab-size 1000 --seq-length 64 --micro-batch-size 2 --train-iters 10 --lr 1e-3"
@@ -33,7 +32,6 @@ RUNS = [
     for line in re.sub(r"\n +", " ", Path(__file__).with_name("megatron_flags.txt").read_text()).splitlines()
     if not line.startswith("#")
 ]
-OURS = accepted_flags()
 
 
 class Row(NamedTuple):
@@ -64,27 +62,12 @@ def rows_of(page: str) -> list[Row]:
 ROWS = rows_of(PAGE.read_text(encoding="utf-8"))
 
 
-def our_flag(name: str) -> Flag | None:
-    return OURS.get(name) or OURS.get("--" + name.removeprefix("--no-"))
-
-
 def accept(given: list[Given]) -> RunConfig:
     """Parse and check a run with these flags; raises ConfigError where one is refused."""
     words = [word for one in given for word in (one.flag, *one.values)]
     config = parse_command_line([*RUN.split(), *words])
     check_run(config, 8)
     return config
-
-
-def value_of(config: RunConfig, flag: Flag) -> Any:
-    groups = [getattr(config, group.name) for group in fields(RunConfig)]
-    name = flag.name[2:].replace("-", "_")
-    return next(getattr(group, name) for group in groups if hasattr(group, name))
-
-
-def is_same(found: Any, words: tuple[str, ...]) -> bool:
-    several = found if isinstance(found, tuple) else (found,)
-    return [type(one)(word) for one, word in zip(several, words, strict=True)] == list(several)
 
 
 def test_every_row_is_read() -> None:
@@ -98,14 +81,9 @@ def test_a_run_with_flags_of_the_rows_is_accepted_and_has_their_values(given: li
     assert len({one.flag for one in given}) == len(given), "a flag is given twice"
     config = accept(given)
     for one in given:
-        ours = our_flag(one.flag)
         # tests/config/test_command_line.py shows that the flags without effect change nothing.
-        if ours is not None and one.flag not in NO_EFFECT and one.values != ("None",):
-            found = value_of(config, ours)
-            if not one.values:
-                assert found is (ours.name == one.flag), one
-            else:
-                assert is_same(found, one.values), f"{one.as_typed} became {found!r}"
+        if one.flag in RUN_PARSER.spellings and one.flag not in NO_EFFECT and one.values != ("None",):
+            assert_same(value_in(config, one.flag), one.values)
 
 
 def test_the_runs_have_every_value_of_every_row() -> None:
@@ -119,18 +97,14 @@ def test_the_runs_have_every_value_of_every_row() -> None:
     assert not {flag: values for flag, values in missing.items() if values}
 
 
-# Rows of NOT_SUPPORTED are that dictionary; tests/config/test_command_line.py shows that the parser refuses its flags.
-REFUSED = [
-    Given(row.asked.flag, (value,) if value else ())
-    for row in ROWS
-    if row.asked.flag not in NOT_SUPPORTED
-    for value in row.refused_values or ([""] if row.answer.startswith("refused") else [])
-]
-
-
 def test_what_a_row_calls_refused_is_refused_by_name() -> None:
-    assert len(REFUSED) > 40
-    for one in REFUSED:
+    refused = [
+        Given(row.asked.flag, (value,) if value else ())
+        for row in ROWS
+        for value in row.refused_values or ([""] if row.answer.startswith("refused") else [])
+    ]
+    assert len(refused) > 100
+    for one in refused:
         with pytest.raises(ConfigError, match=rf"{one.flag}(?![\w-])"):
             accept([one])
 
@@ -182,11 +156,10 @@ def test_every_flag_has_its_row() -> None:
         assert page.count(f"\n| `{flag}` |") == 1, flag
 
 
-def test_every_flag_of_megatron_is_answered_once_and_none_is_refused_that_it_does_not_have() -> None:
+def test_every_flag_of_megatron_is_answered_once() -> None:
     """Every answer: :func:`flag_pages.answer` fails for a flag that has none."""
     listed = [flag.flag for flag in flag_pages.megatron_flags()]
     assert len(set(listed)) == len(listed) > 250
-    assert set(listed) >= NOT_SUPPORTED.keys()
     table = flag_pages.megatron_table()
     for flag in listed:
         assert table.count(f"\n| `{flag}` |") == 1, flag
@@ -219,21 +192,6 @@ def test_an_answer_says_what_becomes_of_a_flag(asked: tuple[str, ...], expected:
 def test_a_flag_of_megatron_without_an_answer_is_an_error() -> None:
     with pytest.raises(ConfigError, match="--frobnicate of Megatron-LM is neither accepted nor refused"):
         answer_to("--frobnicate", "off")
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (bool, "on, off"),
-        (bool | None, "True, False"),
-        (int | None, "integer"),
-        (Literal["a", "b"] | None, "a, b"),
-        (tuple[str, ...], "one or more: text"),
-        (tuple[int, int, int] | None, "integer integer integer"),
-    ],
-)
-def test_values_are_described(kind: object, expected: str) -> None:
-    assert describe_values(kind) == expected
 
 
 def test_help_cannot_break_a_table() -> None:

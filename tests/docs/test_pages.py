@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 from markdown_it import MarkdownIt
@@ -16,18 +15,18 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
-from docs.flag_pages import accepted_flags, megatron_flags
+from docs.flag_pages import megatron_flags
 from megatron.architectures.catalog import PRESETS
-from megatron.command_line.flag import Flag, flags_of
+from megatron.command_line.parser import Parser
+from megatron.commands import convert_checkpoint, estimate
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
-from megatron.config.inference import EvaluateConfig, GenerationConfig, LoadedModelConfig
-from megatron.config.megatron_lm import FAMILIES, NO_EFFECT
+from megatron.config.megatron_lm import NO_EFFECT, REFUSED
 from megatron.config.model import preset
-from megatron.config.run import RunConfig
+from megatron.config.run_parser import RUN_PARSER
 from megatron.errors import ConfigError
 from megatron.schedules.catalog import SCHEDULES
-from tests.tool_entries import ENTRIES
+from tests.tool_entries import command_lines
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
@@ -69,62 +68,21 @@ def test_every_page_and_every_tool_is_in_the_index() -> None:
     assert not [path.name for path in REPOSITORY.glob("tools/*.py") if f"`{path.name}`" not in index]
 
 
-def spellings(flags: Iterable[Flag]) -> set[str]:
-    """How flags may be written: those that are on or off with ``no-``, too."""
-    return {form for flag in flags for form in [flag.name, *negative_forms(flag.name, flag.values == "on, off")]}
-
-
-def negative_forms(flag: str, is_switch: bool) -> list[str]:
-    return ["--no-" + flag[2:]] if is_switch else []
-
-
-@cache
-def pretrain_flags() -> frozenset[str]:
-    return frozenset(spellings(accepted_flags().values()))
-
-
-SHARED = {"SessionConfig": "benchmarks/gpu_lines/session.py", "SliceConfig": "benchmarks/lib/rank_slice.py"}
-"""The file of a class whose fields are flags of several benchmarks."""
-TAKEN_OVER = {group.__name__: group for group in (GenerationConfig, LoadedModelConfig)}
+COMMANDS: dict[str, Iterable[str]] = {"convert_checkpoint": convert_checkpoint.COMMANDS, "estimate": estimate.COMMANDS}
+PRETRAIN = frozenset(RUN_PARSER.spellings)
 
 
 @cache
 def flags_of_script(path: Path) -> frozenset[str]:
-    """The flags of a tool or benchmark: the fields of its dataclasses, and of the groups that these take over."""
-    entry = ENTRIES[path.stem] if path.parent.name == "tools" else None
-    source = (entry.source if entry else path).read_text(encoding="utf-8")
-    found = set(re.findall(r'aliases=\["(--[\w-]+)"\]', source))
-    definitions = [
-        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef) and node.decorator_list
-    ]
-    for definition in entry.classes() if entry else definitions:
-        fields = [statement for statement in definition.body if isinstance(statement, ast.AnnAssign)]
-        found |= {flag for one in fields for flag in flags_of_field(one)}
-        for base in map(ast.unparse, definition.bases):
-            found |= spellings(flags_of(TAKEN_OVER[base])) if base in TAKEN_OVER else set()
-            found |= flags_of_script(REPOSITORY / SHARED[base]) if base in SHARED else set()
-    if path == PROGRAMS["overfit_check"]:
-        found |= pretrain_flags()
-    if path == PROGRAMS["evaluate"]:
-        found |= pretrain_flags() | spellings(flags_of(EvaluateConfig))
-    return frozenset(found)
-
-
-def flags_of_field(field: ast.AnnAssign) -> set[str]:
-    name, annotation = ast.unparse(field.target), ast.unparse(field.annotation)
-    groups = {group.__name__: group for group in get_type_hints(RunConfig).values()}
-    group = annotation.rpartition("[")[2].rstrip("]")
-    if group in groups:
-        return spellings(flags_of(groups[group]))
-    if group in SHARED:
-        return set(flags_of_script(REPOSITORY / SHARED[group]))
-    flag = "--" + name.replace("_", "-")
-    return {flag, *negative_forms(flag, annotation == "bool")}
+    """The flags of a tool or benchmark; some also take those of training."""
+    kinds = command_lines(path, [*COMMANDS.get(path.stem, ())])
+    found = {flag for kind in kinds for flag in Parser(kind, path.name).spellings}
+    return frozenset(found) | (PRETRAIN if path.stem in ("overfit_check", "evaluate") else set())
 
 
 @cache
 def all_flags() -> frozenset[str]:
-    return pretrain_flags().union(*map(flags_of_script, PROGRAMS.values()))
+    return PRETRAIN.union(*map(flags_of_script, PROGRAMS.values()))
 
 
 def flags_in(text: str) -> set[str]:
@@ -158,7 +116,7 @@ def test_every_flag_that_is_named_exists(text: Path) -> None:
     known = all_flags() | FOREIGN | NAMED_AS_REFUSED.get(text.name, set())
     known = known.union(*(flags for program, flags in commands(code_of(text)) if program in FOREIGN_PROGRAMS))
     if text.name == "coming_from_megatron.md":
-        known |= {flag.flag for flag in megatron_flags()} | {*NO_EFFECT} | flags_in(" ".join(FAMILIES.values()))
+        known |= {flag.flag for flag in megatron_flags()} | {*NO_EFFECT} | flags_in(" ".join(REFUSED.values()))
     unknown = flags_in(content) - known
     assert not unknown
 
@@ -168,7 +126,7 @@ def test_every_flag_of_a_command_is_one_of_its_program(text: Path) -> None:
     for program, flags in commands(code_of(text)):
         name = Path(program).stem
         if program.endswith(".py"):
-            known = pretrain_flags() if name == "pretrain_llama" else flags_of_script(PROGRAMS[name])
+            known = PRETRAIN if name == "pretrain_llama" else flags_of_script(PROGRAMS[name])
             unknown = flags - known - {"--help"}
             assert not unknown, program
 

@@ -344,6 +344,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT}
 
 
+def run_python(*words: str, cwd: Path = REPOSITORY, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python with ``words``, in the environment of a run with these ``variables``."""
+    command, env = [sys.executable, *words], environment() | variables
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
 def heed_interrupts() -> None:
     """In a new process: let SIGINT act, even where the tests run in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_biases_of_the_experts_are_loaded(trained: Path) -> None:
-    model = load_model(str(trained), single_process()).model
+    model = load_model(str(trained), single_process()).model.model
     assert model.expert_balance is not None
     (bias,) = model.expert_balance.state().values()
     assert bias.abs().max() >= 0.5

@@ -76,7 +76,7 @@ def checked(command: Command, world_size: int) -> RunConfig:
     """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided."""
     config = parse_command_line(command.flags)
     check_run(config, world_size)
-    build_batches(config, config.data_parallel_size(world_size))
+    build_batches(config, config.parallel.data_parallel_size(world_size))
     return config
 
 
@@ -123,7 +123,7 @@ def test_a_recipe_has_the_layout_that_it_states(
     config = checked(command, gpus)
     parallel = config.parallel
     sizes = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.pipeline_model_parallel_size
-    assert (*sizes, config.data_parallel_size(gpus)) == grid
+    assert (*sizes, config.parallel.data_parallel_size(gpus)) == grid
     vocab_size = config.model.preset_vocab_size or 128256
     model = config.model.resolve(vocab_size, parallel.tensor_model_parallel_size, config.seq_length)
     assert model.num_parameters() == parameters
@@ -312,7 +312,7 @@ def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
         config = checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384)
         assert config.data.new_data_stage == stage
         assert config.checkpoint.load == config.checkpoint.save == "runs/llama3_405b_h100/checkpoints"
-        batches = build_batches(config, config.data_parallel_size(16384), earlier_lengths=earlier)
+        batches = build_batches(config, config.parallel.data_parallel_size(16384), earlier_lengths=earlier)
         total = config.training.train_samples
         assert total is not None
         schedule = build_learning_rate_schedule(

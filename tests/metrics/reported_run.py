@@ -1,9 +1,16 @@
-"""Records as a run reports them."""
+"""Records as a run reports them, and a terminal for them."""
 
 import io
 from typing import Any
 
 from megatron.metrics.writer import EvaluationRecord, IterationRecord, ReportedRun
+
+
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def iteration_record(iteration: int = 5, **changes: Any) -> IterationRecord:

@@ -10,11 +10,13 @@ from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron.config.operation import LoggingConfig
 from megatron.errors import ConfigError
+from megatron.metrics import tensorboard
 from megatron.metrics.console import (
     CompactConsoleWriter,
     ConsoleWriter,
@@ -26,14 +28,9 @@ from megatron.metrics.console import (
 from megatron.metrics.jsonl import JsonlWriter
 from megatron.metrics.tensorboard import WINDOW, TensorBoardWriter, rewind_events, start_of_search
 from megatron.metrics.writer import MetricsWriter, build_writers, print_above_bar
-from tests.metrics.reported_run import evaluation_record, iteration_record, reported_run
+from tests.metrics.reported_run import Terminal, evaluation_record, iteration_record, reported_run
 
 NOW = datetime(2026, 11, 20, 5, 0, 0, 1234)
-
-
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 # Console
@@ -107,10 +104,10 @@ def test_the_set_is_named_after_the_last_iteration_as_in_megatron() -> None:
 
 def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons() -> None:
     for stream, flag, is_compact in (
-        (_Terminal(), None, True),
+        (Terminal(), None, True),
         (io.StringIO(), None, False),
         (io.StringIO(), "compact", True),
-        (_Terminal(), "megatron", False),
+        (Terminal(), "megatron", False),
     ):
         config = LoggingConfig(progress_bar=False, log_format=flag)  # type: ignore[arg-type]
         (console,) = _build(config, stream=stream)
@@ -122,7 +119,7 @@ def test_a_terminal_gets_one_short_line_for_each_record_and_files_get_megatrons(
 
 
 def test_the_short_line_fits_a_terminal_and_says_what_is_left() -> None:
-    stream = _Terminal()
+    stream = Terminal()
     writer = CompactConsoleWriter(stream, log_throughput=True, train_iters=480_000)
     facts: dict[str, Any] = {"train_iters": 480_000, "tokens_per_s_per_gpu": 12345.6, "iteration_time_ms": 2000.0}
     writer.write_iteration(iteration_record(1000, elapsed_s=2000.0, **facts))
@@ -153,7 +150,7 @@ def test_timers_follow_the_line() -> None:
 
 
 def test_the_bar_draws_nothing_before_the_first_record_and_lines_print_above_it() -> None:
-    stream = _Terminal()
+    stream = Terminal()
     bar = ProgressBar(stream, train_iters=10, resume_iteration=4)
     assert stream.getvalue() == ""
     bar.write_iteration(iteration_record(5))
@@ -168,7 +165,7 @@ def test_the_bar_draws_nothing_before_the_first_record_and_lines_print_above_it(
 
 @pytest.mark.parametrize(
     ("stream", "flag", "bar"),
-    [(io.StringIO(), None, False), (_Terminal(), None, True), (_Terminal(), False, False), (io.StringIO(), True, True)],
+    [(io.StringIO(), None, False), (Terminal(), None, True), (Terminal(), False, False), (io.StringIO(), True, True)],
 )
 def test_a_bar_only_where_a_person_watches(stream: io.StringIO, flag: bool | None, bar: bool) -> None:
     writers = _build(LoggingConfig(progress_bar=flag), stream=stream)
@@ -211,25 +208,18 @@ def test_the_metrics_file_holds_the_agreed_keys_at_full_precision(tmp_path: Path
     ]
 
 
-def test_the_first_record_of_a_process_describes_the_run(tmp_path: Path) -> None:
+def test_the_first_record_of_a_process_describes_the_run_and_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
     flags = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": tmp_path, "limit": math.inf}}
     writer = JsonlWriter(tmp_path / "metrics.jsonl", 0, flags)
     writer.write_evaluation(evaluation_record(0))
     for iteration in (1, 2):
-        writer.write_iteration(iteration_record(iteration))
+        writer.write_iteration(iteration_record(iteration, lm_loss=math.nan, mfu=None))
     writer.close()
     evaluation, first, second = _lines(tmp_path / "metrics.jsonl")
     stated = {"parallel": {"tensor_model_parallel_size": 2}, "data": {"path": str(tmp_path), "limit": None}}
     assert first["run"] == {"world_size": iteration_record(1).world_size, "flags": stated}
     assert "run" not in evaluation and "run" not in second
-
-
-def test_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
-    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_iteration=0)
-    writer.write_iteration(iteration_record(lm_loss=math.nan, grad_norm=math.inf, mfu=None))
-    writer.close()
-    (record,) = _lines(tmp_path / "metrics.jsonl")
-    assert (record["lm_loss"], record["grad_norm"], record["mfu"]) == (None, None, None)
+    assert second["lm_loss"] is None and second["mfu"] is None
 
 
 def test_a_resumed_run_continues_the_history_of_its_checkpoint(tmp_path: Path) -> None:
@@ -353,7 +343,8 @@ def test_a_resume_finds_the_first_stale_point_without_reading_all(tmp_path: Path
     content = path.read_bytes() + torn
     for resume in (1, 2, 333, 400, 799, 800, 900):
         path.write_bytes(content)
-        rewind_events(path, resume, search_from=0)
+        with mock.patch.object(tensorboard, "start_of_search", return_value=0):
+            rewind_events(path, resume)
         expected = path.read_bytes()
         path.write_bytes(content)
         with path.open("rb") as file:

@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from setuptools import Distribution
 
 from megatron_llama import OURS, check_imports, foreign_package
+from tests.end_to_end.run_process import REPOSITORY, run_python
 from tests.package.lock import closure
 
-REPOSITORY = Path(__file__).parents[2]
 TINY = shlex.split(
     "--model tiny --mock-data --vocab-size 500 --seq-length 32 --micro-batch-size 2 --global-batch-size 2 "
     "--train-iters 2 --lr 1e-3 --num-workers 0 --log-interval 1 --device cpu"
@@ -64,10 +64,9 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path: Path, monkeypatch
     (tmp_path / "megatron/core").mkdir(parents=True)
     places = f"sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({str(REPOSITORY)!r})"
     code = f"import sys; {places}; import megatron_llama"
-    environment = {**os.environ, "PYTHONPATH": ""}
     # A regular package of ours would win over a namespace package of a later place, as megatron-core's is.
     (tmp_path / "megatron/__init__.py").touch()
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = run_python("-c", code, cwd=tmp_path, PYTHONPATH="")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: import megatron finds {tmp_path / 'megatron'}, and not {OURS}: megatron-core")
 
@@ -138,7 +137,7 @@ def test_the_installed_command_works_elsewhere(tmp_path: Path, is_editable: bool
 
 def test_on_windows_an_import_says_what_to_do() -> None:
     code = "import sys; sys.platform = 'win32'; import megatron"
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    outcome = run_python("-c", code)
     assert outcome.returncode == 1
     assert "ImportError: Megatron-Llama runs on Linux and macOS" in outcome.stderr and "WSL" in outcome.stderr
 

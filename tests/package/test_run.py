@@ -5,7 +5,6 @@ import os
 import random
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +18,7 @@ import megatron_llama as ml
 from megatron.errors import CheckpointError
 from megatron.training.loop.listeners import Evaluation as EvaluationListener
 from megatron_llama.run import FlagValue, words_of
-from tests.end_to_end.run_process import Corpus, call_training, iterations, tiny_corpus
+from tests.end_to_end.run_process import Corpus, call_training, iterations, run_python, tiny_corpus
 from tests.model.reference import fp32_means_fp64
 
 SIZES: dict[str, FlagValue] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
@@ -180,14 +179,7 @@ if {is_model}:
 def test_what_is_not_closed_ends_quietly_with_python(tmp_path: Path, is_model: bool) -> None:
     words = shlex.join(words_of({**SIZES, **BATCH, **NUMBERS, "train_iters": 3}))
     program = UNCLOSED.format(words=words, is_model=is_model, directory=str(tmp_path / "saved"))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python("-c", program)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -197,14 +189,9 @@ def test_ranks_of_torchrun_build_runs_one_after_the_other(tmp_path: Path) -> Non
     with ml.Run.from_flags(sizes) as run:
         expected = [step.loss for step in run.steps()]
         text = run.generate("1 2 3", max_new_tokens=4, temperature=0)
-    launch = [sys.executable, "-m", "megatron.operation.launch", "--standalone", "--nproc-per-node", "2", "-m"]
-    subprocess.run(
-        [*launch, "tests.package.several_ranks", str(tmp_path), shlex.join(sizes)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=400,
-    )
+    launch = ["-m", "megatron.operation.launch", "--standalone", "--nproc-per-node", "2", "-m"]
+    done = run_python(*launch, "tests.package.several_ranks", str(tmp_path), shlex.join(sizes))
+    assert done.returncode == 0, done.stderr
     for rank in (0, 1):
         found = json.loads((tmp_path / f"found.{rank}").read_text(encoding="utf-8"))
         for layout in ("data", "tensor"):
@@ -239,10 +226,8 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 # --- muP at Hugging Face -------------------------------------------------------------------------------------
 # It has no multipliers: they are in the weights, and the logits are equal.
 
-RUN: dict[str, FlagValue] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64, "init_method_std": 0.2}
-RUN |= {"num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 60, "seq_length": 16, "mock_data": True}
-RUN |= {"micro_batch_size": 2, "global_batch_size": 2, "train_iters": 2, "lr": 1e-2, "num_workers": 0}
-RUN |= {"fp64": True, "device": "cpu"}
+RUN: dict[str, FlagValue] = {**SIZES, **BATCH, "init_method_std": 0.2, "vocab_size": 60, "seq_length": 16, "fp64": True}
+RUN |= {"mock_data": True, "train_iters": 2, "lr": 1e-2}
 MUP: dict[str, FlagValue] = {"use_mup": True, "mup_base_hidden_size": 24, "mup_base_head_dim": 5.0}
 MUP |= {"mup_embedding_mult": 3.0, "mup_output_mult": 0.7}
 

@@ -265,8 +265,8 @@ DEFAULTS = (
     ),
     Fault(
         "another surplus of blended corpora",
-        "MID_LEVEL_SURPLUS = 0.005",
-        "MID_LEVEL_SURPLUS = 0.006",
+        "mid_level_dataset_surplus: float = 0.005",
+        "mid_level_dataset_surplus: float = 0.006",
         ("data/test_sample_order.py",),
     ),
     Fault(

@@ -113,7 +113,7 @@ def test_a_plot_is_over_tokens_under_the_name_of_the_run(tmp_path: Path) -> None
         first = {}
     rows += [{"iteration": 25, "validation_loss": 3.0}, {"iteration": 30, "validation_loss": 2.5}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    history = read_history("--metrics", str(path))
+    history = read_history(str(path))
     assert history.curve("lm_loss") == [(4000, 4.0), (8000, 3.0), (16000, 2.0)]
     assert history.curve("validation_loss") == [(12000, 3.0), (16000, 2.5)]
     assert history.curve("lm_loss", in_tokens=False)[0] == (10, 4.0)

@@ -3,24 +3,21 @@ is written, but never a folder named "s3:"."""
 
 import importlib
 import os
-import runpy
 import signal
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-from unittest import mock
 
 import pytest
 
-from megatron.command_line.parser import Parser
 from megatron.command_line.words import most_values
 from megatron.commands.convert_checkpoint import COMMANDS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.urls import is_url, refuse_urls
 from tests.end_to_end.run_process import REPOSITORY
-from tests.tool_entries import ENTRIES
+from tests.tool_entries import ENTRIES, command_lines
 
 URL = "s3://bucket/place"
 
@@ -81,27 +78,6 @@ def takes_text(kind: Any) -> bool:
     return kind in (str, Path) or any(takes_text(part) for part in get_args(kind) if not isinstance(part, str))
 
 
-def command_lines(script: str) -> list[Any]:
-    """The dataclasses of the command lines of a script, which is started for each."""
-    seen: list[Any] = []
-
-    def note(_: object, config: Any, *__: object) -> None:
-        seen.append(config)
-        sys.exit()
-
-    path = SCRIPTS[script]
-    parses = script in ENTRIES or any(
-        word in path.read_text() for word in ("parse(", "run_tool,", "run_tool(", "run_benchmark(")
-    )
-    if parses and "__main__" in path.read_text():
-        for words in ([name] for name in COMMANDS) if script == "convert_checkpoint" else ([],):
-            begin = mock.patch.object(sys, "argv", [script, *words])
-            with begin, mock.patch.object(Parser, "__init__", note), pytest.raises(SystemExit):
-                runpy.run_path(str(path), run_name="__main__")
-        assert seen or script == "estimate", script  # its flags are numbers
-    return seen
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_flag_that_does_not_take_a_url_says_so(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -111,7 +87,8 @@ def test_a_flag_that_does_not_take_a_url_says_so(
     # A tool that handles SIGTERM is called in this process.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", [script])
-    for kind in command_lines(script):
+    # The flags of estimate are numbers.
+    for kind in command_lines(SCRIPTS[script], [*COMMANDS] if script == "convert_checkpoint" else []):
         subcommand = [name for name, one in COMMANDS.items() if one is kind]
         tool = " ".join([script, *subcommand])
         places = {name for name, hint in get_type_hints(kind).items() if takes_text(hint) and not name.startswith("_")}

@@ -184,8 +184,8 @@ class _Evaluation:
             if status is (node.kind == "until"):
                 return
             # A turn that changes no variable would be repeated for ever.
-            before = self.reading.copy()
-            if self._turn(node.body) == "break" or self.reading.variables.values == before.variables.values:
+            before = self.reading.variables.copy()
+            if self._turn(node.body) == "break" or self.reading.variables.values == before.values:
                 return
             if status is None:
                 self._remark(
@@ -204,7 +204,7 @@ class _Evaluation:
         return ""
 
     def _case(self, node: Case) -> None:
-        value = self._known(joined(node.word, self.reading.variables))
+        value = self.known(joined(node.word, self.reading.variables))
         for patterns, body in node.branches:
             if value is not None and any(matches(value, joined(one, self.reading.variables)) for one in patterns):
                 self.run(body)
@@ -212,7 +212,7 @@ class _Evaluation:
         if value is None and any(not self.attempt(body).has_same_effect(self.reading) for _, body in node.branches):
             self._remark(f"line {node.line}: the value of {node.word} is not known: no branch of case is read.")
 
-    def _known(self, text: str) -> str | None:
+    def known(self, text: str) -> str | None:
         """``text`` with empty variables where they are not set, as in bash; None if a command decides it."""
         self.unset += [source for source in sources(text) if source.startswith("$") and "(" not in source]
         return None if is_unknown(text) else without_unset(text)
@@ -220,7 +220,7 @@ class _Evaluation:
     def _simple(self, node: Simple) -> bool | None:
         variables = self.reading.variables
         if node.words[0] == "[[":
-            return _Test(node.words[1:], self._known, variables, lambda word: joined(word, variables)).result()
+            return _Test(node.words[1:], self, is_double=True).result()
         if node.words[0] == "((":
             return self._arithmetic_command(node.words[1])
         # Assignments before a command are for this command alone; without a command they stay.
@@ -260,7 +260,7 @@ class _Evaluation:
         variables = self.reading.variables
         match list(words):
             case ["[", *operands, "]"] | ["test", *operands]:
-                return _Test(operands, self._known, variables).result()
+                return _Test(operands, self, is_double=False).result()
             case ["true" | ":", *_]:
                 return True
             case ["false", *_]:
@@ -312,20 +312,11 @@ class _Evaluation:
 
 
 class _Test:
-    """The condition of ``[ ]`` or ``[[ ]]``."""
+    """The condition of ``[ ]``, or of the double ``[[ ]]``, whose operands are not expanded yet."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        known: Callable[[str], str | None],
-        variables: Variables,
-        expand: Callable[[str], str] | None = None,
-    ) -> None:
-        self._words = list(words)
-        self._known = known
-        self._variables = variables
-        # For the operands of [[ ]], which are not expanded yet.
-        self._expand = expand
+    def __init__(self, words: Sequence[str], evaluation: _Evaluation, is_double: bool) -> None:
+        self._words, self._evaluation, self._is_double = list(words), evaluation, is_double
+        self._variables = evaluation.reading.variables
 
     def _take(self, *words: str) -> bool:
         found = bool(self._words) and self._words[0] in words
@@ -377,7 +368,7 @@ class _Test:
         return self._variables.elements(value) is not None if first == "-v" else None
 
     def _value(self, word: str) -> str | None:
-        return self._known(self._expand(word) if self._expand else word)
+        return self._evaluation.known(joined(word, self._variables) if self._is_double else word)
 
     def _compared(self, left: str, comparison: str, right: str) -> bool | None:
         one, other = self._value(left), self._value(right)
@@ -393,7 +384,7 @@ class _Test:
                 return None
         if comparison in ("<", ">"):
             return one != other and (one < other) is (comparison == "<")
-        is_pattern = self._expand is not None and right[:1] not in ("'", '"')
+        is_pattern = self._is_double and right[:1] not in ("'", '"')
         return (matches(one, other) if is_pattern else one == other) is (comparison != "!=")
 
 

@@ -76,7 +76,7 @@ def check_pipeline(run: RunConfig, world_size: int) -> None:
 
 
 def check_data_parallel(run: RunConfig, world_size: int) -> None:
-    data_parallel = run.data_parallel_size(world_size)
+    data_parallel = run.parallel.data_parallel_size(world_size)
     instances = run.parallel.num_distributed_optimizer_instances
     if run.parallel.sharding_strategy == "no_shard" and instances > 1:
         raise ConfigError(
@@ -94,7 +94,7 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> None:
     parallel = run.parallel
     stages = parallel.pipeline_model_parallel_size
     # FSDP shards over the ranks with the same weights: one rank has nothing to shard.
-    copies = run.data_parallel_size(world_size) * parallel.context_parallel_size
+    copies = run.parallel.data_parallel_size(world_size) * parallel.context_parallel_size
     if run.model.num_experts:
         expert_ranks = parallel.expert_tensor_size * parallel.expert_model_parallel_size
         copies = max(copies, world_size // stages // expert_ranks)

@@ -90,7 +90,7 @@ def check_evaluation_of_average(run: RunConfig, world_size: int) -> None:
 
 
 def check_evaluation_batch(run: RunConfig, world_size: int) -> None:
-    size, ranks = run.validation.eval_global_batch_size, run.data_parallel_size(world_size)
+    size, ranks = run.validation.eval_global_batch_size, run.parallel.data_parallel_size(world_size)
     unit = run.micro_batch_size * ranks
     if size is not None and size % unit:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -15,7 +15,7 @@ from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel import ContextSplit
 from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, check_indexes
-from megatron.data.dataset_builder import Sources, build_datasets, build_validation_sets, read_sources
+from megatron.data.dataset_builder import RunFacts, Sources, build_datasets, build_validation_sets, read_sources
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
 from megatron.data.loader import Microbatch, Patience, build_loader
@@ -24,7 +24,7 @@ from megatron.data.text_inputs import InputFormat
 from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.batch_schedule import BatchSchedule
-from megatron.training.build.plan import RunPlan, evaluates, used_prefixes
+from megatron.training.build.plan import RunPlan, evaluates
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import RunContext
 from megatron.training.loop.data import (
@@ -49,7 +49,7 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
     counts = sample_counts(config, plan, sources)
     # Before datasets read the indexes, each rank compares its share of them with their digests.
     used = [index for index, count in enumerate(counts) if count != 0 and sources.has(index)]
-    prefixes, share = used_prefixes(sources, used), Share(control.rank, control.size)
+    prefixes, share = sources.prefixes(used), Share(control.rank, control.size)
     threads = config.data.num_dataset_builder_threads
     digests = run_on_all_ranks(control, lambda: check_indexes(prefixes, config.data.index_cache_path, share, threads))
     name_those_without_digests(digests, context.log_rank0)
@@ -101,7 +101,7 @@ def _build_splits(
     config: RunConfig, vocabulary: Vocabulary, counts: Counts, inspect: bool
 ) -> tuple[Dataset | None, list[_Evaluated]]:
     validation = config.validation
-    arguments: dict[str, Any] = {
+    facts: RunFacts = {
         "vocab_size": vocabulary.size,
         "eod": vocabulary.end_of_document,
         "seed": config.training.seed,
@@ -110,7 +110,7 @@ def _build_splits(
     }
     evaluated: list[_Evaluated] = []
     if validation.multiple_validation_sets and counts[1] != 0:
-        sets = build_validation_sets(config.data, count=counts[1], **arguments)
+        sets = build_validation_sets(config.data, count=counts[1], **facts)
         names = validation.validation_set_names or tuple(map(str, range(len(sets))))
         if len(names) != len(sets):
             raise ConfigError(
@@ -119,7 +119,7 @@ def _build_splits(
             )
         evaluated = [_Evaluated("validation", name, one) for name, one in zip(names, sets, strict=True)]
         counts = (counts[0], 0, counts[2])
-    train, valid, test = build_datasets(config.data, sample_counts=counts, **arguments)
+    train, valid, test = build_datasets(config.data, sample_counts=counts, **facts)
     evaluated += [_Evaluated("validation", None, valid)] if valid is not None else []
     evaluated += [_Evaluated("test", None, test)] if test is not None else []
     return train, evaluated

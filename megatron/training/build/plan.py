@@ -1,7 +1,6 @@
 """The plan of a run: data stages, batches, iterations, and the schedules that follow from them."""
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.schema import DataStage
@@ -10,7 +9,7 @@ from megatron.config.training import LearningRateConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
 from megatron.data.data_record import DataRecord, build_record, record_corpus
-from megatron.data.dataset_builder import Sources, read_sources
+from megatron.data.dataset_builder import read_sources
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError
 from megatron.training.batch_schedule import BatchSchedule, build_batches
@@ -94,7 +93,7 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
     config, control, data = context.config, context.control, context.config.data
     sources = run_on_all_ranks(control, lambda: read_sources(data))
     splits = [0, *((1, 2) if evaluates(config) else ())]
-    prefixes = used_prefixes(sources, splits)
+    prefixes = sources.prefixes(splits)
 
     # One corpus after the other, so that few files are open.
     share = run_on_all_ranks(
@@ -120,12 +119,6 @@ def record_data(context: RunContext, vocabulary: Vocabulary) -> DataRecord:
             data_parallel_size=context.topology.grid.dp,
         ),
     )
-
-
-def used_prefixes(sources: Sources, splits: Sequence[int]) -> list[str]:
-    """The corpora of ``splits``, each once."""
-    blends = [blend for split in splits if (blend := sources.blends[split]) is not None]
-    return list(dict.fromkeys(prefix for blend in blends for prefix in blend.prefixes))
 
 
 def has_length(config: RunConfig) -> bool:
