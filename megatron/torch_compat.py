@@ -96,17 +96,17 @@ def wrapper_subclass(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, d
 
 
 def save_state_dict(*arguments: Any, **options: Any) -> Any:
-    """The distributed checkpoint's save of one state dict, without the conversions of ``dcp.save``."""
+    """``dcp.save`` of one state dict without its conversions, and without its warning for runs of a single process."""
     from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
     return _save_state_dict(*arguments, **options)
 
 
-def load_state_dict(*arguments: Any, **options: Any) -> Any:
-    """The distributed checkpoint's load of one state dict."""
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+def checkpoint_steps(group: Any) -> Any:
+    """The distributed checkpoint's collectives over ``group`` (None: a single process), which gather all errors."""
+    from torch.distributed.checkpoint.utils import _DistWrapper
 
-    return _load_state_dict(*arguments, **options)
+    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
 
 
 def fake_store() -> Any:

@@ -16,14 +16,14 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
 from megatron.checkpoint.boxes import BoxedTensor, DividedBox
-from megatron.checkpoint.checkpointing import LoadPlanner, SafetensorsReader, file_of_rank
+from megatron.checkpoint.checkpointing import file_of_rank, plan_reads
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile
-from megatron.checkpoint.manifest import Manifest, encode_manifest
+from megatron.checkpoint.manifest import Manifest, encode_manifest, read_checkpoint
 from megatron.checkpoint.save_plan import (
     BoxTable,
     SavePlanner,
@@ -191,11 +191,7 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
 
 def plan_load(root: Path, tensors: dict[str, Tensor]) -> int:
     """One rank's part of a load without reading tensors; returns the number of reads."""
-    reader = SafetensorsReader(root, 1, tensors)
-    planner = LoadPlanner()
-    planner.set_up_planner(dict(tensors), reader.read_metadata())
-    planner.create_local_plan()
-    return len(planner.finish_plan(LoadPlan([])).items)
+    return sum(map(len, plan_reads(read_checkpoint(root, 1), tensors).values()))
 
 
 @dataclass(frozen=True)

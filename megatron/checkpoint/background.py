@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -218,12 +217,9 @@ class BackgroundProcess:
         notes, self._notes = self._notes, []
         return notes
 
-    def reserve_memory(self, size: int) -> mmap.mmap:
-        """Shared memory for the next "write" job; no job may be unfinished."""
-        assert not self.unfinished
-        return self._memory.reserve(size)
-
     def fill_memory(self, image: SafetensorsImage) -> None:
+        """Copy ``image`` to the shared memory, for the next "write" job; no job may be unfinished."""
+        assert not self.unfinished
         memory = self._memory.reserve(image.size)
         self._memory.staging.copy(memory, image.lay_out(memory), image.device)
 
@@ -389,8 +385,7 @@ class AsyncSaveBackend(DirectorySaveTask):
         """Copy the tensors to shared memory; the digests are not known yet."""
         image = SafetensorsImage(tensors)
         with explained("get memory for", path):
-            self._process.reserve_memory(image.size)
-        self._process.fill_memory(image)
+            self._process.fill_memory(image)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
         return WrittenFile(path.name, image.size, ())
@@ -413,23 +408,20 @@ class CopyTask(DirectorySaveTask):
             self._submit_commit(self._directory, {"kind": "mirror", "source": str(source)})
 
 
-@dataclass(frozen=True)
-class Retained:
-    """Checkpoints to keep (``--save-retain-last`` and ``--save-retain-interval``)."""
-
-    last: int | None
-    interval: int | None
-
-
 class UploadTask(AsyncSaveTask):
     """A copy of a checkpoint, possibly still unfinished, to a URL; ``upload`` describes the commit.
 
-    With a ``lock_token``, only the run whose lock on the original's directory has it may commit. ``retained`` decides
-    what is deleted at the URL.
+    With a ``lock_token``, only the run whose lock on the original's directory has it may commit. ``retained`` has
+    ``--save-retain-last`` and ``--save-retain-interval``; None if nothing is deleted at the URL.
     """
 
     def __init__(
-        self, url: str, iteration: int, process: BackgroundProcess, lock_token: str | None, retained: Retained | None
+        self,
+        url: str,
+        iteration: int,
+        process: BackgroundProcess,
+        lock_token: str | None,
+        retained: tuple[int | None, int | None] | None,
     ) -> None:
         super().__init__(iteration, process)
         self._url, self._lock_token, self._retained = url, lock_token, retained
@@ -447,7 +439,5 @@ class UploadTask(AsyncSaveTask):
             self._process.submit({**place, "kind": "clear"})
         self._own = self._process.submit({**place, "kind": "upload", "name": file})
         if self._is_coordinator:
-            kept = self._retained or Retained(None, None)
-            retention = {"retain_last": kept.last, "retain_interval": kept.interval}
-            publish = {"kind": "publish", "lock_token": self._lock_token, "deletes": self._retained is not None}
-            self._commit = self._process.submit({**place, **publish, **retention})
+            publish = {"kind": "publish", "lock_token": self._lock_token, "retained": self._retained}
+            self._commit = self._process.submit({**place, **publish})

@@ -7,8 +7,9 @@ A checkpoint is safetensors files and one JSON manifest:
                              (offset, shape, and place in the list of files); size and XXH3-128 digests of every file;
                              the state: everything but tensors
 
-``torch.distributed.checkpoint`` (DCP) runs the steps of a save and a load, the planners assign boxes to ranks, and a
-:class:`SaveBackend` writes the files. Nothing is pickled or unpickled, so a checkpoint cannot execute code.
+``torch.distributed.checkpoint`` (DCP) runs the steps of a save, its planner assigns boxes to ranks, and a
+:class:`SaveBackend` writes the files. In a load each rank reads what its boxes need. Nothing is pickled or unpickled,
+so a checkpoint cannot execute code.
 """
 
 import dataclasses
@@ -17,29 +18,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
-from torch.distributed.checkpoint.planner import LoadPlanner as StateLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as StatePlanner
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from megatron.checkpoint.boxes import boxed
+from megatron.checkpoint.boxes import Place, boxed
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -48,14 +39,22 @@ from megatron.checkpoint.directory import (
     remove_checkpoint,
 )
 from megatron.checkpoint.files import AnyPath, WrittenFile, explained, sync_directory
-from megatron.checkpoint.manifest import JSON, Chunk, Manifest, chunk_key, encode_manifest, read_checkpoint
-from megatron.checkpoint.safetensors_file import VerifiedSafetensors, write_safetensors
+from megatron.checkpoint.manifest import (
+    JSON,
+    Chunk,
+    Manifest,
+    SavedTensor,
+    chunk_key,
+    encode_manifest,
+    read_checkpoint,
+)
+from megatron.checkpoint.safetensors_file import Entry, VerifiedSafetensors, write_safetensors
 from megatron.checkpoint.save_plan import SavePlanner
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
+from megatron.torch_compat import checkpoint_steps, save_state_dict
 
-# The public save() and load() are these two behind a warning for every run of a single process.
-from megatron.torch_compat import load_state_dict, save_state_dict
+T = TypeVar("T")
 
 
 class SaveBackend(Protocol):
@@ -106,8 +105,12 @@ class SyncSaveBackend:
             remove_checkpoint(self._directory)
 
 
-class _Storage:
-    """The steps of DCP's storages that do nothing here."""
+class SafetensorsWriter(StorageWriter):
+    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
+
+    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
+        self._state, self._saving, self._planner = state, saving, planner
+        self._directory = Path()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -115,16 +118,8 @@ class _Storage:
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
-    def prepare_local_plan(self, plan: Any) -> Any:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
-
-
-class SafetensorsWriter(_Storage, StorageWriter):
-    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
-
-    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
-        self._state, self._saving, self._planner = state, saving, planner
-        self._directory = Path()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise for a state that is not JSON before anything is written."""
@@ -179,75 +174,6 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-class SafetensorsReader(_Storage, StorageReader):
-    """Reads the checkpoint of ``iteration`` in ``root``.
-
-    Each rank opens only the files and reads only the blocks that it needs, and compares each block with its digest. The
-    manifest is read inside the collective load, so that all ranks receive its errors.
-    """
-
-    def __init__(self, root: AnyPath, iteration: int, tensors: Mapping[str, Tensor]) -> None:
-        self._root, self._iteration, self._tensors = root, iteration, tensors
-        self._directory: AnyPath = Path()
-        self.manifest = Manifest({}, (), {})
-        self._chunks: dict[MetadataIndex, Chunk] = {}
-        """The chunks that this rank reads."""
-        self._error: CheckpointError | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        try:
-            self._directory = locate_checkpoint(self._root, self._iteration)
-            self.manifest = read_checkpoint(self._root, self._iteration)
-        except CheckpointError as error:
-            # DCP would log the error as a warning and raise a vague one. The next step raises it.
-            self._error = error
-        return Metadata(self._needed_chunks())
-
-    def _needed_chunks(self) -> dict[str, STORAGE_TYPES]:
-        """DCP's facts of every tensor to load, with the chunks that this rank's boxes overlap."""
-        found: dict[str, STORAGE_TYPES] = {}
-        for name, local in self._tensors.items():
-            if name not in self.manifest.tensors:
-                continue
-            saved = self.manifest.tensors[name]
-            numbers: set[int] = set()
-            for box in local.__create_chunk_list__() if local.size() == saved.shape else ():  # type: ignore[attr-defined]
-                stops = [start + size for start, size in zip(box.offsets, box.sizes)]
-                numbers.update(saved.overlapping(box.offsets, stops).tolist())
-            chunks = list(self.manifest.chunks(name, sorted(numbers)))
-            extents = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in chunks]
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), extents)
-            self._chunks |= {MetadataIndex(name, torch.Size(one.offset)): one for one in chunks}
-        return found
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise the :class:`CheckpointError` of :meth:`read_metadata`."""
-        if self._error is not None:
-            raise self._error
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: StateLoadPlanner) -> Future[None]:
-        """Copy every item of the plan into its target; raises :class:`CheckpointError` for a damaged file."""
-        items_of: dict[WrittenFile, list[ReadItem]] = {}
-        for item in plan.items:
-            items_of.setdefault(self._chunks[item.storage_index].file, []).append(item)
-        for file, items in items_of.items():
-            with VerifiedSafetensors(self._directory, file) as entries:
-                # In the order of the file, so that a block of several small entries is read once.
-                items.sort(key=lambda item: entries.position(self._chunks[item.storage_index].key))
-                for item in items:
-                    chunk = self._chunks[item.storage_index]
-                    place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
-                    target = planner.resolve_tensor(item).detach()
-                    entries.copy_into(target, chunk.key, place, self.manifest.entry(item.storage_index.fqn, chunk))
-                    planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-
 # --- save and load ------------------------------------------------------------------------------------------
 
 # A save, from tensor to manifest. The coordinator is the first rank of the group; arrows between lines are messages.
@@ -284,10 +210,9 @@ def save_checkpoint(
     ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier checkpoint.
     """
     saving = saving or SyncSaveBackend(root, iteration)
-    group = _process_group(control)
     planner = SavePlanner(0 if control is None else control.ranks[control.rank])
     try:
-        with _same_error_on_all_ranks(group):
+        with _same_error_on_all_ranks(control) as group:
             writer = SafetensorsWriter(state, saving, planner)
             save_state_dict(dict(tensors), writer, process_group=group, no_dist=group is None, planner=planner)
     except BaseException:
@@ -305,29 +230,27 @@ def load_checkpoint(
     tensors are converted to the dtype of ``tensors``. Raises :class:`CheckpointError` on all ranks for a damaged
     checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
-    reader = SafetensorsReader(root, iteration, boxed(tensors))
-    group = _process_group(control)
-    with _same_error_on_all_ranks(group):
-        load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None, planner=LoadPlanner())
-    return dict(reader.manifest.state)
 
+    def plan() -> tuple[Manifest, dict[WrittenFile, list[Read]]]:
+        manifest = read_checkpoint(root, iteration)
+        return manifest, plan_reads(manifest, tensors)
 
-def _process_group(control: ControlGroup | None) -> Any:
-    """The group in which the ranks agree on a checkpoint; None for a single process."""
-    if control is None:
-        assert not dist.is_initialized() or dist.get_world_size() == 1, "several ranks need a control group"
-        return None
-    return control.process_group
+    # Each rank plans its own reads, apart from the others.
+    manifest, reads = _on_all_ranks(control, plan)
+    _on_all_ranks(control, lambda: _fill(root, iteration, reads))
+    return dict(manifest.state)
 
 
 # --- errors ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Convert DCP's collected failures to one error, equal on every rank."""
+def _same_error_on_all_ranks(control: ControlGroup | None) -> Iterator[Any]:
+    """The process group for DCP, None for a single process; its collected failures become one error of all ranks."""
+    if control is None:
+        assert not dist.is_initialized() or dist.get_world_size() == 1, "several ranks need a control group"
     try:
-        yield
+        yield None if control is None else control.process_group
     except CheckpointException as exception:
         failures = {rank: failure[0] for rank, failure in sorted(exception.failures.items())}
         for error in failures.values():
@@ -337,42 +260,62 @@ def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise RuntimeError(str(exception)) from exception  # our own mistake: all tracebacks
         rank, first = next(iter(failures.items()))
         # An error of all ranks is reported without a rank.
-        world_size = 1 if group is None else dist.get_world_size(group)
-        where = "" if len(failures) == world_size else f"Rank {rank}: "
+        where = "" if len(failures) == (1 if control is None else control.size) else f"Rank {rank}: "
         others = {str(error) for error in failures.values()} - {str(first)}
         more = f" ({len(failures) - 1} other ranks failed as well.)" if others else ""
         raise CheckpointError(f"{where}{first}{more}") from exception
 
 
-# --- planning a load ---------------------------------------------------------------------------------------
+def _on_all_ranks(control: ControlGroup | None, action: Callable[[], T]) -> T:
+    """The result of ``action`` on this rank, if it succeeds on all."""
+    result: list[T] = []
+    with _same_error_on_all_ranks(control) as group:
+        checkpoint_steps(group).all_gather("load", lambda: result.append(action()))
+    return result[0]
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which reports all mismatches at once. Each rank plans its own reads, apart from the others."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._plan = LoadPlan([])
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(boxed(state_dict), metadata, is_coordinator)
-
-    def create_local_plan(self) -> LoadPlan:
-        """Send an empty plan to the coordinator, and keep the rank's own."""
-        assert self.metadata is not None
-        _check_same_model(self.state_dict, self.metadata)
-        self._plan = super().create_local_plan()
-        return LoadPlan([])
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return self._plan
+# --- load --------------------------------------------------------------------------------------------------
 
 
-def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
-    """Raise :class:`CheckpointError` if the checkpoint cannot fill ``tensors``."""
-    saved: Mapping[str, Any] = metadata.state_dict_metadata
+class Read(NamedTuple):
+    """A part of a chunk, and the part of a local box that it fills."""
+
+    chunk: Chunk
+    place: Place
+    entry: Entry
+    target: Tensor
+
+
+def plan_reads(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[WrittenFile, list[Read]]:
+    """The reads that fill this rank's boxes of ``tensors``, by file.
+
+    Raises :class:`CheckpointError` if the checkpoint is of another model.
+    """
+    wanted: dict[str, Any] = boxed(tensors)
+    _check_same_model(wanted, manifest.tensors)
+    reads: dict[WrittenFile, list[Read]] = {}
+    for name, local in wanted.items():
+        for extent in local.__create_chunk_list__():
+            box = local.__get_tensor_shard__(MetadataIndex(name, extent.offsets)).detach()
+            place = tuple(slice(start, start + size) for start, size in zip(extent.offsets, extent.sizes))
+            for chunk, taken, inside in manifest.parts(name, place):
+                read = Read(chunk, inside, manifest.entry(name, chunk), box[taken])
+                reads.setdefault(chunk.file, []).append(read)
+    return reads
+
+
+def _fill(root: AnyPath, iteration: int, reads: Mapping[WrittenFile, list[Read]]) -> None:
+    """Read only the files and the blocks that are needed; raises :class:`CheckpointError` for a damaged file."""
+    directory = locate_checkpoint(root, iteration)
+    for file, of_file in reads.items():
+        with VerifiedSafetensors(directory, file) as entries:
+            # In the order of the file, so that a block of several small entries is read once.
+            for read in sorted(of_file, key=lambda read: entries.position(read.chunk.key)):
+                entries.copy_into(read.target, read.chunk.key, read.place, read.entry)
+
+
+def _check_same_model(tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
+    """Raise :class:`CheckpointError` if the ``saved`` tensors cannot fill ``tensors``."""
     missing = [name for name in tensors if name not in saved]
     if missing:
         others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
@@ -381,12 +324,12 @@ def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None
         )
     # (name, in the checkpoint, in this model); shapes first, since they explain more than dtypes.
     wrong: list[tuple[str, object, object]] = [
-        (name, list(saved[name].size), list(tensor.size()))
+        (name, list(saved[name].shape), list(tensor.size()))
         for name, tensor in tensors.items()
-        if tensor.size() != saved[name].size
+        if tensor.size() != saved[name].shape
     ]
     for name, tensor in tensors.items():
-        dtype = saved[name].properties.dtype
+        dtype = saved[name].dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             wrong.append((name, dtype, tensor.dtype))
     if wrong:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint
+from megatron.checkpoint.boxes import Divisions, Numbers, Place, boxes_are_disjoint, overlap
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import AnyPath, WrittenFile, explained
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
@@ -139,6 +139,18 @@ class Manifest:
         for number, (offset, shape, file) in enumerate(zip(*columns)):
             key = chunk_key(name, offset) if tensor.keys is None else tensor.keys[number]
             yield Chunk(tuple(offset), tuple(shape), self.file_list[file], key)
+
+    def parts(self, name: str, place: Place) -> Iterator[tuple[Chunk, Place, Place]]:
+        """The chunks that hold elements of the part ``place`` of the tensor ``name``.
+
+        Each with the place of these elements in the part, and in the chunk.
+        """
+        near = self.tensors[name].overlapping([one.start for one in place], [one.stop for one in place])
+        for chunk in self.chunks(name, near):
+            parts = [overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offset, chunk.shape)]
+            # A place with a step may lie on both sides of a chunk.
+            if all(taken.start < taken.stop for taken, _ in parts):
+                yield chunk, tuple(taken for taken, _ in parts), tuple(inside for _, inside in parts)
 
     def entry(self, name: str, chunk: Chunk) -> Entry:
         return Entry(self.tensors[name].dtype, chunk.shape)

@@ -291,7 +291,7 @@ class VerifiedSafetensors(AbstractContextManager["VerifiedSafetensors"]):
         shape = entry.shape or (1,)
         row_bytes = Entry(entry.dtype, shape[1:]).nbytes
         is_whole_rows = rows.step in (None, 1) and all(
-            part == slice(0, size) for part, size in zip(inner, shape[1:], strict=True)
+            (part.start, part.stop, part.step or 1) == (0, size, 1) for part, size in zip(inner, shape[1:], strict=True)
         )
         if is_whole_rows and target.is_contiguous():
             self._fill(target.view(-1), start + rows.start * row_bytes, entry.dtype)

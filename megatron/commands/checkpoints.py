@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from megatron.architectures.catalog import PRESETS
 from megatron.architectures.transformer_config import TransformerConfig
@@ -22,14 +22,12 @@ from megatron.urls import check_place, refuse_urls
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
     from megatron.checkpoint.files import AnyPath
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.safetensors_file import Entry
     from megatron.checkpoint.schema import SavedState
-    from megatron.checkpoint.streaming import SavedTensors
+    from megatron.checkpoint.streaming import ChunkedModel, SavedTensors
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 
@@ -52,21 +50,9 @@ class Progress:
         self._bar.close()
 
 
-class StreamedModel(Protocol):
-    """A model whose tensors are read chunk by chunk."""
-
-    @property
-    def tensors(self) -> "Mapping[str, TensorStorageMetadata]": ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read(self, name: str, chunk: "ChunkStorageMetadata", /) -> "Tensor": ...
-
-
 def save_weights(
     save: str,
-    model: StreamedModel,
+    model: "ChunkedModel",
     state: "SavedState",
     progress: Progress,
     furnish: Callable[[Path], object] = lambda directory: None,
@@ -78,7 +64,7 @@ def save_weights(
     from megatron.checkpoint.streaming import save_streaming
 
     progress.expect(model.nbytes)
-    save_streaming(Path(save), state.iteration, model.tensors, model.read, state.to_json(), furnish=furnish)
+    save_streaming(Path(save), state.iteration, model, state.to_json(), furnish)
     tokenizer = changed_words(state.flag_group("tokenizer", TokenizerConfig))
     flags = ["--load", save, "--finetune", *model_flags(state.architecture), *tokenizer]
     return f"train on with: pretrain_llama.py {shlex.join(flags)}"

@@ -71,9 +71,7 @@ def tensors_of(directory: Path, vocab_size: int | None = 29, **changed: Any) -> 
     source = MegatronCheckpoint(directory)
     source.arguments = {**source.arguments, **changed}
     model = MegatronImport(source, vocab_size, None, lambda count: None)
-    return {
-        name: torch.cat([model.read(name, chunk) for chunk in tensor.chunks]) for name, tensor in model.tensors.items()
-    }
+    return {name: torch.cat([model.read(name, rows) for rows in chunks]) for name, chunks in model.chunks.items()}
 
 
 def refusal_of(directory: Path, names: str = "", **changed: Any) -> str:

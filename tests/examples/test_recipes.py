@@ -21,7 +21,7 @@ from megatron.core.hyperparameters import LearningRateSchedule, build_learning_r
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
 from megatron.planner.step_time.workload import read_cluster
-from megatron.training.batch_schedule import build_batch_schedule
+from megatron.training.batch_schedule import build_batches
 from tests.end_to_end.run_process import (
     call_training,
     environment,
@@ -76,14 +76,7 @@ def checked(command: Command, world_size: int) -> RunConfig:
     """The flags, read and checked as pretrain_llama.py does before it starts, and the batches divided."""
     config = parse_command_line(command.flags)
     check_run(config, world_size)
-    training = config.training
-    build_batch_schedule(
-        micro_batch_size=config.micro_batch_size,
-        data_parallel_size=config.data_parallel_size(world_size),
-        global_batch_size=training.global_batch_size,
-        step_batch_size_schedule=training.step_batch_size_schedule,
-        seq_length=config.seq_length,
-    )
+    build_batches(config, config.data_parallel_size(world_size))
     return config
 
 
@@ -337,14 +330,7 @@ def test_the_stages_of_405b_are_one_run(tmp_path: Path) -> None:
         config = checked(start(tmp_path, "llama3_405b_h100.sh", STAGE=stage), 16384)
         assert config.data.new_data_stage == stage
         assert config.checkpoint.load == config.checkpoint.save == "runs/llama3_405b_h100/checkpoints"
-        batches = build_batch_schedule(
-            micro_batch_size=config.micro_batch_size,
-            data_parallel_size=config.data_parallel_size(16384),
-            global_batch_size=config.training.global_batch_size,
-            step_batch_size_schedule=config.training.step_batch_size_schedule,
-            seq_length=config.seq_length,
-            earlier_lengths=earlier,
-        )
+        batches = build_batches(config, config.data_parallel_size(16384), earlier_lengths=earlier)
         total = config.training.train_samples
         assert total is not None
         schedule = build_learning_rate_schedule(
