@@ -95,13 +95,6 @@ def wrapper_subclass(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, d
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
-def save_state_dict(*arguments: Any, **options: Any) -> Any:
-    """``dcp.save`` of one state dict without its conversions, and without its warning for runs of a single process."""
-    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
-
-    return _save_state_dict(*arguments, **options)
-
-
 def checkpoint_steps(group: Any) -> Any:
     """The distributed checkpoint's collectives over ``group`` (None: a single process), which gather all errors."""
     from torch.distributed.checkpoint.utils import _DistWrapper

@@ -2,8 +2,7 @@
 
 Every way to shard a tensor (tensor parallelism by rows or columns, fused sections, flat ranges of a distributed
 optimizer) gives a rank some boxes. A checkpoint written as boxes can be read as any other boxes, so it does not depend
-on the layout. :class:`BoxedTensor` has a rank's boxes in the form that ``torch.distributed.checkpoint`` (DCP) plans
-with.
+on the layout. :class:`BoxedTensor` has a rank's boxes.
 
 FSDP divides every parameter by rows over all ranks of its shard group. Listed one by one, the parts would be ranks
 times parameters, on the rank that plans a save and in the manifest. So a :class:`DividedBox` is one row of a table.
@@ -12,14 +11,12 @@ times parameters, on the rank that plans a save and in the manifest. So a :class
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.torch_compat import wrapper_subclass
@@ -273,27 +270,6 @@ class BoxedTensor(Tensor):
         """The ``(global offset, local view)`` pairs of this rank."""
         return list(self._boxes.items())
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size()) for offset, box in self._boxes.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The box at ``index.offset``; boxes do not overlap, so the offset identifies it."""
-        assert index.offset is not None, index
-        return self._boxes[tuple(index.offset)]
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -305,10 +281,45 @@ class BoxedTensor(Tensor):
         return f"BoxedTensor({list(self.shape)}, {self.dtype}, boxes: {boxes or 'none'})"
 
 
-def boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Every tensor as a :class:`BoxedTensor` or DTensor."""
-    found: dict[str, Tensor] = {}
+def boxed(tensors: Mapping[str, Any]) -> dict[str, BoxedTensor]:
+    """Every tensor with its boxes: a DTensor has this rank's shard, a plain tensor is whole."""
+    found: dict[str, BoxedTensor] = {}
     for name, tensor in tensors.items():
         assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
-        found[name] = tensor if hasattr(tensor, "__create_write_items__") else BoxedTensor.from_whole(tensor)
+        if isinstance(tensor, BoxedTensor):
+            found[name] = tensor
+        elif hasattr(tensor, "__create_chunk_list__"):
+            sharded: Any = tensor
+            shards = [(chunk.offsets, sharded.to_local()) for chunk in sharded.__create_chunk_list__()]
+            found[name] = BoxedTensor.from_boxes(tensor.size(), tensor.dtype, shards)
+        else:
+            found[name] = BoxedTensor.from_whole(tensor)
     return found
+
+
+class LocalBox(NamedTuple):
+    """A box of the global tensor ``name`` that this rank holds, or rows of one."""
+
+    name: str
+    dtype: torch.dtype
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def cut(self, start: int, count: int) -> "LocalBox":
+        """``count`` rows of the box, from the row ``start`` on; a scalar is whole."""
+        if not self.shape:
+            return self
+        return self._replace(offset=(self.offset[0] + start, *self.offset[1:]), shape=(count, *self.shape[1:]))
+
+
+def local_boxes(tensors: Mapping[str, BoxedTensor]) -> list[LocalBox]:
+    """This rank's boxes of all ``tensors``."""
+    return [
+        LocalBox(name, tensor.dtype, offset, tuple(box.shape))
+        for name, tensor in tensors.items()
+        for offset, box in tensor.boxes
+    ]

@@ -7,14 +7,12 @@ A checkpoint is safetensors files and one JSON manifest:
                              (offset, shape, and place in the list of files); size and XXH3-128 digests of every file;
                              the state: everything but tensors
 
-``torch.distributed.checkpoint`` (DCP) runs the steps of a save, its planner assigns boxes to ranks, and a
-:class:`SaveBackend` writes the files. In a load each rank reads what its boxes need. Nothing is pickled or unpickled,
-so a checkpoint cannot execute code.
+In a save the coordinator assigns boxes to ranks (``save_plan.py``), and a :class:`SaveBackend` writes the files. In a
+load each rank reads what its boxes need. ``torch.distributed.checkpoint`` (DCP) gathers the errors of all ranks. No
+file is pickled or unpickled, so a checkpoint cannot execute code.
 """
 
-import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,13 +22,8 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner as StatePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-from megatron.checkpoint.boxes import Place, boxed
+from megatron.checkpoint.boxes import Numbers, Place, boxed
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -49,10 +42,10 @@ from megatron.checkpoint.manifest import (
     read_checkpoint,
 )
 from megatron.checkpoint.safetensors_file import Entry, VerifiedSafetensors, write_safetensors
-from megatron.checkpoint.save_plan import SavePlanner
+from megatron.checkpoint.save_plan import BoxTable, LocalPlan, assign_boxes, view_of
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
-from megatron.torch_compat import checkpoint_steps, save_state_dict
+from megatron.torch_compat import checkpoint_steps
 
 T = TypeVar("T")
 
@@ -105,68 +98,53 @@ class SyncSaveBackend:
             remove_checkpoint(self._directory)
 
 
-class SafetensorsWriter(StorageWriter):
-    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
+class _Save:
+    """The steps of a save; ``state`` is saved by the coordinator, the first rank of the group."""
 
-    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
-        self._state, self._saving, self._planner = state, saving, planner
+    def __init__(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON], saving: SaveBackend, rank: int):
+        self._given, self._state, self._saving, self._rank = tensors, state, saving, rank
         self._directory = Path()
+        self._saved: dict[str, SavedTensor] = {}
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
+    def list_boxes(self) -> BoxTable:
+        """On every rank: list its boxes."""
+        self._tensors = boxed(self._given)
+        self._plan = LocalPlan.of(self._tensors, self._rank)
+        return self._plan.table
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+    def assign(self, tables: list[BoxTable]) -> list[tuple[Path, Numbers]]:
+        """On the coordinator: the file and the share of every rank, in a new directory.
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise for a state that is not JSON before anything is written."""
-        if is_coordinator:
-            json.dumps(self._state)
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: create the directory and assign a file to every rank."""
+        Raises for a state that is not JSON before anything is written.
+        """
+        json.dumps(self._state)
+        self._saved, shares = assign_boxes(tables)
         self._directory = self._saving.begin()
-        return [
-            dataclasses.replace(plan, storage_data=self._directory / file_of_rank(rank))
-            for rank, plan in enumerate(plans)
-        ]
+        return [(self._directory / file_of_rank(rank), share) for rank, share in enumerate(shares)]
 
-    def write_data(self, plan: SavePlan, planner: StatePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes to its file; no file without boxes."""
-        tensors: dict[str, Tensor] = {}
-        for item in plan.items:
-            box = planner.resolve_data(item)
-            assert isinstance(box, Tensor), item
-            tensors[chunk_key(item.index.fqn, item.index.offset or ())] = box
-        results = []
-        if tensors:
-            file = self._saving.write(plan.storage_data, tensors)
-            # The coordinator knows the chunks from the plan.
-            results.append(WriteResult(MetadataIndex(file.name), sum(box.nbytes for box in tensors.values()), file))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+    def write(self, path: Path, share: Numbers) -> tuple[int, WrittenFile | None]:
+        """On every rank: write its parts to its file, and return their bytes; no file without parts."""
+        parts = self._plan.parts(share)
+        content = {chunk_key(part.name, part.offset): view_of(self._tensors[part.name], part) for part in parts}
+        file = self._saving.write(path, content) if content else None
+        return sum(part.nbytes for part in parts), file
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after all ranks have written: commit.
+    def commit(self, written: list[tuple[int, WrittenFile | None]]) -> None:
+        """On the coordinator, after all ranks have written.
 
         Raises ``ValueError`` if a rank has written more or less than planned. The plan has a divided box from its owner
         alone, so the other ranks could disagree.
         """
-        planned = np.zeros(len(results), np.int64)
-        for tensor in self._planner.saved.values():
+        planned = np.zeros(len(written), np.int64)
+        for tensor in self._saved.values():
             tensor.add_bytes(planned)
-        for rank, (nbytes, of_rank) in enumerate(zip(planned.tolist(), results)):
-            written = sum(result.size_in_bytes for result in of_rank)
-            if written != nbytes:
-                raise ValueError(f"rank {rank} has written {written} bytes of tensors instead of {nbytes}")
+        for rank, (wanted, (nbytes, _)) in enumerate(zip(planned.tolist(), written)):
+            if nbytes != wanted:
+                raise ValueError(f"rank {rank} has written {nbytes} bytes of tensors instead of {wanted}")
         # The plan numbers files by rank, the manifest lists only files that exist.
-        places = np.cumsum([len(of_rank) for of_rank in results]) - 1
-        tensors = {name: tensor.in_files(places) for name, tensor in self._planner.saved.items()}
-        files = [result.storage_data for of_rank in results for result in of_rank]
+        places = np.cumsum([file is not None for _, file in written]) - 1
+        tensors = {name: tensor.in_files(places) for name, tensor in self._saved.items()}
+        files = [file for _, file in written if file is not None]
         self._saving.commit(self._directory, Manifest(tensors, files, self._state))
 
 
@@ -178,12 +156,12 @@ def file_of_rank(rank: int) -> str:
 
 # A save, from tensor to manifest. The coordinator is the first rank of the group; arrows between lines are messages.
 #
-#   every rank     list its boxes ─┐                          SavePlanner.create_local_plan
-#   coordinator                    └─> assign parts ─┐        SavePlanner.create_global_plan, SaveBackend.begin
+#   every rank     list its boxes ─┐                          LocalPlan.of
+#   coordinator                    └─> assign parts ─┐        assign_boxes, SaveBackend.begin
 #   every rank       ┌───────────────────────────────┘
 #                    └─> write rank_00003.safetensors ─┐      SaveBackend.write
 #   coordinator                                        └─> compare sizes, write manifest.json, rename
-#                                                             SafetensorsWriter.finish, SaveBackend.commit
+#                                                             SaveBackend.commit
 #
 # The rename from ``.iter_0000100.saving-1f6c0a9e`` to ``iter_0000100`` is the commit. With ``--async-save`` the ranks
 # only copy their boxes, and background processes write and commit while training continues.
@@ -210,11 +188,12 @@ def save_checkpoint(
     ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier checkpoint.
     """
     saving = saving or SyncSaveBackend(root, iteration)
-    planner = SavePlanner(0 if control is None else control.ranks[control.rank])
+    save = _Save(tensors, state, saving, 0 if control is None else control.ranks[control.rank])
     try:
         with _same_error_on_all_ranks(control) as group:
-            writer = SafetensorsWriter(state, saving, planner)
-            save_state_dict(dict(tensors), writer, process_group=group, no_dist=group is None, planner=planner)
+            steps = checkpoint_steps(group)
+            own = steps.reduce_scatter("plan", save.list_boxes, save.assign)
+            steps.all_reduce("write", lambda: save.write(*own), save.commit)
     except BaseException:
         saving.abandon()
         raise
@@ -291,13 +270,12 @@ def plan_reads(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[Writte
 
     Raises :class:`CheckpointError` if the checkpoint is of another model.
     """
-    wanted: dict[str, Any] = boxed(tensors)
+    wanted = boxed(tensors)
     _check_same_model(wanted, manifest.tensors)
     reads: dict[WrittenFile, list[Read]] = {}
     for name, local in wanted.items():
-        for extent in local.__create_chunk_list__():
-            box = local.__get_tensor_shard__(MetadataIndex(name, extent.offsets)).detach()
-            place = tuple(slice(start, start + size) for start, size in zip(extent.offsets, extent.sizes))
+        for offset, box in local.boxes:
+            place = tuple(slice(start, start + size) for start, size in zip(offset, box.shape))
             for chunk, taken, inside in manifest.parts(name, place):
                 read = Read(chunk, inside, manifest.entry(name, chunk), box[taken])
                 reads.setdefault(chunk.file, []).append(read)

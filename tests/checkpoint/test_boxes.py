@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.checkpoint.boxes import BoxedTensor, boxes_are_disjoint, overlap
 from megatron.core.parameter import Box, ParameterInfo, columns_box, flat_range_boxes, sharded_boxes
@@ -144,15 +143,6 @@ def test_a_rank_may_hold_nothing() -> None:
     boxed = BoxedTensor.from_flat_range(info, local.flatten()[:0], start=4)
     assert boxed.size() == torch.Size([6, 5])
     assert boxed.boxes == []
-    assert boxed.__create_write_items__("weight", boxed) == []
-    assert boxed.__create_chunk_list__() == []
-
-
-def test_a_piece_is_found_by_its_offset_whatever_the_hint() -> None:
-    pieces = [((0, 0), torch.zeros(1, 2)), ((1, 0), torch.ones(1, 2))]
-    boxed = BoxedTensor.from_boxes((2, 2), torch.float32, pieces)
-    for hint in (None, 0, 1, 17):
-        assert boxed.__get_tensor_shard__(MetadataIndex("weight", (1, 0), hint)).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -10,28 +10,16 @@ import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.boxes import BoxedTensor
-from megatron.checkpoint.save_plan import BoxTable, GlobalTensor, own_share, spread_replicas, tensor_data
+from megatron.checkpoint.boxes import BoxedTensor, boxed, local_boxes
+from megatron.checkpoint.save_plan import BoxTable, LocalPlan, own_share, spread_replicas
 
 # --- who writes what ---------------------------------------------------------------------------------------
 
 
-def listed(tensors: dict[str, Tensor]) -> tuple[BoxTable, list[WriteItem]]:
-    """What a rank with these tensors lists."""
-    boxed = {
-        name: tensor if isinstance(tensor, BoxedTensor) else BoxedTensor.from_whole(tensor)
-        for name, tensor in tensors.items()
-    }
-    items = [item for name, tensor in boxed.items() for item in tensor.__create_write_items__(name, tensor)]
-    facts = [GlobalTensor(name, tensor.dtype, tuple(tensor.size())) for name, tensor in boxed.items()]
-    return BoxTable.of(facts, items), items
-
-
 def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
     """The bytes of the parts that each rank writes."""
-    tables = [listed(tensors)[0] for tensors in ranks]
+    tables = [LocalPlan.of(boxed(tensors), rank).table for rank, tensors in enumerate(ranks)]
     table = BoxTable.joined(tables)
     owners = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
     parts = spread_replicas(table, owners, int(owners.max()) + 1)
@@ -96,23 +84,22 @@ def test_holders_divide_their_boxes_without_asking(
     tensors: dict[str, Tensor] = {str(number): torch.zeros(shape) for number, shape in enumerate(shapes)}
     holders = [3 * rank + 1 for rank in range(num_ranks)]
     tensors["scalar"] = torch.tensor(1.0)
-    _, items = listed(tensors)
+    boxes = local_boxes(boxed(tensors))
     counted = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     loads = []
     with mock.patch("megatron.checkpoint.save_plan.SLICE_BYTES", slice_bytes):
         for rank in holders:
             # The order in which a rank has its tensors does not matter.
-            shuffled = random.Random(rank).sample(items, len(items))
-            shares = [tensor_data(item).chunk for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
-            names = [item.index.fqn for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
-            for name, chunk in zip(names, shares):
-                counted[name][tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))] += 1
-            loads.append(4 * sum(chunk.sizes.numel() for chunk in shares))
+            shuffled = random.Random(rank).sample(boxes, len(boxes))
+            share = list(own_share(shuffled, dict.fromkeys(tensors, holders), rank))
+            for box in share:
+                counted[box.name][tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape))] += 1
+            loads.append(sum(box.nbytes for box in share))
     assert all((times == 1).all() for times in counted.values())
     assert max(loads) - min(loads) <= max(slice_bytes, 4 * max(columns for _, columns in shapes), 4)
 
 
 def test_boxes_of_unknown_holders_are_listed_by_all() -> None:
-    _, items = listed({"known": torch.zeros(4), "unknown": torch.zeros(4)})
-    shares = [[item.index.fqn for item in own_share(items, {"known": (0, 1)}, rank)] for rank in (0, 1)]
+    boxes = local_boxes(boxed({"known": torch.zeros(4), "unknown": torch.zeros(4)}))
+    shares = [[box.name for box in own_share(boxes, {"known": (0, 1)}, rank)] for rank in (0, 1)]
     assert shares == [["unknown", "known"], ["unknown"]]
