@@ -52,12 +52,19 @@ MAVERICK = replace(SCOUT, use_rope_scaling=False, qk_l2_norm=False, moe_layer_fr
 MAVERICK = replace(MAVERICK, rope_scaling_factor=8.0, rope_scaling_high_freq_factor=4.0)
 
 
-def random_model(config: TransformerConfig) -> Any:
-    """The model of transformers with random weights, also of norms and of what transformers leaves at zero."""
+def hugging_face_model(config: TransformerConfig) -> Any:
+    """The model of transformers, in plain operations of torch."""
     import transformers
 
-    settings = transformers.AutoConfig.for_model(**config_fields(config, "float32"))
-    return randomized(transformers.AutoModelForCausalLM.from_config(settings))
+    settings = transformers.AutoConfig.for_model(
+        **config_fields(config, "float32"), attn_implementation="eager", experts_implementation="eager"
+    )
+    return transformers.AutoModelForCausalLM.from_config(settings)
+
+
+def random_model(config: TransformerConfig) -> Any:
+    """The model of transformers with random weights, also of norms and of what transformers leaves at zero."""
+    return randomized(hugging_face_model(config))
 
 
 def randomized(model: Any) -> Any:

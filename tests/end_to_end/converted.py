@@ -26,70 +26,18 @@ from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.checkpoint.models import assert_equal, weights_under
 from tests.end_to_end.run_process import FlagValue
-from tests.model.reference import fp32_means_fp64, relative_error
+from tests.model.reference import architecture, fp32_means_fp64, random_model, relative_error
 from tests.whole_model import logits_of
 
 transformers: Any = pytest.importorskip("transformers")
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # A dense layer, and experts of another width than its MLP.
-    "qwen3_moe": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "mlp_only_layers": [0],
-        "norm_topk_prob": True,
-    },
-    # A dense layer with rotary embedding and chunks, and experts in a layer without either.
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 40,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layer_interval": 2,
-        "attention_chunk_size": 8,
-        "floor_scale": 4,
-    },
-}
-"""The experts of the families that have some."""
-SCALED_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    # Short, so that all three regimes of the scaling occur within the sequence.
-    "original_max_position_embeddings": 16,
-}
 
 
 def their_model(tied: bool, family: str = "llama") -> Any:
-    """Tied with plain rotary embeddings; untied with fewer key-value heads, wide heads and scaled ones."""
-    torch.manual_seed(3)
-    rope = {"rope_type": "default", "rope_theta": 50000.0} if tied else SCALED_ROPE
-    settings = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4 if tied else 2,
-        head_dim=8 if tied else 16,
-        max_position_embeddings=64,
-        rope_parameters=rope,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        **EXPERTS.get(family, {}),
-    )
-    model = transformers.AutoModelForCausalLM.from_config(settings)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
-    return model
+    """A small model of transformers in fp32; untied with scaled rotary embeddings."""
+    return random_model(architecture(scaling=not tied, tied=tied, tp=1, family=family), torch.float32)
 
 
 DENSE_RUN: dict[str, Any] = {
