@@ -41,7 +41,7 @@ from megatron.checkpoint.manifest import (
     encode_manifest,
     read_checkpoint,
 )
-from megatron.checkpoint.safetensors_file import Entry, VerifiedSafetensors, write_safetensors
+from megatron.checkpoint.safetensors_file import VerifiedSafetensors, write_safetensors
 from megatron.checkpoint.save_plan import BoxTable, LocalPlan, assign_boxes, view_of
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
@@ -261,7 +261,6 @@ class Read(NamedTuple):
 
     chunk: Chunk
     place: Place
-    entry: Entry
     target: Tensor
 
 
@@ -277,8 +276,7 @@ def plan_reads(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[Writte
         for offset, box in local.boxes:
             place = tuple(slice(start, start + size) for start, size in zip(offset, box.shape))
             for chunk, taken, inside in manifest.parts(name, place):
-                read = Read(chunk, inside, manifest.entry(name, chunk), box[taken])
-                reads.setdefault(chunk.file, []).append(read)
+                reads.setdefault(chunk.file, []).append(Read(chunk, inside, box[taken]))
     return reads
 
 
@@ -289,7 +287,7 @@ def _fill(root: AnyPath, iteration: int, reads: Mapping[WrittenFile, list[Read]]
         with VerifiedSafetensors(directory, file) as entries:
             # In the order of the file, so that a block of several small entries is read once.
             for read in sorted(of_file, key=lambda read: entries.position(read.chunk.key)):
-                entries.copy_into(read.target, read.chunk.key, read.place, read.entry)
+                entries.copy_into(read.target, read.chunk.key, read.place, read.chunk.entry)
 
 
 def _check_same_model(tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:

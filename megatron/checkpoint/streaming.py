@@ -148,7 +148,7 @@ def _write_file(path: Path, chunks: Sequence[_Chunk], model: ChunkedModel) -> Wr
         for key, entry in entries.items():
             content = model.read(by_key[key].tensor, by_key[key].rows)
             assert (content.dtype, content.shape) == entry, (key, content.dtype, content.shape)
-            stream.write(content)
+            stream.write_part(content)
             model.advance(content.nbytes)
             # Freed before the next chunk is allocated.
             del content
@@ -173,8 +173,7 @@ class SavedTensors:
     def read_into(self, target: Tensor, name: str, place: Place) -> None:
         """Fill ``target`` with the part ``place`` of the global tensor ``name``; their shapes are equal."""
         for chunk, taken, inside in self.manifest.parts(name, place):
-            entry = self.manifest.entry(name, chunk)
-            self._open(chunk.file.name).copy_into(target[taken], chunk.key, inside, entry)
+            self._open(chunk.file.name).copy_into(target[taken], chunk.key, inside, chunk.entry)
 
 
 # --- models computed from checkpoints -----------------------------------------------------------------------

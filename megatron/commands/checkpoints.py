@@ -312,7 +312,7 @@ def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
     entries: dict[str, dict[str, Entry]] = {file.name: {} for file in manifest.file_list}
     for name in manifest.tensors:
         for chunk in manifest.chunks(name):
-            entries[chunk.file.name][chunk.key] = manifest.entry(name, chunk)
+            entries[chunk.file.name][chunk.key] = chunk.entry
     damage = []
     for file in sorted(manifest.file_list, key=lambda file: file.name):
         try:

@@ -2,7 +2,6 @@
 
 import errno
 import logging
-import mmap
 import os
 import re
 import resource
@@ -20,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask, CudaHostMemory, Staging
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CopyTask, CudaHostMemory, SharedMemory
 from megatron.checkpoint.boxes import Divisions
 from megatron.checkpoint.checkpointing import file_of_rank, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
@@ -471,7 +470,7 @@ def save_and_compare(root: Path, iteration: int, size: int, process: BackgroundP
 
 def test_the_writer_starts_when_all_copies_to_registered_memory_are_complete(tmp_path: Path, log: list[str]) -> None:
     gpu = Gpu(log)
-    process = BackgroundProcess(60.0, Staging(gpu, gpu.open_stream))
+    process = BackgroundProcess(60.0, SharedMemory(gpu, gpu.open_stream))
     save_and_compare(tmp_path, 1, 100, process)
     assert log == ["register", "open stream", "copy", "wait", "write", "commit"]
     log.clear()
@@ -489,7 +488,7 @@ def test_memory_that_cannot_be_registered_is_pageable_and_warned_of_once(
     tmp_path: Path, log: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     gpu = Gpu(log, error="error 2")
-    process = BackgroundProcess(60.0, Staging(gpu, gpu.open_stream))
+    process = BackgroundProcess(60.0, SharedMemory(gpu, gpu.open_stream))
     with caplog.at_level(logging.WARNING):
         for iteration, size in enumerate((100, 50, 10_000), 1):
             save_and_compare(tmp_path, iteration, size, process)
@@ -503,13 +502,12 @@ def test_memory_that_cannot_be_registered_is_pageable_and_warned_of_once(
 def test_tensors_of_a_cpu_need_no_gpu() -> None:
     log: list[str] = []
     gpu = Gpu(log)
-    memory, image = mmap.mmap(-1, 4096), SafetensorsImage({"a": torch.arange(5.0), "b": torch.tensor(7)})
+    image, memory = SafetensorsImage({"a": torch.arange(5.0), "b": torch.tensor(7)}), SharedMemory(gpu, gpu.open_stream)
     assert image.device == torch.device("cpu")
-    staging = Staging(gpu, gpu.open_stream)
-    staging.copy(memory, image.lay_out(memory), image.device)
-    staging.release()
+    content = torch.frombuffer(memory.fill(image), dtype=torch.float32, offset=image.size - 20, count=5)
+    assert content.tolist() == [0, 1, 2, 3, 4]
+    memory.close()
     assert log == []
-    assert torch.frombuffer(memory, dtype=torch.float32, offset=image.size - 20, count=5).tolist() == [0, 1, 2, 3, 4]
 
 
 class Runtime:

@@ -312,7 +312,7 @@ def write_weights(
         ):
             for tensor in aligned(shard):
                 for part in parts_of(tensor):
-                    stream.write(part)
+                    stream.write_part(part)
                     # Freed before the next part is allocated.
                     del part
     if len(shards) > 1:
