@@ -147,9 +147,7 @@ class Manifest:
         """
         near = self.tensors[name].overlapping([one.start for one in place], [one.stop for one in place])
         for chunk in self.chunks(name, near):
-            parts = [
-                overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offset, chunk.entry.shape)
-            ]
+            parts = [overlap(*extent) for extent in zip(place, chunk.offset, chunk.entry.shape)]
             # A place with a step may lie on both sides of a chunk.
             if all(taken.start < taken.stop for taken, _ in parts):
                 yield chunk, tuple(taken for taken, _ in parts), tuple(inside for _, inside in parts)

@@ -499,17 +499,6 @@ def test_memory_that_cannot_be_registered_is_pageable_and_warned_of_once(
     assert warning.startswith("--async-save copies to pageable memory") and "(error 2)" in warning
 
 
-def test_tensors_of_a_cpu_need_no_gpu() -> None:
-    log: list[str] = []
-    gpu = Gpu(log)
-    image, memory = SafetensorsImage({"a": torch.arange(5.0), "b": torch.tensor(7)}), SharedMemory(gpu, gpu.open_stream)
-    assert image.device == torch.device("cpu")
-    content = torch.frombuffer(memory.fill(image), dtype=torch.float32, offset=image.size - 20, count=5)
-    assert content.tolist() == [0, 1, 2, 3, 4]
-    memory.close()
-    assert log == []
-
-
 class Runtime:
     """CUDA's registration, which returns ``error``."""
 

@@ -1,20 +1,16 @@
 """Llama 4 is that of transformers: logits, losses and every gradient. What transformers does not have, packed documents
 whose positions restart, is compared with a definition, which is compared with transformers."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face.config import transformer_config_of
 from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention
 from megatron.core.ops.documents import Documents
-from tests.checkpoint.models import import_of
 from tests.llama4_definition import token_logits
 from tests.model.llama4 import (
     CASES,
@@ -166,16 +162,6 @@ def test_logits_losses_and_gradients_equal_transformers(case: str) -> None:
 def test_in_fp32_they_equal_transformers_to_its_precision(case: str) -> None:
     config = config_of(case)
     assert compare_on_rank(config, results_of_transformers(config, torch.float32)) < 1e-5
-
-
-@every_case
-def test_a_model_that_is_read_from_their_files_equals_transformers(case: str, tmp_path: Path) -> None:
-    """Its configuration, too."""
-    theirs = config_of(case)
-    random_model(theirs).save_pretrained(tmp_path)
-    ours = transformer_config_of(json.loads((tmp_path / "config.json").read_text()), "config.json")
-    weights = {name.removeprefix("model/"): tensor for name, tensor in import_of(tmp_path).items()}
-    assert compare_on_rank(ours, replace(results_of_transformers(theirs), weights=weights)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kernel", [ReferenceAttention(), TorchAttention()], ids=["reference", "torch"])
