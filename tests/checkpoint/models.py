@@ -15,6 +15,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields
 from megatron.checkpoint.hugging_face.mapping import Copy
 from megatron.checkpoint.hugging_face.weights import HuggingFaceImport
+from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 
 LLAMA = TransformerConfig(
     num_layers=2,
@@ -116,6 +117,24 @@ def assembled(copies: Iterable[Copy], sources: Mapping[str, Tensor], shape: tupl
         assert bool((rectangle[copy.place] == -1).all())
         rectangle[copy.place] = copy.across(sources[copy.source][copy.source_place])
     return rectangle
+
+
+PARTS = {"rows": (12, 6), "fused sections": (16, 6), "columns": (6, 8), "whole vector": (6,)}
+"""Shapes of parameters, by how tensor parallelism divides them."""
+
+
+def rank_part(kind: str, whole: Tensor, rank: int, size: int) -> tuple[ParameterInfo, Tensor]:
+    """The facts of one of :data:`PARTS`, and the part of its value ``whole`` that a tensor-parallel rank has."""
+    if kind == "rows":
+        facts, local = sharded_boxes([12], [6], rank, size), whole.chunk(size)[rank]
+    elif kind == "fused sections":
+        facts = sharded_boxes([8, 4, 4], [6], rank, size)
+        local = torch.cat([section.chunk(size)[rank] for section in whole.split([8, 4, 4])])
+    elif kind == "columns":
+        facts, local = columns_box(6, 8, rank, size), whole.chunk(size, dim=1)[rank]
+    else:
+        facts, local = ((6,), (6,), (Box((0,), (0,), (6,)),)), whole
+    return ParameterInfo(kind, *facts, None, True, kind != "whole vector"), local
 
 
 @dataclass(frozen=True)

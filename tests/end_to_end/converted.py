@@ -9,29 +9,22 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import load_checkpoint
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import convert_checkpoint
 from megatron.commands.checkpoints import DtypeName
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.config.model import MoEConfig
-from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.parameter import info_of
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.checkpoint.models import assert_equal, weights_under
 from tests.end_to_end.run_process import FlagValue
+from tests.model import reference
 from tests.model.reference import architecture, fp32_means_fp64, random_model, relative_error
 from tests.whole_model import logits_of
 
 transformers: Any = pytest.importorskip("transformers")
 
-CPU = torch.device("cpu")
 VOCABULARY = 61
 
 
@@ -104,13 +97,9 @@ def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
 
 def our_model(root: Path) -> TransformerModel:
     """The converted model in fp64, with the architecture stored in the checkpoint."""
-    architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
-    kernel = choose_attention_kernel("auto", CPU, torch.float64)
-    parallel = TensorParallel(single_process().tensor_parallel)
-    experts = build_experts(architecture, MoEConfig(), single_process())
-    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel, experts=experts))
-    load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
-    return model
+    config = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
+    weights = {name: weight.double() for name, weight in tensors_of(root, iteration=0).items()}
+    return reference.our_model(config, weights, single_process())
 
 
 def tensors_of(root: Path, prefix: str = "model/", iteration: int | None = None) -> dict[str, Tensor]:

@@ -117,16 +117,6 @@ def test_experts_are_not_upcycled_again_and_nothing_is_overwritten(dense: Path, 
     assert bytes_under(tmp_path) == before
 
 
-def test_a_dense_checkpoint_does_not_load_into_experts_and_back(dense: Path, tmp_path: Path) -> None:
-    experts = words_of({"num_experts": EXPERTS})
-    upcycle(dense, tmp_path)
-    flags = words_of({**DENSE_RUN, "finetune": True})
-    refused = call_training([*flags, *experts, "--load", str(dense)])
-    assert len(refused.errors) == 1 and "is a dense model, but --num-experts is 4" in refused.errors[0]
-    refused = call_training([*flags, "--load", str(tmp_path)])
-    assert len(refused.errors) == 1 and "has 4 experts, but the flags describe a dense model" in refused.errors[0]
-
-
 # --- averages: the moving average of a run, and the average of checkpoints ------------------------------------
 
 DECAY = 0.6
