@@ -216,14 +216,6 @@ def test_the_kinds_of_layers_are_those_of_the_model_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("step", "dense", "frequency"), [(1, [], "1"), (1, [1], "2"), (2, [], "[0,1,0]"), (1, [2], "[1,1,0]")]
-)
-def test_the_layers_with_experts_have_the_shortest_name(step: int, dense: list[int], frequency: str) -> None:
-    fields = config_fields(QWEN3_MOE, "float32") | {"decoder_sparse_step": step, "mlp_only_layers": dense}
-    assert transformer_config_of(fields, "config.json").moe_layer_freq == frequency
-
-
-@pytest.mark.parametrize(
     ("changes", "chunk"),
     [
         ({"layer_types": ["full_attention"] * 4}, None),
