@@ -15,11 +15,8 @@ from megatron.checkpoint import checkpointing
 from megatron.checkpoint.directory import new_saving_directory
 from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
-from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
-from megatron.operation import attempts, failure
 from megatron.operation.lease import Claim
-from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
@@ -250,18 +247,6 @@ def saving_each(corpus: Corpus, save: Path, **changes: FlagValue) -> list[str]:
     return flags_of(corpus, **common | {"global_batch_size": 4} | changes)
 
 
-def names(root: Path) -> list[str]:
-    """What lies in a directory of checkpoints, but the tokenizer, the records of attempts and of their failures."""
-    records = {attempts.ATTEMPTS, attempts.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
-    records |= {run_files.EARLIER, COPY}
-    return sorted(set(os.listdir(root)) - records)
-
-
-def named(*numbers: int) -> list[str]:
-    """What shall lie there."""
-    return [*(f"iter_{number:07d}" for number in numbers), "latest_checkpointed_iteration.txt"]
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_failure_is_a_warning_until_more_than_one_in_a_row(
     corpus: Corpus, tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -274,11 +259,11 @@ def test_a_failure_is_a_warning_until_more_than_one_in_a_row(
     assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
     if failures == 1:
         outcome.succeeded()
-        assert names(tmp_path) == named(1, 3, 4, 5)
+        assert kept(tmp_path) == [1, 3, 4, 5]
     else:
         too_many = f"The last {failures} saves failed, more than --max-failed-saves 1 allows: "
         outcome.refusal(too_many, "Cannot write", "The newest checkpoint is of iteration 1.")
-        assert names(tmp_path) == named(1)
+        assert kept(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("failures", [2, 3])
@@ -298,14 +283,14 @@ def test_the_last_save_is_tried_three_times(
     assert caplog.text.count("Iteration 6 is not saved") == 2
     if failures == 2:
         outcome.succeeded()
-        assert names(tmp_path) == named(4, 6)
+        assert kept(tmp_path) == [4, 6]
     else:
         outcome.refusal(
             "Iteration 6, the last of this run, is not saved, after 3 attempts: ",
             "Disk quota exceeded): free some space",
             "The newest checkpoint is of iteration 4.",
         )
-        assert names(tmp_path) == named(4)
+        assert kept(tmp_path) == [4]
 
 
 def test_a_run_whose_directory_is_taken_ends(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,4 +304,4 @@ def test_a_run_whose_directory_is_taken_ends(corpus: Corpus, tmp_path: Path, mon
 
     monkeypatch.setattr(Saver, "save", taken_over)
     call_training(saving_each(corpus, tmp_path)).refusal("was taken over by process")
-    assert [name for name in names(tmp_path) if name.startswith("iter")] == ["iter_0000001"]
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
