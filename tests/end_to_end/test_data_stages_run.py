@@ -36,6 +36,7 @@ from tests.end_to_end.run_process import (
     fork_training,
     iterations,
     latest_iteration,
+    saving_in,
     words_of,
 )
 
@@ -100,9 +101,8 @@ def b(tmp_path_factory: pytest.TempPathFactory) -> WrittenCorpus:
 
 def flags(directory: Path, *words: object, **changes: FlagValue) -> list[str]:
     """A run on the corpora and weights ``words``, saving in ``directory``."""
-    places = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
-    data = {"data_path": [str(word) for word in words] or None}
-    return words_of({**SMALL, **places, **data, **changes})
+    data: Flags = {"data_path": [str(word) for word in words] or None}
+    return words_of({**SMALL, **saving_in(directory), **data, **changes})
 
 
 # --- refusals ------------------------------------------------------------------------------------------------

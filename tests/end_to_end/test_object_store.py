@@ -29,11 +29,11 @@ from tests.end_to_end.run_process import (
     call_training,
     checkpoint_of,
     computed,
-    flags_of,
     fork_training,
     free_port,
     iterations,
     run_tool,
+    saving_run,
     wait_until,
 )
 from tests.s3_server import BUCKET, S3Server
@@ -62,18 +62,8 @@ def server(running_server: S3Server) -> Iterator[S3Server]:
 
 def command(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
     """A run of four iterations that saves the last, and copies it to the server."""
-    settings: Flags = {
-        "bf16": True,
-        "global_batch_size": 4,
-        "train_iters": 4,
-        "lr_decay_iters": 10,
-        "save": run / "first",
-        "load": run / "first",
-        "save_interval": 4,
-        "redundant_save": [URL],
-        "metrics_jsonl": run / "metrics.jsonl",
-    }
-    return flags_of(corpus, **{**settings, **changes})
+    settings: Flags = {"lr_decay_iters": 10, "save_interval": 4, "redundant_save": [URL]}
+    return saving_run(corpus, run, **{**settings, **changes})
 
 
 def iterations_at(server: S3Server, prefix: str = "run") -> list[int]:

@@ -33,6 +33,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     kept,
+    saving_run,
     wait_until,
 )
 
@@ -129,27 +130,12 @@ def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, 
 # --- saves in the background, and copies ----------------------------------------------------------------------
 
 
-def copied(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
-    """A run of four iterations that saves after each."""
-    settings: Flags = {
-        "bf16": True,
-        "global_batch_size": 4,
-        "train_iters": 4,
-        "lr_decay_iters": 4,
-        "save": run / "first",
-        "load": run / "first",
-        "save_interval": 1,
-        "metrics_jsonl": run / "metrics.jsonl",
-    }
-    return flags_of(corpus, **{**settings, **changes})
-
-
 def test_two_ranks_save_and_mirror_behind_the_training_the_same(corpus: Corpus, tmp_path: Path) -> None:
     layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True, "save_retain_last": 2}
     direct, behind = tmp_path / "direct", tmp_path / "behind"
-    fork_training(copied(corpus, direct, **layout), 2).succeeded()
+    fork_training(saving_run(corpus, direct, **layout), 2).succeeded()
     outcome = fork_training(
-        copied(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
+        saving_run(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
     ).succeeded()
     assert computed(behind / "metrics.jsonl") == computed(direct / "metrics.jsonl")
     assert outcome.stdout.count("> saved checkpoint") == 4
@@ -160,7 +146,7 @@ def test_two_ranks_save_and_mirror_behind_the_training_the_same(corpus: Corpus, 
         assert_same_tensors(checkpoint_of(behind / copy, 4), checkpoint_of(direct / "first", 4), ("model/", "opt", "r"))
     shutil.rmtree(behind / "first")
     outcome = fork_training(
-        copied(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
+        saving_run(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
     ).succeeded()
     assert f"loaded checkpoint {behind / 'second'}" in outcome.stdout and "after iteration 4" in outcome.stdout
     assert kept(behind / "first") == [5]
@@ -171,22 +157,22 @@ def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     both: Flags = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
-    call_training(copied(corpus, tmp_path, **both)).succeeded()
+    call_training(saving_run(corpus, tmp_path, **both)).succeeded()
     for copy in second, third:
         assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(first, 4), ("model/", "opt", "r"))
     shard = checkpoint_of(first, 4) / "rank_00000.safetensors"
     os.truncate(shard, 1000)
-    refused = call_training(copied(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
+    refused = call_training(saving_run(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
     assert refused.exit_code != 0 and "has 1,000 bytes" in refused.stderr
     # A run that loads from elsewhere does not look at the copies of what it saves.
-    elsewhere = call_training(copied(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
+    elsewhere = call_training(saving_run(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
     assert "nowhere has no checkpoint" in elsewhere.stderr
-    outcome = call_training(copied(corpus, tmp_path, train_iters=5, **both)).succeeded()
+    outcome = call_training(saving_run(corpus, tmp_path, train_iters=5, **both)).succeeded()
     assert "continuing after iteration 4" in outcome.stdout and "has 1,000 bytes" in caplog.text
     assert shard.stat().st_size == 1000
     shutil.rmtree(first)
     shutil.rmtree(second)
-    outcome = call_training(copied(corpus, tmp_path, train_iters=6, **both)).succeeded()
+    outcome = call_training(saving_run(corpus, tmp_path, train_iters=6, **both)).succeeded()
     assert f"loaded checkpoint {third}" in outcome.stdout and "after iteration 5" in outcome.stdout
     assert [kept(root)[-1] for root in (first, second, third)] == [6, 6, 6]
 
@@ -210,7 +196,7 @@ def test_a_copy_that_cannot_be_made_is_a_warning(
     (tmp_path / "second").mkdir()
 
     spoil(monkeypatch, range(1, 5), "background")
-    call_training(copied(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
+    call_training(saving_run(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
     assert kept(tmp_path / "first") == [1, 2, 3, 4]
     assert kept(tmp_path / "second") == []
     assert f"iteration 4 is not mirrored to {tmp_path / 'second'}: rank 0: Cannot copy" in caplog.text
@@ -232,7 +218,7 @@ def test_writers_and_copiers_that_die_between_saves_cost_nothing(
         save(self, state)
 
     monkeypatch.setattr(Saver, "save", kill_idle)
-    call_training(copied(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
+    call_training(saving_run(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
     assert len(killed) == 6
     assert kept(tmp_path / "first") == kept(tmp_path / "second") == [1, 2, 3, 4]
     assert "not saved" not in caplog.text and "not mirrored" not in caplog.text

@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.parameter import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
-from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, words_of
+from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, saving_in, words_of
 from tests.model.reference import relative_error
 from tests.whole_model import logits_of
 
@@ -131,9 +131,7 @@ def run_of(directory: Path, **changes: Any) -> Outcome:
         "bf16": True,
         "eval_iters": 2,
         "log_interval": 1,
-        "save": directory,
-        "load": directory,
-        "metrics_jsonl": directory / "metrics.jsonl",
+        **saving_in(directory),
         **changes,
     }
     return call_training(words_of(flags))
