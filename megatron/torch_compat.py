@@ -90,11 +90,6 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def wrapper_subclass(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of ``cls`` without memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-
 def checkpoint_steps(group: Any) -> Any:
     """The distributed checkpoint's collectives over ``group`` (None: a single process), which gather all errors."""
     from torch.distributed.checkpoint.utils import _DistWrapper

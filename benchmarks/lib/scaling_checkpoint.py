@@ -15,10 +15,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
-from megatron.checkpoint.boxes import BoxedTensor, DividedBox, LocalBox, boxed, local_boxes
+from megatron.checkpoint.boxes import BoxedTensor, DividedBox, LocalBox, local_boxes
 from megatron.checkpoint.checkpointing import file_of_rank, plan_reads
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile
@@ -87,7 +86,7 @@ def simulated_module(run: Run, rank: int) -> TrainModule:
 def tensors_of(module: TrainModule) -> dict[str, BoxedTensor]:
     """What the rank of ``module`` saves."""
     weights = model_tensors(module.data_parallel.local_params, with_copies=False)
-    return boxed(weights | optimizer_tensors(module.optimizer, with_copies=False))
+    return weights | optimizer_tensors(module.optimizer, with_copies=False)
 
 
 def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
@@ -99,7 +98,7 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
     tensors = tensors_of(module)
     if boxes_of := divided_tensors(tensors):
         return _divided_tables(run, first, boxes_of, tensors)
-    weights = boxed(model_tensors(module.data_parallel.local_params, with_copies=False))
+    weights = model_tensors(module.data_parallel.local_params, with_copies=False)
     groups: dict[tuple[int, ...], list[LocalBox]] = {}
     for name, tensor in weights.items():
         groups.setdefault(tuple(tensor.holders), []).extend(local_boxes({name: tensor}))
@@ -181,7 +180,7 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
     return len(text)
 
 
-def plan_load(root: Path, tensors: Mapping[str, Tensor]) -> int:
+def plan_load(root: Path, tensors: Mapping[str, BoxedTensor]) -> int:
     """One rank's part of a load without reading tensors; returns the number of reads."""
     return sum(map(len, plan_reads(read_checkpoint(root, 1), tensors).values()))
 

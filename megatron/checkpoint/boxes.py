@@ -11,7 +11,7 @@ times parameters, on the rank that plans a save and in the manifest. So a :class
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
-from megatron.torch_compat import wrapper_subclass
 
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -199,18 +198,18 @@ class Divisions:
 # --- a rank's boxes of a tensor -----------------------------------------------------------------------------
 
 
-class BoxedTensor(Tensor):
-    """A global tensor of which this rank holds some boxes, or none.
+@dataclass(frozen=True, eq=False)
+class BoxedTensor:
+    """A global tensor of which this rank holds some boxes, or none."""
 
-    ``size()`` and ``dtype`` describe the global tensor. It has no memory: the boxes are views of local tensors, which a
-    save reads and a load fills in place. Computing with it fails.
-    """
-
-    _boxes: dict[tuple[int, ...], Tensor]
-    holders: Sequence[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: Sequence[tuple[tuple[int, ...], Tensor]]
+    """Global offset and local view of each box of this rank; a save reads the views, a load fills them in place."""
+    holders: Sequence[int] = ()
     """The ranks that hold exactly these boxes, if that is known: then they divide the boxes at a save without asking
     each other, and the coordinator does not receive them from all. Ranks of ``torch.distributed``."""
-    divided: Sequence[DividedBox]
+    divided: Sequence[DividedBox] = ()
     """The boxes of all ranks that divide the rows of the tensor. Every rank writes its own rows, and only the owner
     of a box lists it in the plan of a save. Empty if no ranks divide the rows."""
 
@@ -234,10 +233,7 @@ class BoxedTensor(Tensor):
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()
-        device = next((box.device for box in kept.values()), torch.device("cpu"))
-        tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
-        tensor._boxes, tensor.holders, tensor.divided = kept, holders, divided
-        return tensor
+        return cls(tuple(global_shape), dtype, list(kept.items()), holders, divided)
 
     @classmethod
     def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":
@@ -265,27 +261,16 @@ class BoxedTensor(Tensor):
         divided = () if division is None else divided_boxes(info, division)
         return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes, holders, divided)
 
-    @property
-    def boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
-        """The ``(global offset, local view)`` pairs of this rank."""
-        return list(self._boxes.items())
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise TypeError(f"{function}: a BoxedTensor only says where its boxes lie; compute with the boxes.")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        boxes = ", ".join(f"{list(box.shape)} at {list(offset)}" for offset, box in self._boxes.items())
-        return f"BoxedTensor({list(self.shape)}, {self.dtype}, boxes: {boxes or 'none'})"
+Boxable = BoxedTensor | Tensor
+"""A tensor with its boxes, a DTensor, or a plain tensor that is whole."""
 
 
-def boxed(tensors: Mapping[str, Any]) -> dict[str, BoxedTensor]:
+def boxed(tensors: Mapping[str, Boxable]) -> dict[str, BoxedTensor]:
     """Every tensor with its boxes: a DTensor has this rank's shard, a plain tensor is whole."""
     found: dict[str, BoxedTensor] = {}
     for name, tensor in tensors.items():
-        assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
+        assert isinstance(tensor, Boxable), (name, type(tensor))  # what is not a tensor belongs in the state
         if isinstance(tensor, BoxedTensor):
             found[name] = tensor
         elif hasattr(tensor, "__create_chunk_list__"):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.checkpoint.boxes import Numbers, Place, boxed
+from megatron.checkpoint.boxes import Boxable, BoxedTensor, Numbers, Place, boxed
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -101,7 +101,7 @@ class SyncSaveBackend:
 class _Save:
     """The steps of a save; ``state`` is saved by the coordinator, the first rank of the group."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], state: Mapping[str, JSON], saving: SaveBackend, rank: int):
+    def __init__(self, tensors: Mapping[str, Boxable], state: Mapping[str, JSON], saving: SaveBackend, rank: int):
         self._given, self._state, self._saving, self._rank = tensors, state, saving, rank
         self._directory = Path()
         self._saved: dict[str, SavedTensor] = {}
@@ -170,7 +170,7 @@ def file_of_rank(rank: int) -> str:
 def save_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Boxable],
     state: Mapping[str, JSON],
     control: ControlGroup | None = None,
     saving: SaveBackend | None = None,
@@ -201,7 +201,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    root: AnyPath, iteration: int, tensors: Mapping[str, Tensor], control: ControlGroup | None = None
+    root: AnyPath, iteration: int, tensors: Mapping[str, Boxable], control: ControlGroup | None = None
 ) -> dict[str, Any]:
     """Fill ``tensors`` in place from the checkpoint of ``iteration`` and return its state; a collective call.
 
@@ -264,7 +264,7 @@ class Read(NamedTuple):
     target: Tensor
 
 
-def plan_reads(manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[WrittenFile, list[Read]]:
+def plan_reads(manifest: Manifest, tensors: Mapping[str, Boxable]) -> dict[WrittenFile, list[Read]]:
     """The reads that fill this rank's boxes of ``tensors``, by file.
 
     Raises :class:`CheckpointError` if the checkpoint is of another model.
@@ -290,7 +290,7 @@ def _fill(root: AnyPath, iteration: int, reads: Mapping[WrittenFile, list[Read]]
                 entries.copy_into(read.target, read.chunk.key, read.place, read.chunk.entry)
 
 
-def _check_same_model(tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor]) -> None:
+def _check_same_model(tensors: Mapping[str, BoxedTensor], saved: Mapping[str, SavedTensor]) -> None:
     """Raise :class:`CheckpointError` if the ``saved`` tensors cannot fill ``tensors``."""
     missing = [name for name in tensors if name not in saved]
     if missing:
@@ -300,9 +300,9 @@ def _check_same_model(tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTe
         )
     # (name, in the checkpoint, in this model); shapes first, since they explain more than dtypes.
     wrong: list[tuple[str, object, object]] = [
-        (name, list(saved[name].shape), list(tensor.size()))
+        (name, list(saved[name].shape), list(tensor.shape))
         for name, tensor in tensors.items()
-        if tensor.size() != saved[name].shape
+        if tensor.shape != saved[name].shape
     ]
     for name, tensor in tensors.items():
         dtype = saved[name].dtype

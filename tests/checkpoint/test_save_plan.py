@@ -1,6 +1,7 @@
 """Which rank writes which part: about equally many bytes, and of what several hold each element once."""
 
 import random
+from collections.abc import Mapping
 from unittest import mock
 
 import numpy as np
@@ -11,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.checkpoint.boxes import BoxedTensor, boxed, local_boxes
+from megatron.checkpoint.boxes import Boxable, BoxedTensor, boxed, local_boxes
 from megatron.checkpoint.save_plan import BoxTable, LocalPlan, own_share, spread_replicas
 
 # --- who writes what ---------------------------------------------------------------------------------------
 
 
-def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
+def parts_of(*ranks: Mapping[str, Boxable]) -> list[list[int]]:
     """The bytes of the parts that each rank writes."""
     tables = [LocalPlan.of(boxed(tensors), rank).table for rank, tensors in enumerate(ranks)]
     table = BoxTable.joined(tables)
@@ -31,7 +32,7 @@ def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
     return found
 
 
-def bytes_of(*ranks: dict[str, Tensor]) -> list[int]:
+def bytes_of(*ranks: Mapping[str, Boxable]) -> list[int]:
     return [sum(parts) for parts in parts_of(*ranks)]
 
 
@@ -45,7 +46,7 @@ def test_pieces_weigh_what_they_hold_and_not_their_whole_tensor() -> None:
     def piece(size: int) -> BoxedTensor:
         return BoxedTensor.from_boxes((1000,), torch.float32, [((0,), torch.zeros(size))])
 
-    replicated: dict[str, Tensor] = {"small": piece(10), "also": piece(10), "large": piece(20)}
+    replicated = {"small": piece(10), "also": piece(10), "large": piece(20)}
     assert bytes_of(replicated, replicated) == [80, 80]
 
 
@@ -67,7 +68,7 @@ def test_a_large_replica_is_cut_for_all_its_holders(monkeypatch: pytest.MonkeyPa
     ],
     ids=["shape", "dtype", "piece"],
 )
-def test_ranks_that_disagree_about_a_tensor_are_refused(left: Tensor, right: Tensor) -> None:
+def test_ranks_that_disagree_about_a_tensor_are_refused(left: Boxable, right: Boxable) -> None:
     with pytest.raises(AssertionError):
         parts_of({"x": left}, {"x": right})
 
