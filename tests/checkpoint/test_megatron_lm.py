@@ -136,7 +136,6 @@ def test_a_norm_is_found_under_either_name(norm: str) -> None:
 
 
 def test_the_command_takes_an_iteration_and_converts_the_dtype(fixtures: Path, tmp_path: Path) -> None:
-    (fixtures / "llama" / "latest_checkpointed_iteration.txt").read_text()
     first = converted(fixtures / "llama", tmp_path / "a", ckpt_step=7, iteration=7)
     second = converted(fixtures / "llama" / ITERATION, tmp_path / "b", dtype="bf16", vocab_size=31)
     assert find_checkpoint(tmp_path / "a") == 7
