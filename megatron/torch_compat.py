@@ -90,11 +90,23 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return storage._cdata
 
 
-def checkpoint_steps(group: Any) -> Any:
-    """The distributed checkpoint's collectives over ``group`` (None: a single process), which gather all errors."""
-    from torch.distributed.checkpoint.utils import _DistWrapper
+def wrapper_subclass(cls: type[Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of ``cls`` without memory."""
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
-    return _DistWrapper(group, use_dist=group is not None, coordinator_rank=0)
+
+def save_state_dict(*arguments: Any, **options: Any) -> Any:
+    """The distributed checkpoint's save of one state dict, without the conversions of ``dcp.save``."""
+    from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+    return _save_state_dict(*arguments, **options)
+
+
+def load_state_dict(*arguments: Any, **options: Any) -> Any:
+    """The distributed checkpoint's load of one state dict."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    return _load_state_dict(*arguments, **options)
 
 
 def fake_store() -> Any:

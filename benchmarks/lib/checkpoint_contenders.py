@@ -64,7 +64,7 @@ class Tensors:
         generator = torch.Generator().manual_seed(rank)
         self.local: dict[str, Tensor] = {}
         """For torch."""
-        self.boxed: dict[str, BoxedTensor] = {}
+        self.boxed: dict[str, Tensor] = {}
         """For our checkpoints: the same memory, and its box of the global tensor."""
         self.num_bytes = 0
         """Bytes of all ranks."""

@@ -15,16 +15,18 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 
 from benchmarks.lib.scaling_curve import Cost, Curve, Point, cost_of
-from megatron.checkpoint.boxes import BoxedTensor, DividedBox, LocalBox, local_boxes
-from megatron.checkpoint.checkpointing import file_of_rank, plan_reads
+from megatron.checkpoint.boxes import BoxedTensor, DividedBox
+from megatron.checkpoint.checkpointing import LoadPlanner, SafetensorsReader, file_of_rank
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import BLOCK_BYTES, WrittenFile
-from megatron.checkpoint.manifest import Manifest, encode_manifest, read_checkpoint
+from megatron.checkpoint.manifest import Manifest, encode_manifest
 from megatron.checkpoint.save_plan import (
     BoxTable,
-    assign_boxes,
+    SavePlanner,
     divided_tensors,
     equal_shares,
     known_holders,
@@ -83,10 +85,11 @@ def simulated_module(run: Run, rank: int) -> TrainModule:
         return build_rank(run.config, topology, run.vocabulary, tracker, run.device)
 
 
-def tensors_of(module: TrainModule) -> dict[str, BoxedTensor]:
+def tensors_of(module: TrainModule) -> dict[str, torch.Tensor]:
     """What the rank of ``module`` saves."""
-    weights = model_tensors(module.data_parallel.local_params, with_copies=False)
-    return weights | optimizer_tensors(module.optimizer, with_copies=False)
+    return model_tensors(module.data_parallel.local_params, with_copies=False) | optimizer_tensors(
+        module.optimizer, with_copies=False
+    )
 
 
 def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
@@ -99,16 +102,17 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
     if boxes_of := divided_tensors(tensors):
         return _divided_tables(run, first, boxes_of, tensors)
     weights = model_tensors(module.data_parallel.local_params, with_copies=False)
-    groups: dict[tuple[int, ...], list[LocalBox]] = {}
+    groups: dict[tuple[int, ...], list[WriteItem]] = {}
     for name, tensor in weights.items():
-        groups.setdefault(tuple(tensor.holders), []).extend(local_boxes({name: tensor}))
-    shares = {holders: equal_shares(boxes, len(holders)) for holders, boxes in groups.items()}
+        holders = tuple(tensor.holders)  # type: ignore[attr-defined]
+        groups.setdefault(holders, []).extend(_items({name: tensor}))
+    shares = {holders: equal_shares(items, len(holders)) for holders, items in groups.items()}
     kinds = list(dict.fromkeys((state.kind, state.tensor.dtype) for state in module.optimizer.state()))
     splits = [split for split in module.data_parallel.splits if split.info.tied_end != "output_layer"]
     replica_axes = module.data_parallel.sharing.dense.replica_axes
     tables = {}
     for place, rank in enumerate(run.grid.group(first, ("cp", "dp"))):
-        shards: dict[str, BoxedTensor] = {}
+        shards: dict[str, Tensor] = {}
         for split in splits:
             start, stop = split.range_of(place)
             if start < stop:
@@ -118,15 +122,15 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
                     shards[f"optimizer/{kind}/{split.info.name}"] = BoxedTensor.from_flat_range(
                         split.info, flat, start, run.grid.group(rank, axes)
                     )
-        boxes = [box for holders, parts in shares.items() for box in parts[holders.index(rank)]]
-        boxes += own_share(local_boxes(shards), known_holders(shards), rank)
-        table = BoxTable.of(named(weights | shards, {box.name for box in boxes}, rank), boxes)
-        tables[rank] = pickle.dumps(table)
+        items = [item for holders, parts in shares.items() for item in parts[holders.index(rank)]]
+        items += own_share(_items(shards), known_holders(shards), rank)
+        table = BoxTable.of(named(weights | shards, {item.index.fqn for item in items}, rank), items)
+        tables[rank] = pickle.dumps(SavePlan([], planner_data=table))
     return tables
 
 
 def _divided_tables(
-    run: Run, first: int, divided: Mapping[str, Sequence[DividedBox]], tensors: Mapping[str, BoxedTensor]
+    run: Run, first: int, divided: Mapping[str, Sequence[DividedBox]], tensors: Mapping[str, Tensor]
 ) -> dict[int, bytes]:
     """:func:`tables_of_cell` under FSDP, which divides all ``tensors``."""
     assert divided.keys() == tensors.keys()
@@ -134,12 +138,16 @@ def _divided_tables(
     for name, of_tensor in divided.items():
         for box in of_tensor:
             boxes.setdefault(box.owner, []).append((name, box))
-    empty = pickle.dumps(BoxTable.of({}, []))
+    empty = pickle.dumps(SavePlan([], planner_data=BoxTable.of({}, [])))
     tables = dict.fromkeys(run.grid.group(first, ("cp", "dp")), empty)
     for rank, listed in boxes.items():
         table = BoxTable.of(named(tensors, {name for name, _ in listed}, rank), [], listed)
-        tables[rank] = pickle.dumps(table)
+        tables[rank] = pickle.dumps(SavePlan([], planner_data=table))
     return tables
+
+
+def _items(tensors: dict[str, Tensor]) -> list[WriteItem]:
+    return [item for name, one in tensors.items() for item in one.__create_write_items__(name, one)]  # type: ignore[attr-defined]
 
 
 def tables_of(run: Run, workers: int) -> list[bytes]:
@@ -163,26 +171,31 @@ def plan_save(tables: Sequence[bytes], directory: Path) -> int:
 
     Returns the bytes of the manifest.
     """
-    saved, shares = assign_boxes([pickle.loads(table) for table in tables])
-    for share in shares:
-        pickle.dumps(share)
+    planner = SavePlanner(0)
+    plans, _ = planner.create_global_plan([pickle.loads(table) for table in tables])
+    for plan in plans:
+        pickle.dumps(plan)
     sizes = np.zeros(len(tables), np.int64)
-    for tensor in saved.values():
-        tensor.add_bytes(sizes)
+    for saved in planner.saved.values():
+        saved.add_bytes(sizes)
     # Digests as they are in a manifest; all have the same length.
     files = [
         WrittenFile(file_of_rank(rank), size, (f"{rank:032x}",) * -(-size // BLOCK_BYTES))
         for rank, size in enumerate(sizes.tolist())
     ]
-    text = encode_manifest(Manifest(saved, files, {"iteration": 1}))
+    text = encode_manifest(Manifest(planner.saved, files, {"iteration": 1}))
     directory.mkdir(parents=True)
     (directory / MANIFEST).write_text(text)
     return len(text)
 
 
-def plan_load(root: Path, tensors: Mapping[str, BoxedTensor]) -> int:
+def plan_load(root: Path, tensors: dict[str, Tensor]) -> int:
     """One rank's part of a load without reading tensors; returns the number of reads."""
-    return sum(map(len, plan_reads(read_checkpoint(root, 1), tensors).values()))
+    reader = SafetensorsReader(root, 1, tensors)
+    planner = LoadPlanner()
+    planner.set_up_planner(dict(tensors), reader.read_metadata())
+    planner.create_local_plan()
+    return len(planner.finish_plan(LoadPlan([])).items)
 
 
 @dataclass(frozen=True)
@@ -203,7 +216,7 @@ class CheckpointCost:
 def checkpoint_cost(layout: Layout, other: Layout, workers: int = 2) -> CheckpointCost:
     """Simulate a save of ``layout``, and a load by one rank of ``other``, a middle one."""
     tables = tables_of(layout.run(), workers)
-    boxes = sum(len(pickle.loads(table).tensor) for table in tables)
+    boxes = sum(len(pickle.loads(table).planner_data.tensor) for table in tables)
     loading = other.run()
     tensors = tensors_of(simulated_module(loading, loading.grid.world_size // 2))
     with TemporaryDirectory(prefix="scaling-") as temporary:

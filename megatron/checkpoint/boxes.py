@@ -2,7 +2,8 @@
 
 Every way to shard a tensor (tensor parallelism by rows or columns, fused sections, flat ranges of a distributed
 optimizer) gives a rank some boxes. A checkpoint written as boxes can be read as any other boxes, so it does not depend
-on the layout. :class:`BoxedTensor` has a rank's boxes.
+on the layout. :class:`BoxedTensor` has a rank's boxes in the form that ``torch.distributed.checkpoint`` (DCP) plans
+with.
 
 FSDP divides every parameter by rows over all ranks of its shard group. Listed one by one, the parts would be ranks
 times parameters, on the rank that plans a save and in the manifest. So a :class:`DividedBox` is one row of a table.
@@ -11,14 +12,17 @@ times parameters, on the rank that plans a save and in the manifest. So a :class
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
+from megatron.torch_compat import wrapper_subclass
 
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -198,18 +202,18 @@ class Divisions:
 # --- a rank's boxes of a tensor -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class BoxedTensor:
-    """A global tensor of which this rank holds some boxes, or none."""
+class BoxedTensor(Tensor):
+    """A global tensor of which this rank holds some boxes, or none.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    boxes: Sequence[tuple[tuple[int, ...], Tensor]]
-    """Global offset and local view of each box of this rank; a save reads the views, a load fills them in place."""
-    holders: Sequence[int] = ()
+    ``size()`` and ``dtype`` describe the global tensor. It has no memory: the boxes are views of local tensors, which a
+    save reads and a load fills in place. Computing with it fails.
+    """
+
+    _boxes: dict[tuple[int, ...], Tensor]
+    holders: Sequence[int]
     """The ranks that hold exactly these boxes, if that is known: then they divide the boxes at a save without asking
     each other, and the coordinator does not receive them from all. Ranks of ``torch.distributed``."""
-    divided: Sequence[DividedBox] = ()
+    divided: Sequence[DividedBox]
     """The boxes of all ranks that divide the rows of the tensor. Every rank writes its own rows, and only the owner
     of a box lists it in the plan of a save. Empty if no ranks divide the rows."""
 
@@ -233,7 +237,10 @@ class BoxedTensor:
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()
-        return cls(tuple(global_shape), dtype, list(kept.items()), holders, divided)
+        device = next((box.device for box in kept.values()), torch.device("cpu"))
+        tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
+        tensor._boxes, tensor.holders, tensor.divided = kept, holders, divided
+        return tensor
 
     @classmethod
     def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":
@@ -261,50 +268,47 @@ class BoxedTensor:
         divided = () if division is None else divided_boxes(info, division)
         return cls.from_boxes(info.global_shape, flat_tensor.dtype, boxes, holders, divided)
 
-
-Boxable = BoxedTensor | Tensor
-"""A tensor with its boxes, a DTensor, or a plain tensor that is whole."""
-
-
-def boxed(tensors: Mapping[str, Boxable]) -> dict[str, BoxedTensor]:
-    """Every tensor with its boxes: a DTensor has this rank's shard, a plain tensor is whole."""
-    found: dict[str, BoxedTensor] = {}
-    for name, tensor in tensors.items():
-        assert isinstance(tensor, Boxable), (name, type(tensor))  # what is not a tensor belongs in the state
-        if isinstance(tensor, BoxedTensor):
-            found[name] = tensor
-        elif hasattr(tensor, "__create_chunk_list__"):
-            sharded: Any = tensor
-            shards = [(chunk.offsets, sharded.to_local()) for chunk in sharded.__create_chunk_list__()]
-            found[name] = BoxedTensor.from_boxes(tensor.size(), tensor.dtype, shards)
-        else:
-            found[name] = BoxedTensor.from_whole(tensor)
-    return found
-
-
-class LocalBox(NamedTuple):
-    """A box of the global tensor ``name`` that this rank holds, or rows of one."""
-
-    name: str
-    dtype: torch.dtype
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
     @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+    def boxes(self) -> list[tuple[tuple[int, ...], Tensor]]:
+        """The ``(global offset, local view)`` pairs of this rank."""
+        return list(self._boxes.items())
 
-    def cut(self, start: int, count: int) -> "LocalBox":
-        """``count`` rows of the box, from the row ``start`` on; a scalar is whole."""
-        if not self.shape:
-            return self
-        return self._replace(offset=(self.offset[0] + start, *self.offset[1:]), shape=(count, *self.shape[1:]))
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=box.size()) for offset, box in self._boxes.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The box at ``index.offset``; boxes do not overlap, so the offset identifies it."""
+        assert index.offset is not None, index
+        return self._boxes[tuple(index.offset)]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise TypeError(f"{function}: a BoxedTensor only says where its boxes lie; compute with the boxes.")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        boxes = ", ".join(f"{list(box.shape)} at {list(offset)}" for offset, box in self._boxes.items())
+        return f"BoxedTensor({list(self.shape)}, {self.dtype}, boxes: {boxes or 'none'})"
 
 
-def local_boxes(tensors: Mapping[str, BoxedTensor]) -> list[LocalBox]:
-    """This rank's boxes of all ``tensors``."""
-    return [
-        LocalBox(name, tensor.dtype, offset, tuple(box.shape))
-        for name, tensor in tensors.items()
-        for offset, box in tensor.boxes
-    ]
+def boxed(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor as a :class:`BoxedTensor` or DTensor."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, Tensor), (name, type(tensor))  # what is not a tensor belongs in the state
+        found[name] = tensor if hasattr(tensor, "__create_write_items__") else BoxedTensor.from_whole(tensor)
+    return found

@@ -7,23 +7,39 @@ A checkpoint is safetensors files and one JSON manifest:
                              (offset, shape, and place in the list of files); size and XXH3-128 digests of every file;
                              the state: everything but tensors
 
-In a save the coordinator assigns boxes to ranks (``save_plan.py``), and a :class:`SaveBackend` writes the files. In a
-load each rank reads what its boxes need. ``torch.distributed.checkpoint`` (DCP) gathers the errors of all ranks. No
-file is pickled or unpickled, so a checkpoint cannot execute code.
+``torch.distributed.checkpoint`` (DCP) runs the steps of a save and a load, the planners assign boxes to ranks, and a
+:class:`SaveBackend` writes the files. Nothing is pickled or unpickled, so a checkpoint cannot execute code.
 """
 
+import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import LoadPlanner as StateLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlanner as StatePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
 
-from megatron.checkpoint.boxes import Boxable, BoxedTensor, Numbers, Place, boxed
+from megatron.checkpoint.boxes import boxed
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -32,22 +48,14 @@ from megatron.checkpoint.directory import (
     remove_checkpoint,
 )
 from megatron.checkpoint.files import AnyPath, WrittenFile, explained, sync_directory
-from megatron.checkpoint.manifest import (
-    JSON,
-    Chunk,
-    Manifest,
-    SavedTensor,
-    chunk_key,
-    encode_manifest,
-    read_checkpoint,
-)
+from megatron.checkpoint.manifest import JSON, Chunk, Manifest, chunk_key, encode_manifest, read_checkpoint
 from megatron.checkpoint.safetensors_file import VerifiedSafetensors, write_safetensors
-from megatron.checkpoint.save_plan import BoxTable, LocalPlan, assign_boxes, view_of
+from megatron.checkpoint.save_plan import SavePlanner
 from megatron.core.control import ControlGroup
 from megatron.errors import CheckpointError
-from megatron.torch_compat import checkpoint_steps
 
-T = TypeVar("T")
+# The public save() and load() are these two behind a warning for every run of a single process.
+from megatron.torch_compat import load_state_dict, save_state_dict
 
 
 class SaveBackend(Protocol):
@@ -98,53 +106,72 @@ class SyncSaveBackend:
             remove_checkpoint(self._directory)
 
 
-class _Save:
-    """The steps of a save; ``state`` is saved by the coordinator, the first rank of the group."""
+class _Storage:
+    """The steps of DCP's storages that do nothing here."""
 
-    def __init__(self, tensors: Mapping[str, Boxable], state: Mapping[str, JSON], saving: SaveBackend, rank: int):
-        self._given, self._state, self._saving, self._rank = tensors, state, saving, rank
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+
+class SafetensorsWriter(_Storage, StorageWriter):
+    """Passes the plan of ``planner`` to a :class:`SaveBackend`; ``state`` is saved by the coordinator."""
+
+    def __init__(self, state: Mapping[str, JSON], saving: SaveBackend, planner: SavePlanner) -> None:
+        self._state, self._saving, self._planner = state, saving, planner
         self._directory = Path()
-        self._saved: dict[str, SavedTensor] = {}
 
-    def list_boxes(self) -> BoxTable:
-        """On every rank: list its boxes."""
-        self._tensors = boxed(self._given)
-        self._plan = LocalPlan.of(self._tensors, self._rank)
-        return self._plan.table
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise for a state that is not JSON before anything is written."""
+        if is_coordinator:
+            json.dumps(self._state)
 
-    def assign(self, tables: list[BoxTable]) -> list[tuple[Path, Numbers]]:
-        """On the coordinator: the file and the share of every rank, in a new directory.
-
-        Raises for a state that is not JSON before anything is written.
-        """
-        json.dumps(self._state)
-        self._saved, shares = assign_boxes(tables)
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: create the directory and assign a file to every rank."""
         self._directory = self._saving.begin()
-        return [(self._directory / file_of_rank(rank), share) for rank, share in enumerate(shares)]
+        return [
+            dataclasses.replace(plan, storage_data=self._directory / file_of_rank(rank))
+            for rank, plan in enumerate(plans)
+        ]
 
-    def write(self, path: Path, share: Numbers) -> tuple[int, WrittenFile | None]:
-        """On every rank: write its parts to its file, and return their bytes; no file without parts."""
-        parts = self._plan.parts(share)
-        content = {chunk_key(part.name, part.offset): view_of(self._tensors[part.name], part) for part in parts}
-        file = self._saving.write(path, content) if content else None
-        return sum(part.nbytes for part in parts), file
+    def write_data(self, plan: SavePlan, planner: StatePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's boxes to its file; no file without boxes."""
+        tensors: dict[str, Tensor] = {}
+        for item in plan.items:
+            box = planner.resolve_data(item)
+            assert isinstance(box, Tensor), item
+            tensors[chunk_key(item.index.fqn, item.index.offset or ())] = box
+        results = []
+        if tensors:
+            file = self._saving.write(plan.storage_data, tensors)
+            # The coordinator knows the chunks from the plan.
+            results.append(WriteResult(MetadataIndex(file.name), sum(box.nbytes for box in tensors.values()), file))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
 
-    def commit(self, written: list[tuple[int, WrittenFile | None]]) -> None:
-        """On the coordinator, after all ranks have written.
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On the coordinator, after all ranks have written: commit.
 
         Raises ``ValueError`` if a rank has written more or less than planned. The plan has a divided box from its owner
         alone, so the other ranks could disagree.
         """
-        planned = np.zeros(len(written), np.int64)
-        for tensor in self._saved.values():
+        planned = np.zeros(len(results), np.int64)
+        for tensor in self._planner.saved.values():
             tensor.add_bytes(planned)
-        for rank, (wanted, (nbytes, _)) in enumerate(zip(planned.tolist(), written)):
-            if nbytes != wanted:
-                raise ValueError(f"rank {rank} has written {nbytes} bytes of tensors instead of {wanted}")
+        for rank, (nbytes, of_rank) in enumerate(zip(planned.tolist(), results)):
+            written = sum(result.size_in_bytes for result in of_rank)
+            if written != nbytes:
+                raise ValueError(f"rank {rank} has written {written} bytes of tensors instead of {nbytes}")
         # The plan numbers files by rank, the manifest lists only files that exist.
-        places = np.cumsum([file is not None for _, file in written]) - 1
-        tensors = {name: tensor.in_files(places) for name, tensor in self._saved.items()}
-        files = [file for _, file in written if file is not None]
+        places = np.cumsum([len(of_rank) for of_rank in results]) - 1
+        tensors = {name: tensor.in_files(places) for name, tensor in self._planner.saved.items()}
+        files = [result.storage_data for of_rank in results for result in of_rank]
         self._saving.commit(self._directory, Manifest(tensors, files, self._state))
 
 
@@ -152,16 +179,85 @@ def file_of_rank(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
+class SafetensorsReader(_Storage, StorageReader):
+    """Reads the checkpoint of ``iteration`` in ``root``.
+
+    Each rank opens only the files and reads only the blocks that it needs, and compares each block with its digest. The
+    manifest is read inside the collective load, so that all ranks receive its errors.
+    """
+
+    def __init__(self, root: AnyPath, iteration: int, tensors: Mapping[str, Tensor]) -> None:
+        self._root, self._iteration, self._tensors = root, iteration, tensors
+        self._directory: AnyPath = Path()
+        self.manifest = Manifest({}, (), {})
+        self._chunks: dict[MetadataIndex, Chunk] = {}
+        """The chunks that this rank reads."""
+        self._error: CheckpointError | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            self._directory = locate_checkpoint(self._root, self._iteration)
+            self.manifest = read_checkpoint(self._root, self._iteration)
+        except CheckpointError as error:
+            # DCP would log the error as a warning and raise a vague one. The next step raises it.
+            self._error = error
+        return Metadata(self._needed_chunks())
+
+    def _needed_chunks(self) -> dict[str, STORAGE_TYPES]:
+        """DCP's facts of every tensor to load, with the chunks that this rank's boxes overlap."""
+        found: dict[str, STORAGE_TYPES] = {}
+        for name, local in self._tensors.items():
+            if name not in self.manifest.tensors:
+                continue
+            saved = self.manifest.tensors[name]
+            numbers: set[int] = set()
+            for box in local.__create_chunk_list__() if local.size() == saved.shape else ():  # type: ignore[attr-defined]
+                stops = [start + size for start, size in zip(box.offsets, box.sizes)]
+                numbers.update(saved.overlapping(box.offsets, stops).tolist())
+            chunks = list(self.manifest.chunks(name, sorted(numbers)))
+            extents = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.entry.shape)) for one in chunks]
+            found[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), extents)
+            self._chunks |= {MetadataIndex(name, torch.Size(one.offset)): one for one in chunks}
+        return found
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise the :class:`CheckpointError` of :meth:`read_metadata`."""
+        if self._error is not None:
+            raise self._error
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: StateLoadPlanner) -> Future[None]:
+        """Copy every item of the plan into its target; raises :class:`CheckpointError` for a damaged file."""
+        items_of: dict[WrittenFile, list[ReadItem]] = {}
+        for item in plan.items:
+            items_of.setdefault(self._chunks[item.storage_index].file, []).append(item)
+        for file, items in items_of.items():
+            with VerifiedSafetensors(self._directory, file) as entries:
+                # In the order of the file, so that a block of several small entries is read once.
+                items.sort(key=lambda item: entries.position(self._chunks[item.storage_index].key))
+                for item in items:
+                    chunk = self._chunks[item.storage_index]
+                    place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
+                    target = planner.resolve_tensor(item).detach()
+                    entries.copy_into(target, chunk.key, place, chunk.entry)
+                    planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
 # --- save and load ------------------------------------------------------------------------------------------
 
 # A save, from tensor to manifest. The coordinator is the first rank of the group; arrows between lines are messages.
 #
-#   every rank     list its boxes ─┐                          LocalPlan.of
-#   coordinator                    └─> assign parts ─┐        assign_boxes, SaveBackend.begin
+#   every rank     list its boxes ─┐                          SavePlanner.create_local_plan
+#   coordinator                    └─> assign parts ─┐        SavePlanner.create_global_plan, SaveBackend.begin
 #   every rank       ┌───────────────────────────────┘
 #                    └─> write rank_00003.safetensors ─┐      SaveBackend.write
 #   coordinator                                        └─> compare sizes, write manifest.json, rename
-#                                                             SaveBackend.commit
+#                                                             SafetensorsWriter.finish, SaveBackend.commit
 #
 # The rename from ``.iter_0000100.saving-1f6c0a9e`` to ``iter_0000100`` is the commit. With ``--async-save`` the ranks
 # only copy their boxes, and background processes write and commit while training continues.
@@ -170,7 +266,7 @@ def file_of_rank(rank: int) -> str:
 def save_checkpoint(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, Boxable],
+    tensors: Mapping[str, Tensor],
     state: Mapping[str, JSON],
     control: ControlGroup | None = None,
     saving: SaveBackend | None = None,
@@ -188,12 +284,11 @@ def save_checkpoint(
     ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier checkpoint.
     """
     saving = saving or SyncSaveBackend(root, iteration)
-    save = _Save(tensors, state, saving, 0 if control is None else control.ranks[control.rank])
+    planner = SavePlanner(0 if control is None else control.ranks[control.rank])
     try:
         with _same_error_on_all_ranks(control) as group:
-            steps = checkpoint_steps(group)
-            own = steps.reduce_scatter("plan", save.list_boxes, save.assign)
-            steps.all_reduce("write", lambda: save.write(*own), save.commit)
+            writer = SafetensorsWriter(state, saving, planner)
+            save_state_dict(dict(tensors), writer, process_group=group, no_dist=group is None, planner=planner)
     except BaseException:
         saving.abandon()
         raise
@@ -201,7 +296,7 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    root: AnyPath, iteration: int, tensors: Mapping[str, Boxable], control: ControlGroup | None = None
+    root: AnyPath, iteration: int, tensors: Mapping[str, Tensor], control: ControlGroup | None = None
 ) -> dict[str, Any]:
     """Fill ``tensors`` in place from the checkpoint of ``iteration`` and return its state; a collective call.
 
@@ -209,15 +304,10 @@ def load_checkpoint(
     tensors are converted to the dtype of ``tensors``. Raises :class:`CheckpointError` on all ranks for a damaged
     checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
-
-    def plan() -> tuple[Manifest, dict[WrittenFile, list[Read]]]:
-        manifest = read_checkpoint(root, iteration)
-        return manifest, plan_reads(manifest, tensors)
-
-    # Each rank plans its own reads, apart from the others.
-    manifest, reads = _on_all_ranks(control, plan)
-    _on_all_ranks(control, lambda: _fill(root, iteration, reads))
-    return dict(manifest.state)
+    reader = SafetensorsReader(root, iteration, boxed(tensors))
+    with _same_error_on_all_ranks(control) as group:
+        load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None, planner=LoadPlanner())
+    return dict(reader.manifest.state)
 
 
 # --- errors ------------------------------------------------------------------------------------------------
@@ -245,53 +335,35 @@ def _same_error_on_all_ranks(control: ControlGroup | None) -> Iterator[Any]:
         raise CheckpointError(f"{where}{first}{more}") from exception
 
 
-def _on_all_ranks(control: ControlGroup | None, action: Callable[[], T]) -> T:
-    """The result of ``action`` on this rank, if it succeeds on all."""
-    result: list[T] = []
-    with _same_error_on_all_ranks(control) as group:
-        checkpoint_steps(group).all_gather("load", lambda: result.append(action()))
-    return result[0]
+# --- planning a load ---------------------------------------------------------------------------------------
 
 
-# --- load --------------------------------------------------------------------------------------------------
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which reports all mismatches at once. Each rank plans its own reads, apart from the others."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._plan = LoadPlan([])
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(boxed(state_dict), metadata, is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Send an empty plan to the coordinator, and keep the rank's own."""
+        assert self.metadata is not None
+        _check_same_model(self.state_dict, self.metadata)
+        self._plan = super().create_local_plan()
+        return LoadPlan([])
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return self._plan
 
 
-class Read(NamedTuple):
-    """A part of a chunk, and the part of a local box that it fills."""
-
-    chunk: Chunk
-    place: Place
-    target: Tensor
-
-
-def plan_reads(manifest: Manifest, tensors: Mapping[str, Boxable]) -> dict[WrittenFile, list[Read]]:
-    """The reads that fill this rank's boxes of ``tensors``, by file.
-
-    Raises :class:`CheckpointError` if the checkpoint is of another model.
-    """
-    wanted = boxed(tensors)
-    _check_same_model(wanted, manifest.tensors)
-    reads: dict[WrittenFile, list[Read]] = {}
-    for name, local in wanted.items():
-        for offset, box in local.boxes:
-            place = tuple(slice(start, start + size) for start, size in zip(offset, box.shape))
-            for chunk, taken, inside in manifest.parts(name, place):
-                reads.setdefault(chunk.file, []).append(Read(chunk, inside, box[taken]))
-    return reads
-
-
-def _fill(root: AnyPath, iteration: int, reads: Mapping[WrittenFile, list[Read]]) -> None:
-    """Read only the files and the blocks that are needed; raises :class:`CheckpointError` for a damaged file."""
-    directory = locate_checkpoint(root, iteration)
-    for file, of_file in reads.items():
-        with VerifiedSafetensors(directory, file) as entries:
-            # In the order of the file, so that a block of several small entries is read once.
-            for read in sorted(of_file, key=lambda read: entries.position(read.chunk.key)):
-                entries.copy_into(read.target, read.chunk.key, read.place, read.chunk.entry)
-
-
-def _check_same_model(tensors: Mapping[str, BoxedTensor], saved: Mapping[str, SavedTensor]) -> None:
-    """Raise :class:`CheckpointError` if the ``saved`` tensors cannot fill ``tensors``."""
+def _check_same_model(tensors: Mapping[str, Tensor], metadata: Metadata) -> None:
+    """Raise :class:`CheckpointError` if the checkpoint cannot fill ``tensors``."""
+    saved: Mapping[str, Any] = metadata.state_dict_metadata
     missing = [name for name in tensors if name not in saved]
     if missing:
         others = f" (nor {len(missing) - 1} others)" if len(missing) > 1 else ""
@@ -300,12 +372,12 @@ def _check_same_model(tensors: Mapping[str, BoxedTensor], saved: Mapping[str, Sa
         )
     # (name, in the checkpoint, in this model); shapes first, since they explain more than dtypes.
     wrong: list[tuple[str, object, object]] = [
-        (name, list(saved[name].shape), list(tensor.shape))
+        (name, list(saved[name].size), list(tensor.size()))
         for name, tensor in tensors.items()
-        if tensor.shape != saved[name].shape
+        if tensor.size() != saved[name].size
     ]
     for name, tensor in tensors.items():
-        dtype = saved[name].dtype
+        dtype = saved[name].properties.dtype
         if dtype != tensor.dtype and not (dtype.is_floating_point and tensor.dtype.is_floating_point):
             wrong.append((name, dtype, tensor.dtype))
     if wrong:

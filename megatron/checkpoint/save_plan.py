@@ -1,26 +1,24 @@
 """Planning of a save: which rank writes which part of which tensor.
 
-All ranks list what they hold for one of them, the coordinator, which sends each its share. They send columns of numbers
-instead of objects: of a model of 405B parameters, 16,384 ranks list 1.6 million boxes (docs/performance.md).
+``torch.distributed.checkpoint`` (DCP) gathers what all ranks hold on one of them, the coordinator, and sends each its
+share. Here they send columns of numbers instead of DCP's objects: of a model of 405B parameters, 16,384 ranks list 1.6
+million boxes (docs/performance.md).
 """
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
-from megatron.checkpoint.boxes import (
-    BoxedTensor,
-    DividedBox,
-    Divisions,
-    LocalBox,
-    Numbers,
-    boxes_are_disjoint,
-    local_boxes,
-)
+from megatron.checkpoint.boxes import DividedBox, Divisions, Numbers, boxed, boxes_are_disjoint
 from megatron.checkpoint.manifest import SavedTensor, padded
 from megatron.checkpoint.safetensors_file import DTYPES
 
@@ -49,8 +47,8 @@ class TensorTable:
     shapes: Numbers  # [tensors, dims]; a tensor of fewer dims has size 1 in the others
 
     @classmethod
-    def of(cls, tensors: Mapping[str, BoxedTensor]) -> "TensorTable":
-        shapes = [tensor.shape for tensor in tensors.values()]
+    def of(cls, tensors: Mapping[str, Tensor]) -> "TensorTable":
+        shapes = [tensor.size() for tensor in tensors.values()]
         num_dims = [len(shape) for shape in shapes]
         return cls(
             tuple(tensors),
@@ -89,18 +87,16 @@ class BoxTable:
 
     @classmethod
     def of(
-        cls,
-        tensors: Mapping[str, BoxedTensor],
-        boxes: Sequence[LocalBox],
-        divided: Sequence[tuple[str, DividedBox]] = (),
+        cls, tensors: Mapping[str, Tensor], boxes: Sequence[WriteItem], divided: Sequence[tuple[str, DividedBox]] = ()
     ) -> "BoxTable":
         """The table of one rank's ``boxes``, then of its ``divided`` boxes with the names of their tensors."""
         table = TensorTable.of(tensors)
         places = {name: place for place, name in enumerate(table.names)}
         dims = table.shapes.shape[1]
-        names = [*(box.name for box in boxes), *(name for name, _ in divided)]
-        offsets = [*(box.offset for box in boxes), *(box.offset for _, box in divided)]
-        sizes = [*(box.shape for box in boxes), *(box.shape for _, box in divided)]
+        chunks = [tensor_data(item).chunk for item in boxes]
+        names = [*(item.index.fqn for item in boxes), *(name for name, _ in divided)]
+        offsets = [*(chunk.offsets for chunk in chunks), *(box.offset for _, box in divided)]
+        sizes = [*(chunk.sizes for chunk in chunks), *(box.shape for _, box in divided)]
         divisions = Divisions.joined([Divisions.none(len(boxes)), Divisions.of([box for _, box in divided])])
         tensor = np.array([places[name] for name in names], np.int64)
         return cls(table, tensor, _column(offsets, dims, 0), _column(sizes, dims, 1), divisions)
@@ -128,72 +124,85 @@ def _column(extents: Sequence[Sequence[int]], dims: int, value: int) -> Numbers:
     return np.array(rows, np.int64).reshape(len(extents), dims)
 
 
-@dataclass(frozen=True)
-class LocalPlan:
-    """What a rank writes: its share of the boxes that it has ``listed``, and its rows of divided boxes."""
+class SavePlanner(DefaultSavePlanner):
+    """Spreads replicas over the ranks that hold them, and checks that the ranks together hold every element.
 
-    table: BoxTable
-    """The list for the coordinator."""
-    listed: Sequence[LocalBox]
-    divided: Sequence[LocalBox]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, BoxedTensor], rank: int) -> Self:
-        """List the boxes of ``rank``, of those with several known holders its share."""
-        divided = divided_tensors(tensors)
-        boxes = local_boxes(tensors)
-        others = (box for box in boxes if box.name not in divided)
-        listed = list(own_share(others, known_holders(tensors), rank))
-        first = [(name, box) for name, of_tensor in divided.items() for box in of_tensor if box.owner == rank]
-        names = {box.name for box in listed} | {name for name, _ in first}
-        table = BoxTable.of(named(tensors, names, rank), listed, first)
-        return cls(table, listed, [box for box in boxes if box.name in divided])
-
-    def parts(self, share: Numbers) -> list[LocalBox]:
-        """The parts to write, from the share that the coordinator has assigned (:func:`assign_boxes`)."""
-        return [self.listed[row].cut(start, count) for row, start, count in share.tolist()] + [*self.divided]
-
-
-def assign_boxes(tables: Sequence[BoxTable]) -> tuple[dict[str, SavedTensor], list[Numbers]]:
-    """On the coordinator: assign the boxes of all ranks to ranks, so that they write about equally many bytes.
-
-    Returns the chunks of every tensor, whose files are ranks, and the share of each rank, ``[parts, 3]``: the number of
-    a box in its own list, first row and rows. A rank computes its part of a divided box itself. Raises ``ValueError``
-    unless the ranks together hold every element once.
+    On the coordinator, :attr:`saved` has the chunks of every tensor after the plan; their files are ranks.
     """
-    table = BoxTable.joined(tables)
-    ranks = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
-    parts = spread_replicas(table, ranks, len(tables))
-    saved = _saved_tensors(table, ranks, parts)
-    _check_complete(table, parts)
-    chosen = np.flatnonzero(~table.divisions.is_divided[parts.box])
-    owners = ranks[parts.box[chosen]]
-    first_box = np.searchsorted(ranks, np.arange(len(tables)))
-    own = np.column_stack((parts.box[chosen] - first_box[owners], parts.start[chosen], parts.count[chosen]))
-    order = np.argsort(owners, kind="stable")
-    return saved, np.split(own[order], np.searchsorted(owners[order], np.arange(1, len(tables))))
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._rank = rank
+        self._listed: list[WriteItem] = []
+        self._divided: list[WriteItem] = []
+        """This rank's parts of divided boxes."""
+        self.saved: dict[str, SavedTensor] = {}
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        super().set_up_planner(boxed(state_dict), storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        """On every rank: list its boxes, of those with several known holders its share."""
+        items = super().create_local_plan().items
+        divided = divided_tensors(self.state_dict)
+        self._divided = [item for item in items if item.index.fqn in divided]
+        others = (item for item in items if item.index.fqn not in divided)
+        self._listed = list(own_share(others, known_holders(self.state_dict), self._rank))
+        first = [(name, box) for name, boxes in divided.items() for box in boxes if box.owner == self._rank]
+        names = {item.index.fqn for item in self._listed} | {name for name, _ in first}
+        table = BoxTable.of(named(self.state_dict, names, self._rank), self._listed, first)
+        return SavePlan([], planner_data=table)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the coordinator: assign boxes to ranks, and check them."""
+        tables = [plan.planner_data for plan in all_plans]
+        table = BoxTable.joined(tables)
+        ranks = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
+        parts = spread_replicas(table, ranks, len(tables))
+        self.saved = _saved_tensors(table, ranks, parts)
+        _check_complete(table, parts)
+        # Each rank gets [parts, 3]: the number of the box in its own list, first row and rows. It computes its part of
+        # a divided box itself.
+        chosen = np.flatnonzero(~table.divisions.is_divided[parts.box])
+        owners = ranks[parts.box[chosen]]
+        first_box = np.searchsorted(ranks, np.arange(len(tables)))
+        own = np.column_stack((parts.box[chosen] - first_box[owners], parts.start[chosen], parts.count[chosen]))
+        order = np.argsort(owners, kind="stable")
+        by_rank = np.split(own[order], np.searchsorted(owners[order], np.arange(1, len(tables))))
+        # DCP sends the metadata to all ranks, of which none needs it.
+        return [SavePlan([], planner_data=one) for one in by_rank], Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """On every rank: the write items of its share."""
+        items = [_cut(self._listed[row], start, count) for row, start, count in new_plan.planner_data.tolist()]
+        return replace(new_plan, items=items + self._divided)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """On every rank: the assigned part of a local box, as a view."""
+        chunk = tensor_data(write_item).chunk
+        tensor: Any = self.state_dict[write_item.index.fqn]
+        for whole in tensor.__create_chunk_list__():
+            starts = [inner - outer for inner, outer in zip(chunk.offsets, whole.offsets)]
+            if all(0 <= at <= most - size for at, size, most in zip(starts, chunk.sizes, whole.sizes)):
+                box: Tensor = tensor.__get_tensor_shard__(MetadataIndex(write_item.index.fqn, whole.offsets))
+                return box[tuple(slice(at, at + size) for at, size in zip(starts, chunk.sizes))]
+        raise AssertionError(f"no box of {write_item.index} here")
 
 
-def view_of(tensor: BoxedTensor, part: LocalBox) -> Tensor:
-    """A part of one of the boxes of ``tensor``, as a view."""
-    for offset, box in tensor.boxes:
-        starts = [inner - outer for inner, outer in zip(part.offset, offset)]
-        if all(0 <= at <= most - size for at, size, most in zip(starts, part.shape, box.shape)):
-            return box[tuple(slice(at, at + size) for at, size in zip(starts, part.shape))]
-    raise AssertionError(f"no box of {part} here")
-
-
-def known_holders(tensors: Mapping[str, BoxedTensor]) -> dict[str, Sequence[int]]:
+def known_holders(tensors: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """The ranks that hold the same boxes, by the names of the tensors for which that is known."""
-    return {name: tensor.holders for name, tensor in tensors.items() if len(tensor.holders) > 1}
+    known = {name: getattr(tensor, "holders", ()) for name, tensor in tensors.items()}
+    return {name: ranks for name, ranks in known.items() if len(ranks) > 1}
 
 
-def divided_tensors(tensors: Mapping[str, BoxedTensor]) -> dict[str, Sequence[DividedBox]]:
+def divided_tensors(tensors: Mapping[str, Any]) -> dict[str, Sequence[DividedBox]]:
     """The boxes of those tensors whose rows ranks divide, by name."""
-    return {name: tensor.divided for name, tensor in tensors.items() if tensor.divided}
+    return {name: tensor.divided for name, tensor in tensors.items() if getattr(tensor, "divided", ())}
 
 
-def named(tensors: Mapping[str, BoxedTensor], listed: Collection[str], rank: int) -> dict[str, BoxedTensor]:
+def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> dict[str, Tensor]:
     """Tensors that ``rank`` reports to the coordinator: those with a ``listed`` box, and those it must report anyway.
 
     Every tensor is reported by at least one rank, so that a missing box is an error: by its first holder, by the owner
@@ -207,31 +216,34 @@ def named(tensors: Mapping[str, BoxedTensor], listed: Collection[str], rank: int
 # --- on every rank -----------------------------------------------------------------------------------------
 
 
-def own_share(boxes: Iterable[LocalBox], holders: Mapping[str, Sequence[int]], rank: int) -> Iterator[LocalBox]:
+def own_share(items: Iterable[WriteItem], holders: Mapping[str, Sequence[int]], rank: int) -> Iterator[WriteItem]:
     """The boxes that ``rank`` lists: those without known ``holders`` (ranks by tensor), and its share of the others.
 
     The ranks of a group have the same boxes, so each computes the same division without asking the others.
     """
-    groups: dict[tuple[int, ...], list[LocalBox]] = {}
-    for box in boxes:
-        if box.name in holders:
-            groups.setdefault(tuple(holders[box.name]), []).append(box)
+    groups: dict[tuple[int, ...], list[WriteItem]] = {}
+    for item in items:
+        if item.index.fqn in holders:
+            groups.setdefault(tuple(holders[item.index.fqn]), []).append(item)
         else:
-            yield box
-    for ranks, replicated in groups.items():
-        yield from equal_shares(replicated, len(ranks))[ranks.index(rank)]
+            yield item
+    for ranks, boxes in groups.items():
+        yield from equal_shares(boxes, len(ranks))[ranks.index(rank)]
 
 
-def equal_shares(boxes: Iterable[LocalBox], num_ranks: int) -> list[list[LocalBox]]:
+def equal_shares(boxes: Iterable[WriteItem], num_ranks: int) -> list[list[WriteItem]]:
     """The parts of ``boxes`` that each of ``num_ranks`` ranks writes, about equally many bytes; whatever the order."""
-    parts = [box.cut(*rows) for box in boxes for rows in slices(box.shape[0] if box.shape else 1, box.nbytes)]
-    parts.sort(key=lambda part: (-part.nbytes, part.name, part.offset))
-    shares: list[list[LocalBox]] = [[] for _ in range(num_ranks)]
+    parts = []
+    for item in boxes:
+        sizes = tensor_data(item).chunk.sizes
+        parts += [_cut(item, start, count) for start, count in slices(sizes[0] if sizes else 1, _nbytes(item))]
+    parts.sort(key=lambda part: (-_nbytes(part), part.index.fqn, tuple(part.index.offset or ())))
+    shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     # (bytes, place) of every rank
     loads = [(0, place) for place in range(num_ranks)]
     for part in parts:
         load, place = loads[0]
-        heapq.heapreplace(loads, (load + part.nbytes, place))
+        heapq.heapreplace(loads, (load + _nbytes(part), place))
         shares[place].append(part)
     return shares
 
@@ -244,6 +256,27 @@ def slices(rows: int, nbytes: int) -> Iterator[tuple[int, int]]:
         return
     for row in range(0, rows, step):
         yield row, min(step, rows - row)
+
+
+def _cut(item: WriteItem, start: int, count: int) -> WriteItem:
+    """``count`` rows of a box, from the row ``start`` on."""
+    data = tensor_data(item)
+    if not data.chunk.sizes or (start, count) == (0, data.chunk.sizes[0]):
+        return item
+    offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+    sizes = torch.Size((count, *data.chunk.sizes[1:]))
+    part = replace(data, chunk=ChunkStorageMetadata(offsets, sizes))
+    return replace(item, index=MetadataIndex(item.index.fqn, offsets), tensor_data=part)
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, item
+    return item.tensor_data
+
+
+def _nbytes(item: WriteItem) -> int:
+    data = tensor_data(item)
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 # --- on the coordinator ------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_the_state_has_the_size_that_was_asked_for(size_mb: int) -> None:
 def test_two_ranks_hold_the_halves_of_every_tensor() -> None:
     halves = [Tensors(4_000_000, 2, rank) for rank in range(2)]
     for name, whole in Tensors(4_000_000, 1, 0).boxed.items():
-        offsets = [tuple(half.boxed[name].boxes[0][0]) for half in halves]
+        offsets = [tuple(half.boxed[name].boxes[0][0]) for half in halves]  # type: ignore[attr-defined]
         sizes = [half.local[name].shape[0] for half in halves]
         assert all(half.boxed[name].shape == whole.shape for half in halves), name
         assert sizes == [whole.shape[0] // 2] * 2, name

@@ -23,7 +23,7 @@ from benchmarks.lib.scaling_data import blend_curves, corpus_curves, write_corpu
 from benchmarks.lib.scaling_metrics import iteration_points, report_point, resume_point
 from benchmarks.lib.scaling_start import ITERATIONS, object_gathers, place_rank
 from benchmarks.scaling import draw, table, too_steep
-from megatron.checkpoint.save_plan import BoxTable, LocalPlan, assign_boxes
+from megatron.checkpoint.save_plan import BoxTable, SavePlanner
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.torch_compat import fsdp_parameters
 
@@ -44,9 +44,11 @@ def rows(table: BoxTable) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_simulated_rank_lists_what_its_own_code_lists(name: str) -> None:
     run = LAYOUTS[name].run()
-    tables = [pickle.loads(one) for one in tables_of(run, workers=1)]
+    tables = [pickle.loads(one).planner_data for one in tables_of(run, workers=1)]
     for rank in range(run.grid.world_size):
-        own = LocalPlan.of(tensors_of(simulated_module(run, rank)), rank).table
+        planner = SavePlanner(rank)
+        planner.set_up_planner(dict(tensors_of(simulated_module(run, rank))))
+        own = planner.create_local_plan().planner_data
         assert rows(tables[rank]) == rows(own)
         assert set(tables[rank].tensors.names) == set(own.tensors.names)
 
@@ -57,10 +59,11 @@ def test_all_ranks_together_have_every_element_and_write_equally_much(
 ) -> None:
     monkeypatch.setattr("megatron.checkpoint.save_plan.SLICE_BYTES", 1 << 16)
     run = LAYOUTS[name].run()
-    saved, _ = assign_boxes([pickle.loads(one) for one in tables_of(run, workers=1)])
+    planner = SavePlanner(0)
+    planner.create_global_plan([pickle.loads(one) for one in tables_of(run, workers=1)])
     written = np.zeros(run.grid.world_size, np.int64)
-    for tensor in saved.values():
-        tensor.add_bytes(written)
+    for saved in planner.saved.values():
+        saved.add_bytes(written)
     # A stage may have more than another, but its ranks write about the same.
     for stage in run.grid.groups(("tp", "cp", "dp")):
         assert written[list(stage)].max() < 1.05 * written[list(stage)].min()

@@ -66,10 +66,10 @@ class Saved(NamedTuple):
     life: int
 
 
-def tensors_of(saved: Saved, rank: int = 0, size: int = 1) -> dict[str, BoxedTensor]:
+def tensors_of(saved: Saved, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
     """What ``rank`` of ``size`` holds of a checkpoint's tensors."""
     generator = torch.Generator().manual_seed(saved.iteration * 1000 + saved.life)
-    tensors: dict[str, BoxedTensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, shape in SHAPES.items():
         whole = torch.rand(shape, generator=generator)
         offset = [0] * len(shape)
@@ -99,8 +99,8 @@ def content_of(root: Path, iteration: int, world: ControlGroup = ALONE) -> Saved
     return saved
 
 
-def _pieces(tensors: dict[str, BoxedTensor]) -> list[Tensor]:
-    return [piece for tensor in tensors.values() for _, piece in tensor.boxes]
+def _pieces(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [piece for tensor in tensors.values() if isinstance(tensor, BoxedTensor) for _, piece in tensor.boxes]
 
 
 def load_newest(root: Path, world: ControlGroup, fall_back: bool = True) -> Saved | None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.checkpoint.boxes import BoxedTensor, boxes_are_disjoint, overlap
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
@@ -113,10 +114,28 @@ def test_pieces_of_a_flat_range_are_views_at_their_global_place(kind: str) -> No
     assert (flat == -1).all()
 
 
+def test_it_looks_like_the_global_tensor_but_does_not_compute() -> None:
+    boxed = BoxedTensor.from_boxes((4, 6), torch.bfloat16, [((0, 2), torch.zeros(4, 2, dtype=torch.bfloat16))])
+    assert (boxed.size(), boxed.dtype, boxed.device.type) == (torch.Size([4, 6]), torch.bfloat16, "cpu")
+    assert repr(boxed) == "BoxedTensor([4, 6], torch.bfloat16, boxes: [4, 2] at [0, 2])"
+    with pytest.raises(TypeError, match="compute with the boxes"):
+        boxed.sum()
+
+
 def test_a_rank_may_hold_nothing() -> None:
     info, local = half("rows", 0)
     boxed = BoxedTensor.from_flat_range(info, local.flatten()[:0], start=4)
-    assert (boxed.shape, boxed.boxes) == ((12, 6), [])
+    assert boxed.size() == torch.Size([12, 6])
+    assert boxed.boxes == []
+    assert boxed.__create_write_items__("weight", boxed) == []
+    assert boxed.__create_chunk_list__() == []
+
+
+def test_a_piece_is_found_by_its_offset_whatever_the_hint() -> None:
+    pieces = [((0, 0), torch.zeros(1, 2)), ((1, 0), torch.ones(1, 2))]
+    boxed = BoxedTensor.from_boxes((2, 2), torch.float32, pieces)
+    for hint in (None, 0, 1, 17):
+        assert boxed.__get_tensor_shard__(MetadataIndex("weight", (1, 0), hint)).sum() == 2
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megatron.checkpoint.boxes import Boxable, BoxedTensor
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import SyncSaveBackend, load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, iteration_directory
 from megatron.checkpoint.files import WrittenFile, explained
@@ -80,7 +80,7 @@ def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tup
 
 def save_all(root: Path, control: ControlGroup) -> str:
     rank = control.rank
-    tensors: dict[str, Boxable] = {"step": torch.tensor(17), f"rng/rank_{rank}": torch.full((5,), rank)}
+    tensors: dict[str, Tensor] = {"step": torch.tensor(17), f"rng/rank_{rank}": torch.full((5,), rank)}
     for name, (boxed, memory, expected) in layout(*SAVED_AS, rank).items():
         memory.copy_(expected)
         tensors[name] = boxed
@@ -94,11 +94,7 @@ def load_as(root: Path, tensor_parallel: int, data_parallel: int, control: Contr
     held = layout(tensor_parallel, data_parallel, rank)
     step, generator = torch.tensor(0), torch.zeros(5, dtype=torch.int64)
     own = f"rng/rank_{WORLD_SIZE - 1 - rank}"
-    tensors: dict[str, Boxable] = {
-        "step": step,
-        own: generator,
-        **{name: boxed for name, (boxed, _, _) in held.items()},
-    }
+    tensors = {"step": step, own: generator, **{name: boxed for name, (boxed, _, _) in held.items()}}
     state = load_checkpoint(root, 100, tensors, control)
     wrong = [name for name, (_, memory, expected) in held.items() if not torch.equal(memory, expected)]
     wrong += ["state"] * (state != {"iteration": 100, "rank": 0})

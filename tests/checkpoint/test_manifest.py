@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.checkpoint.boxes import Boxable, BoxedTensor, DividedBox, Divisions, divided_boxes
+from megatron.checkpoint.boxes import BoxedTensor, DividedBox, Divisions, divided_boxes
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory
 from megatron.checkpoint.files import WrittenFile
@@ -202,7 +202,7 @@ def save_divided(directory: str, rows: int) -> int:
     per_rank = -(-rows // 4)
     first = min(topology.rank * per_rank, rows)
     mine = torch.arange(2.0 * rows)[2 * first : 2 * min(first + per_rank, rows)]
-    tensors: dict[str, Boxable] = {}
+    tensors: dict[str, torch.Tensor] = {}
     if mine.numel():
         tensors["x"] = BoxedTensor.from_flat_range(info, mine, 2 * first, (), RowDivision(per_rank, 0, 1))
     tensors["own"] = torch.ones(3)

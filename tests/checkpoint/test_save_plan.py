@@ -1,7 +1,6 @@
 """Which rank writes which part: about equally many bytes, and of what several hold each element once."""
 
 import random
-from collections.abc import Mapping
 from unittest import mock
 
 import numpy as np
@@ -11,16 +10,27 @@ import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.boxes import Boxable, BoxedTensor, boxed, local_boxes
-from megatron.checkpoint.save_plan import BoxTable, LocalPlan, own_share, spread_replicas
+from megatron.checkpoint.boxes import BoxedTensor
+from megatron.checkpoint.save_plan import BoxTable, own_share, spread_replicas, tensor_data
 
 # --- who writes what ---------------------------------------------------------------------------------------
 
 
-def parts_of(*ranks: Mapping[str, Boxable]) -> list[list[int]]:
+def listed(tensors: dict[str, Tensor]) -> tuple[BoxTable, list[WriteItem]]:
+    """What a rank with these tensors lists."""
+    boxed = {
+        name: tensor if isinstance(tensor, BoxedTensor) else BoxedTensor.from_whole(tensor)
+        for name, tensor in tensors.items()
+    }
+    items = [item for name, tensor in boxed.items() for item in tensor.__create_write_items__(name, tensor)]
+    return BoxTable.of(boxed, items), items
+
+
+def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:
     """The bytes of the parts that each rank writes."""
-    tables = [LocalPlan.of(boxed(tensors), rank).table for rank, tensors in enumerate(ranks)]
+    tables = [listed(tensors)[0] for tensors in ranks]
     table = BoxTable.joined(tables)
     owners = np.repeat(np.arange(len(tables)), [len(one.tensor) for one in tables])
     parts = spread_replicas(table, owners, int(owners.max()) + 1)
@@ -32,7 +42,7 @@ def parts_of(*ranks: Mapping[str, Boxable]) -> list[list[int]]:
     return found
 
 
-def bytes_of(*ranks: Mapping[str, Boxable]) -> list[int]:
+def bytes_of(*ranks: dict[str, Tensor]) -> list[int]:
     return [sum(parts) for parts in parts_of(*ranks)]
 
 
@@ -46,7 +56,7 @@ def test_pieces_weigh_what_they_hold_and_not_their_whole_tensor() -> None:
     def piece(size: int) -> BoxedTensor:
         return BoxedTensor.from_boxes((1000,), torch.float32, [((0,), torch.zeros(size))])
 
-    replicated = {"small": piece(10), "also": piece(10), "large": piece(20)}
+    replicated: dict[str, Tensor] = {"small": piece(10), "also": piece(10), "large": piece(20)}
     assert bytes_of(replicated, replicated) == [80, 80]
 
 
@@ -68,7 +78,7 @@ def test_a_large_replica_is_cut_for_all_its_holders(monkeypatch: pytest.MonkeyPa
     ],
     ids=["shape", "dtype", "piece"],
 )
-def test_ranks_that_disagree_about_a_tensor_are_refused(left: Boxable, right: Boxable) -> None:
+def test_ranks_that_disagree_about_a_tensor_are_refused(left: Tensor, right: Tensor) -> None:
     with pytest.raises(AssertionError):
         parts_of({"x": left}, {"x": right})
 
@@ -85,22 +95,23 @@ def test_holders_divide_their_boxes_without_asking(
     tensors: dict[str, Tensor] = {str(number): torch.zeros(shape) for number, shape in enumerate(shapes)}
     holders = [3 * rank + 1 for rank in range(num_ranks)]
     tensors["scalar"] = torch.tensor(1.0)
-    boxes = local_boxes(boxed(tensors))
+    _, items = listed(tensors)
     counted = {name: torch.zeros(tensor.shape) for name, tensor in tensors.items()}
     loads = []
     with mock.patch("megatron.checkpoint.save_plan.SLICE_BYTES", slice_bytes):
         for rank in holders:
             # The order in which a rank has its tensors does not matter.
-            shuffled = random.Random(rank).sample(boxes, len(boxes))
-            share = list(own_share(shuffled, dict.fromkeys(tensors, holders), rank))
-            for box in share:
-                counted[box.name][tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape))] += 1
-            loads.append(sum(box.nbytes for box in share))
+            shuffled = random.Random(rank).sample(items, len(items))
+            shares = [tensor_data(item).chunk for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
+            names = [item.index.fqn for item in own_share(shuffled, dict.fromkeys(tensors, holders), rank)]
+            for name, chunk in zip(names, shares):
+                counted[name][tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes))] += 1
+            loads.append(4 * sum(chunk.sizes.numel() for chunk in shares))
     assert all((times == 1).all() for times in counted.values())
     assert max(loads) - min(loads) <= max(slice_bytes, 4 * max(columns for _, columns in shapes), 4)
 
 
 def test_boxes_of_unknown_holders_are_listed_by_all() -> None:
-    boxes = local_boxes(boxed({"known": torch.zeros(4), "unknown": torch.zeros(4)}))
-    shares = [[box.name for box in own_share(boxes, {"known": (0, 1)}, rank)] for rank in (0, 1)]
+    _, items = listed({"known": torch.zeros(4), "unknown": torch.zeros(4)})
+    shares = [[item.index.fqn for item in own_share(items, {"known": (0, 1)}, rank)] for rank in (0, 1)]
     assert shares == [["unknown", "known"], ["unknown"]]

@@ -127,6 +127,14 @@ def test_the_schema_of_an_operator_says_what_it_writes() -> None:
     assert torch.ops.aten.t.default.is_view and not torch.ops.aten.copy_.default.is_view
 
 
+def test_state_dicts_are_saved_and_loaded_with_our_planner() -> None:
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+
+    for function in (state_dict_saver._save_state_dict, state_dict_loader._load_state_dict):
+        names = list(inspect.signature(function).parameters)
+        assert names[0] == "state_dict" and {"process_group", "no_dist", "planner"} < set(names)
+
+
 @pytest.mark.parametrize("rows, ranks", [(8, 4), (10, 4), (3, 4), (1, 1), (9, 5)])
 def test_lazy_chunks_of_fsdp_equal_its_own(rows: int, ranks: int) -> None:
     module = torch_compat.fsdp_parameters()

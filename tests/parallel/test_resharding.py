@@ -85,7 +85,9 @@ PAIRS += [(LLAMA4, "cp2-ep4", "tp2-ep2-pp2-zero1"), (LLAMA4, "etp2-ep2-fsdp", "c
 LAYOUTS |= EXPERT_LAYOUTS
 
 
-def tensors_of(data_parallel: DataParallel, optimizer: RecordingOptimizer, with_copies: bool) -> dict[str, BoxedTensor]:
+def tensors_of(
+    data_parallel: DataParallel, optimizer: RecordingOptimizer, with_copies: bool
+) -> dict[str, torch.Tensor]:
     tensors = model_tensors(data_parallel.local_params, with_copies) | optimizer_tensors(optimizer, with_copies)
     return tensors | {name: BoxedTensor.from_whole(bias) for name, bias in bias_tensors(optimizer.experts).items()}
 
@@ -116,11 +118,12 @@ def continue_in(
     return different, trace.losses, trace.grad_norms, trace.weights[-1] + renamed_averages(trace)
 
 
-def differences(root: Path, tensors: dict[str, BoxedTensor]) -> list[str]:
+def differences(root: Path, tensors: dict[str, torch.Tensor]) -> list[str]:
     """Names whose param_shards are not what the file holds, read in another way."""
     saved = SavedTensors(root, SAVED)
     wrong = []
     for name, tensor in tensors.items():
+        assert isinstance(tensor, BoxedTensor)
         for offset, shard in tensor.boxes:
             wanted = torch.full_like(shard, torch.nan)
             saved.read_into(wanted, name, tuple(slice(at, at + size) for at, size in zip(offset, shard.shape)))

@@ -9,8 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron.checkpoint.boxes import Boxable, BoxedTensor
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.commands import pretrain_llama
 from megatron.config.command_line import parse_command_line
@@ -45,7 +46,7 @@ LONG = PrecisionConfig(
 )
 
 
-def tensors_of(data_parallel: DataParallel, optimizer: RecordingOptimizer) -> dict[str, Boxable]:
+def tensors_of(data_parallel: DataParallel, optimizer: RecordingOptimizer) -> dict[str, Tensor]:
     return model_tensors(data_parallel.local_params) | optimizer_tensors(optimizer)
 
 

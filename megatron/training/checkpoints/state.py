@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.boxes import BoxedTensor, boxed
+from megatron.checkpoint.boxes import BoxedTensor
 from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save_checkpoint
 from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import directory_below
@@ -97,7 +97,7 @@ class RunState:
         stage = topology.grid.group(topology.rank, ("tp", "cp", "dp"))
         tensors |= {name: BoxedTensor.from_whole(tensor, stage) for name, tensor in same_on_ranks.items()}
         if config.save_rng:
-            tensors |= boxed(random_tensors(topology.rank, topology.device))
+            tensors |= random_tensors(topology.rank, topology.device)
         state = SavedState(
             **asdict(self.progress),
             optimizer_steps=self.module.optimizer.num_steps,
@@ -182,7 +182,7 @@ class RunState:
         self.module.data_parallel.finish_param_all_gather()
         return left_out
 
-    def _continued_states(self, saved: SavedRun) -> dict[str, BoxedTensor]:
+    def _continued_states(self, saved: SavedRun) -> dict[str, Tensor]:
         """The optimizer state; of the moving average only if the checkpoint has one."""
         states = optimizer_tensors(self.module.optimizer)
         has_average, log = any(name.startswith(EMA) for name in saved.shapes), self.context.log_rank0
@@ -193,7 +193,7 @@ class RunState:
             log(f"WARNING: the moving average of the weights in {saved.root} ends here: add --ema-decay to continue it")
         return states
 
-    def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, BoxedTensor]:
+    def _wanted_tensors(self, saved: SavedRun, with_optimizer: bool) -> dict[str, Tensor]:
         weights = model_tensors(self.module.data_parallel.local_params)
         if self.context.config.validation.skip_train and self.context.config.validation.eval_ema:
             if not any(name.startswith(EMA) for name in saved.shapes):
@@ -238,7 +238,7 @@ class RunState:
         return weights | states
 
 
-def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, BoxedTensor]) -> dict[str, BoxedTensor]:
+def _preferring(saved: SavedRun, kind: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """``weights`` under the names of ``kind``; frozen ones, which exist as weights alone, under their own names."""
     others = renamed(weights, MODEL, kind)
     return {other if other in saved.shapes else name: tensor for (name, tensor), other in zip(weights.items(), others)}
@@ -271,7 +271,7 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
 
 def model_tensors(
     weights: Iterable[LocalParam], with_copies: bool = True, dtype: torch.dtype | None = None
-) -> dict[str, BoxedTensor]:
+) -> dict[str, Tensor]:
     """This rank's weights by global name, in ``dtype`` if it is given; ``with_copies`` includes the output layer's copy
     of a tied embedding, which is loaded but not saved."""
     return {
@@ -283,7 +283,7 @@ def model_tensors(
     }
 
 
-def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[str, BoxedTensor]:
+def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[str, Tensor]:
     """This rank's master weights and moments by global name; ``with_copies`` as in :func:`model_tensors`."""
     return {
         f"optimizer/{state.kind}/{state.info.name}": BoxedTensor.from_flat_range(
@@ -304,7 +304,7 @@ def bias_tensors(experts: ExpertBalance | None) -> dict[str, Tensor]:
     return {} if experts is None else {f"{MODEL}{name}": tensor for name, tensor in experts.state().items()}
 
 
-def renamed(tensors: Mapping[str, BoxedTensor], old: str, new: str) -> dict[str, BoxedTensor]:
+def renamed(tensors: Mapping[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
     """The tensors whose name starts with ``old``, under names that start with ``new`` instead."""
     return {new + name.removeprefix(old): tensor for name, tensor in tensors.items() if name.startswith(old)}
 
