@@ -138,7 +138,7 @@ def _divided_tables(
     for name, of_tensor in divided.items():
         for box in of_tensor:
             boxes.setdefault(box.owner, []).append((name, box))
-    empty = pickle.dumps(SavePlan([], planner_data=BoxTable.of([], [])))
+    empty = pickle.dumps(SavePlan([], planner_data=BoxTable.of({}, [])))
     tables = dict.fromkeys(run.grid.group(first, ("cp", "dp")), empty)
     for rank, listed in boxes.items():
         table = BoxTable.of(named(tensors, {name for name, _ in listed}, rank), [], listed)

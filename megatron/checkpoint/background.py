@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,7 +27,7 @@ from megatron.checkpoint.directory import new_saving_directory, remove_checkpoin
 from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.manifest import Manifest, encode_content
 from megatron.checkpoint.safetensors_file import SafetensorsImage
-from megatron.core.activations import CudaCopyStream, PlainCopies, TensorPair
+from megatron.core.activations import CudaCopyStream, PlainCopies
 
 _logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ _logger = logging.getLogger(__name__)
 # storage. Reports {"progress": …} show that a process is alive; {"failed": number, "error": …} drops its later jobs.
 
 
-# --- copies from a GPU --------------------------------------------------------------------------------------
+# --- shared memory -------------------------------------------------------------------------------------------
 
 
 class CudaHostMemory:
@@ -63,8 +62,11 @@ class CudaHostMemory:
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Staging:
-    """Copies into one mapping at a time, on a stream of their own."""
+class SharedMemory:
+    """Anonymous memory that another process can map, and an image that is copied into it; grows on demand, is reused.
+
+    Tensors of a GPU are copied on a stream of their own, into memory that the first of them registers with CUDA.
+    """
 
     def __init__(
         self,
@@ -78,27 +80,40 @@ class Staging:
         """Address of the mapping that CUDA has registered, or refused to register."""
         self._is_registered = False
         self._has_warned = False
+        self._map: mmap.mmap | None = None
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("checkpoint")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.descriptor = os.dup(file.fileno())
 
-    def copy(self, memory: mmap.mmap, pairs: Sequence[TensorPair], device: torch.device) -> None:
-        """Copy each source of ``pairs``, on ``device``, to its target in ``memory``; complete on return.
-
-        The copies start when the computation so far is complete. The first use of a mapping registers it.
-        """
+    def fill(self, image: SafetensorsImage) -> mmap.mmap:
+        """Copy ``image`` when the computation so far is complete; returns the memory that begins with it."""
+        memory, device = self._reserve(image.size), image.device
+        pairs = image.lay_out(memory)
         if device.type == "cpu":
             PlainCopies().copy(pairs)
-            return
-        self._register(memory, device)
-        if self._stream is None:
-            self._stream = self._open_stream(device)
+            return memory
+        if self._address is None:
+            self._register(memory, device)
+        self._stream = self._stream or self._open_stream(device)
         self._stream.copy(pairs).synchronize()
+        return memory
+
+    def _reserve(self, size: int) -> mmap.mmap:
+        """Grow to at least ``size`` bytes."""
+        if self._map is None or len(self._map) < size:
+            self._unregister()
+            os.ftruncate(self.descriptor, size)
+            if hasattr(os, "posix_fallocate"):
+                # Twice as fast as page by page, and missing memory raises an error instead of SIGBUS.
+                os.posix_fallocate(self.descriptor, 0, size)
+            self._map = mmap.mmap(self.descriptor, size)
+        return self._map
 
     def _register(self, memory: mmap.mmap, device: torch.device) -> None:
-        address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-        if address == self._address:
-            return
-        assert not self._is_registered, "a mapping is released before another replaces it"
-        self._address = address
-        error = self._host_memory.register(address, len(memory), device)
+        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        error = self._host_memory.register(self._address, len(memory), device)
         self._is_registered = error is None
         if error is not None and not self._has_warned:
             self._has_warned = True
@@ -110,45 +125,21 @@ class Staging:
                 error,
             )
 
-    def release(self) -> None:
-        """Call before the mapping is freed: another may get its address."""
+    def _unregister(self) -> None:
+        """Before the mapping is freed: another may get its address."""
         if self._is_registered:
             assert self._address is not None
             self._host_memory.unregister(self._address)
         self._address, self._is_registered = None, False
 
-
-# --- the process --------------------------------------------------------------------------------------------
-
-
-class SharedMemory:
-    """Anonymous memory that another process can map; grows on demand and is reused. ``staging`` copies into it."""
-
-    def __init__(self, staging: Staging) -> None:
-        self.staging = staging
-        if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create("checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.descriptor = os.dup(file.fileno())
-        self._map: mmap.mmap | None = None
-
-    def reserve(self, size: int) -> mmap.mmap:
-        """Grow to at least ``size`` bytes."""
-        if self._map is None or len(self._map) < size:
-            self.staging.release()
-            os.ftruncate(self.descriptor, size)
-            if hasattr(os, "posix_fallocate"):
-                # Twice as fast as page by page, and missing memory raises an error instead of SIGBUS.
-                os.posix_fallocate(self.descriptor, 0, size)
-            self._map = mmap.mmap(self.descriptor, size)
-        return self._map
-
     def close(self) -> None:
         """Free the memory once no process maps it."""
-        self.staging.release()
+        self._unregister()
         self._map = None
         os.close(self.descriptor)
+
+
+# --- the process --------------------------------------------------------------------------------------------
 
 
 class BackgroundProcess:
@@ -159,10 +150,10 @@ class BackgroundProcess:
     replaced before the next one.
     """
 
-    def __init__(self, timeout: float, staging: Staging | None = None) -> None:
+    def __init__(self, timeout: float, memory: SharedMemory | None = None) -> None:
         self.timeout = timeout
         self._stalled = f"The background writer has made no progress for {timeout:.0f} s (--async-save-timeout)"
-        self._memory = SharedMemory(staging or Staging())
+        self._memory = memory or SharedMemory()
         self._process: subprocess.Popen[bytes] | None = None
         self._last_number = 0
         self.unfinished: list[int] = []
@@ -218,14 +209,10 @@ class BackgroundProcess:
         notes, self._notes = self._notes, []
         return notes
 
-    def reserve_memory(self, size: int) -> mmap.mmap:
-        """Shared memory for the next "write" job; no job may be unfinished."""
-        assert not self.unfinished
-        return self._memory.reserve(size)
-
     def fill_memory(self, image: SafetensorsImage) -> None:
-        memory = self._memory.reserve(image.size)
-        self._memory.staging.copy(memory, image.lay_out(memory), image.device)
+        """Copy ``image`` to the shared memory, for the next "write" job; no job may be unfinished."""
+        assert not self.unfinished
+        self._memory.fill(image)
 
     def _start(self) -> subprocess.Popen[bytes]:
         package = Path(megatron.__path__[0]).parent
@@ -389,8 +376,7 @@ class AsyncSaveBackend(DirectorySaveTask):
         """Copy the tensors to shared memory; the digests are not known yet."""
         image = SafetensorsImage(tensors)
         with explained("get memory for", path):
-            self._process.reserve_memory(image.size)
-        self._process.fill_memory(image)
+            self._process.fill_memory(image)
         job = {"kind": "write", "path": str(path), "bytes": image.size, "read_back": self._read_back}
         self._own = self._process.submit(job)
         return WrittenFile(path.name, image.size, ())
@@ -413,23 +399,20 @@ class CopyTask(DirectorySaveTask):
             self._submit_commit(self._directory, {"kind": "mirror", "source": str(source)})
 
 
-@dataclass(frozen=True)
-class Retained:
-    """Checkpoints to keep (``--save-retain-last`` and ``--save-retain-interval``)."""
-
-    last: int | None
-    interval: int | None
-
-
 class UploadTask(AsyncSaveTask):
     """A copy of a checkpoint, possibly still unfinished, to a URL; ``upload`` describes the commit.
 
-    With a ``lock_token``, only the run whose lock on the original's directory has it may commit. ``retained`` decides
-    what is deleted at the URL.
+    With a ``lock_token``, only the run whose lock on the original's directory has it may commit. ``retained`` has
+    ``--save-retain-last`` and ``--save-retain-interval``; None if nothing is deleted at the URL.
     """
 
     def __init__(
-        self, url: str, iteration: int, process: BackgroundProcess, lock_token: str | None, retained: Retained | None
+        self,
+        url: str,
+        iteration: int,
+        process: BackgroundProcess,
+        lock_token: str | None,
+        retained: tuple[int | None, int | None] | None,
     ) -> None:
         super().__init__(iteration, process)
         self._url, self._lock_token, self._retained = url, lock_token, retained
@@ -447,7 +430,5 @@ class UploadTask(AsyncSaveTask):
             self._process.submit({**place, "kind": "clear"})
         self._own = self._process.submit({**place, "kind": "upload", "name": file})
         if self._is_coordinator:
-            kept = self._retained or Retained(None, None)
-            retention = {"retain_last": kept.last, "retain_interval": kept.interval}
-            publish = {"kind": "publish", "lock_token": self._lock_token, "deletes": self._retained is not None}
-            self._commit = self._process.submit({**place, **publish, **retention})
+            publish = {"kind": "publish", "lock_token": self._lock_token, "retained": self._retained}
+            self._commit = self._process.submit({**place, **publish})

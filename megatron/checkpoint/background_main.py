@@ -127,15 +127,14 @@ class Worker:
         if job["lock_token"] is not None:
             check_token(manifest.parent.parent, job["lock_token"])
         attempt.publish(manifest, self._progress)
-        if not job["deletes"]:
+        if job["retained"] is None:
             return
 
         def note(text: str) -> None:
             self._report({"note": text})
 
         try:
-            last, interval = job["retain_last"], job["retain_interval"]
-            self._housekeeping(job["root"]).retain(job["iteration"], last, interval, note, self._progress)
+            self._housekeeping(job["root"]).retain(job["iteration"], *job["retained"], note, self._progress)
         except CheckpointError as error:
             note(f"nothing more is deleted under {job['root']}: {error}")
 

@@ -217,22 +217,6 @@ class BoxedTensor(Tensor):
     """The boxes of all ranks that divide the rows of the tensor. Every rank writes its own rows, and only the owner
     of a box lists it in the plan of a save. Empty if no ranks divide the rows."""
 
-    @staticmethod
-    def __new__(
-        cls,
-        global_shape: Sequence[int],
-        dtype: torch.dtype,
-        boxes: dict[tuple[int, ...], Tensor],
-        holders: Sequence[int] = (),
-        divided: Sequence[DividedBox] = (),
-    ) -> "BoxedTensor":
-        device = next((box.device for box in boxes.values()), torch.device("cpu"))
-        tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
-        tensor._boxes = boxes
-        tensor.holders = holders
-        tensor.divided = divided
-        return tensor
-
     @classmethod
     def from_boxes(
         cls,
@@ -253,7 +237,10 @@ class BoxedTensor(Tensor):
             if box.numel() > 0 or prod(global_shape) == 0:
                 assert tuple(offset) not in kept, offset
                 kept[tuple(offset)] = box.detach()
-        return cls(global_shape, dtype, kept, holders, divided)
+        device = next((box.device for box in kept.values()), torch.device("cpu"))
+        tensor: BoxedTensor = wrapper_subclass(cls, torch.Size(global_shape), dtype, device)
+        tensor._boxes, tensor.holders, tensor.divided = kept, holders, divided
+        return tensor
 
     @classmethod
     def from_whole(cls, tensor: Tensor, holders: Sequence[int] = ()) -> "BoxedTensor":

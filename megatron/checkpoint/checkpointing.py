@@ -215,7 +215,7 @@ class SafetensorsReader(_Storage, StorageReader):
                 stops = [start + size for start, size in zip(box.offsets, box.sizes)]
                 numbers.update(saved.overlapping(box.offsets, stops).tolist())
             chunks = list(self.manifest.chunks(name, sorted(numbers)))
-            extents = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in chunks]
+            extents = [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.entry.shape)) for one in chunks]
             found[name] = TensorStorageMetadata(TensorProperties(dtype=saved.dtype), torch.Size(saved.shape), extents)
             self._chunks |= {MetadataIndex(name, torch.Size(one.offset)): one for one in chunks}
         return found
@@ -241,7 +241,7 @@ class SafetensorsReader(_Storage, StorageReader):
                     chunk = self._chunks[item.storage_index]
                     place = tuple(slice(start, start + size) for start, size in zip(item.storage_offsets, item.lengths))
                     target = planner.resolve_tensor(item).detach()
-                    entries.copy_into(target, chunk.key, place, self.manifest.entry(item.storage_index.fqn, chunk))
+                    entries.copy_into(target, chunk.key, place, chunk.entry)
                     planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -284,10 +284,9 @@ def save_checkpoint(
     ranks (for a bug ``RuntimeError`` with all tracebacks) and keeps the earlier checkpoint.
     """
     saving = saving or SyncSaveBackend(root, iteration)
-    group = _process_group(control)
     planner = SavePlanner(0 if control is None else control.ranks[control.rank])
     try:
-        with _same_error_on_all_ranks(group):
+        with _same_error_on_all_ranks(control) as group:
             writer = SafetensorsWriter(state, saving, planner)
             save_state_dict(dict(tensors), writer, process_group=group, no_dist=group is None, planner=planner)
     except BaseException:
@@ -306,28 +305,21 @@ def load_checkpoint(
     checkpoint, a missing name, or another shape or kind of number; ``tensors`` are undefined then.
     """
     reader = SafetensorsReader(root, iteration, boxed(tensors))
-    group = _process_group(control)
-    with _same_error_on_all_ranks(group):
+    with _same_error_on_all_ranks(control) as group:
         load_state_dict(dict(tensors), reader, process_group=group, no_dist=group is None, planner=LoadPlanner())
     return dict(reader.manifest.state)
-
-
-def _process_group(control: ControlGroup | None) -> Any:
-    """The group in which the ranks agree on a checkpoint; None for a single process."""
-    if control is None:
-        assert not dist.is_initialized() or dist.get_world_size() == 1, "several ranks need a control group"
-        return None
-    return control.process_group
 
 
 # --- errors ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Convert DCP's collected failures to one error, equal on every rank."""
+def _same_error_on_all_ranks(control: ControlGroup | None) -> Iterator[Any]:
+    """The process group for DCP, None for a single process; its collected failures become one error of all ranks."""
+    if control is None:
+        assert not dist.is_initialized() or dist.get_world_size() == 1, "several ranks need a control group"
     try:
-        yield
+        yield None if control is None else control.process_group
     except CheckpointException as exception:
         failures = {rank: failure[0] for rank, failure in sorted(exception.failures.items())}
         for error in failures.values():
@@ -337,8 +329,7 @@ def _same_error_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
             raise RuntimeError(str(exception)) from exception  # our own mistake: all tracebacks
         rank, first = next(iter(failures.items()))
         # An error of all ranks is reported without a rank.
-        world_size = 1 if group is None else dist.get_world_size(group)
-        where = "" if len(failures) == world_size else f"Rank {rank}: "
+        where = "" if len(failures) == (1 if control is None else control.size) else f"Rank {rank}: "
         others = {str(error) for error in failures.values()} - {str(first)}
         more = f" ({len(failures) - 1} other ranks failed as well.)" if others else ""
         raise CheckpointError(f"{where}{first}{more}") from exception

@@ -21,9 +21,6 @@ from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.schema import SavedState, upgrade
 from megatron.errors import CheckpointError
 
-# The public save() and load() are these two behind a warning for every run of a single process.
-
-
 _logger = logging.getLogger(__name__)
 
 _MOST_LOOKED_INTO = 100

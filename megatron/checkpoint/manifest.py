@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron.checkpoint.boxes import Divisions, Numbers, boxes_are_disjoint
+from megatron.checkpoint.boxes import Divisions, Numbers, Place, boxes_are_disjoint, overlap
 from megatron.checkpoint.directory import MANIFEST, iteration_directory, locate_checkpoint
 from megatron.checkpoint.files import AnyPath, WrittenFile, explained
 from megatron.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES, Entry
@@ -34,7 +34,7 @@ _DIVISION_COLUMNS = ("first_rows", "rows", "stride")
 
 class Chunk(NamedTuple):
     offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    entry: Entry
     file: WrittenFile
     key: str
 
@@ -138,10 +138,19 @@ class Manifest:
         columns = tensor.offsets.tolist(), tensor.shapes.tolist(), tensor.files.tolist()
         for number, (offset, shape, file) in enumerate(zip(*columns)):
             key = chunk_key(name, offset) if tensor.keys is None else tensor.keys[number]
-            yield Chunk(tuple(offset), tuple(shape), self.file_list[file], key)
+            yield Chunk(tuple(offset), Entry(tensor.dtype, tuple(shape)), self.file_list[file], key)
 
-    def entry(self, name: str, chunk: Chunk) -> Entry:
-        return Entry(self.tensors[name].dtype, chunk.shape)
+    def parts(self, name: str, place: Place) -> Iterator[tuple[Chunk, Place, Place]]:
+        """The chunks that hold elements of the part ``place`` of the tensor ``name``.
+
+        Each with the place of these elements in the part, and in the chunk.
+        """
+        near = self.tensors[name].overlapping([one.start for one in place], [one.stop for one in place])
+        for chunk in self.chunks(name, near):
+            parts = [overlap(*extent) for extent in zip(place, chunk.offset, chunk.entry.shape)]
+            # A place with a step may lie on both sides of a chunk.
+            if all(taken.start < taken.stop for taken, _ in parts):
+                yield chunk, tuple(taken for taken, _ in parts), tuple(inside for _, inside in parts)
 
 
 def encode_manifest(manifest: Manifest) -> str:

@@ -73,7 +73,7 @@ def packed(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterat
         yield group
 
 
-class SafetensorsStream:
+class SafetensorsStream(DigestedFile):
     """Creates a safetensors file on stable storage from a stream of tensors, with one in memory.
 
     ``entries`` are in file order (:func:`aligned`); each may be written in several parts. ``metadata`` has strings for
@@ -81,31 +81,27 @@ class SafetensorsStream:
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> None:
+        super().__init__(path)
         self._header = _header(entries, metadata)
         self._size = len(self._header) + sum(entry.nbytes for entry in entries.values())
-        self._file = DigestedFile(path)
 
     def __enter__(self) -> Self:
-        self._file.__enter__()
+        super().__enter__()
         try:
-            self._file.write(self._header)
+            self.write(self._header)
         except BaseException as error:
-            self._file.__exit__(type(error))
+            self.__exit__(type(error))
             raise
         return self
 
-    def write(self, part: Tensor) -> None:
+    def write_part(self, part: Tensor) -> None:
         """Write the next part, which may be a view and on any device."""
-        self._file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __exit__(self, exception_type: object, *rest: object) -> None:
-        self._file.__exit__(exception_type)
+        super().__exit__(exception_type)
         if exception_type is None:
             assert self.written.size == self._size, (self.written, self._size)
-
-    @property
-    def written(self) -> WrittenFile:
-        return self._file.written
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
@@ -117,7 +113,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> WrittenFile:
     entries = aligned({name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
     with SafetensorsStream(path, entries) as stream:
         for name in entries:
-            stream.write(tensors[name])
+            stream.write_part(tensors[name])
     return stream.written
 
 
@@ -291,7 +287,7 @@ class VerifiedSafetensors(AbstractContextManager["VerifiedSafetensors"]):
         shape = entry.shape or (1,)
         row_bytes = Entry(entry.dtype, shape[1:]).nbytes
         is_whole_rows = rows.step in (None, 1) and all(
-            part == slice(0, size) for part, size in zip(inner, shape[1:], strict=True)
+            (part.start, part.stop, part.step or 1) == (0, size, 1) for part, size in zip(inner, shape[1:], strict=True)
         )
         if is_whole_rows and target.is_contiguous():
             self._fill(target.view(-1), start + rows.start * row_bytes, entry.dtype)

@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +37,6 @@ _DTYPE_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
 _ITEM_SIZES = np.array([dtype.itemsize for dtype in _DTYPES], np.int64)
 
 
-class GlobalTensor(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class TensorTable:
     """Global tensors, one per row. Numbers instead of objects: the coordinator receives a table from every rank."""
@@ -53,14 +47,14 @@ class TensorTable:
     shapes: Numbers  # [tensors, dims]; a tensor of fewer dims has size 1 in the others
 
     @classmethod
-    def of(cls, tensors: Sequence[GlobalTensor]) -> "TensorTable":
-        dims = max((len(tensor.shape) for tensor in tensors), default=0) or 1
-        shapes = [(*tensor.shape, *(1,) * (dims - len(tensor.shape))) for tensor in tensors]
+    def of(cls, tensors: Mapping[str, Tensor]) -> "TensorTable":
+        shapes = [tensor.size() for tensor in tensors.values()]
+        num_dims = [len(shape) for shape in shapes]
         return cls(
-            tuple(tensor.name for tensor in tensors),
-            np.array([_DTYPE_PLACES[tensor.dtype] for tensor in tensors], np.int64),
-            np.array([len(tensor.shape) for tensor in tensors], np.int64),
-            np.array(shapes, np.int64).reshape(len(tensors), dims),
+            tuple(tensors),
+            np.array([_DTYPE_PLACES[tensor.dtype] for tensor in tensors.values()], np.int64),
+            np.array(num_dims, np.int64),
+            _column(shapes, max(num_dims, default=0) or 1, 1),
         )
 
     @classmethod
@@ -93,7 +87,7 @@ class BoxTable:
 
     @classmethod
     def of(
-        cls, tensors: Sequence[GlobalTensor], boxes: Sequence[WriteItem], divided: Sequence[tuple[str, DividedBox]] = ()
+        cls, tensors: Mapping[str, Tensor], boxes: Sequence[WriteItem], divided: Sequence[tuple[str, DividedBox]] = ()
     ) -> "BoxTable":
         """The table of one rank's ``boxes``, then of its ``divided`` boxes with the names of their tensors."""
         table = TensorTable.of(tensors)
@@ -208,7 +202,7 @@ def divided_tensors(tensors: Mapping[str, Any]) -> dict[str, Sequence[DividedBox
     return {name: tensor.divided for name, tensor in tensors.items() if getattr(tensor, "divided", ())}
 
 
-def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> list[GlobalTensor]:
+def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> dict[str, Tensor]:
     """Tensors that ``rank`` reports to the coordinator: those with a ``listed`` box, and those it must report anyway.
 
     Every tensor is reported by at least one rank, so that a missing box is an error: by its first holder, by the owner
@@ -216,11 +210,7 @@ def named(tensors: Mapping[str, Any], listed: Collection[str], rank: int) -> lis
     """
     first = {name: holders[0] for name, holders in known_holders(tensors).items()}
     first |= {name: boxes[0].owner for name, boxes in divided_tensors(tensors).items()}
-    return [
-        GlobalTensor(name, one.dtype, tuple(one.size()))
-        for name, one in tensors.items()
-        if name in listed or first.get(name, rank) == rank
-    ]
+    return {name: one for name, one in tensors.items() if name in listed or first.get(name, rank) == rank}
 
 
 # --- on every rank -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron.errors import CheckpointError
 
 FORMAT_VERSION = 9
 """Version of the manifest and of the state in it."""
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9)
+READABLE_VERSIONS = range(2, FORMAT_VERSION + 1)
 
 T = TypeVar("T")
 State = dict[str, Any]
@@ -114,25 +114,16 @@ def _rename_schedule(state: State) -> State:
     return state
 
 
-def _unchanged(state: State) -> State:
-    return state
-
-
 MIGRATIONS: Mapping[int, Callable[[State], State]] = {
     2: _rename_schedule,
+    # The states of the later versions need none:
     # Version 4 added the fields of experts. Their defaults describe a dense model, as all older checkpoints are.
-    3: _unchanged,
     # Version 5 added rollbacks and the state of the update guard. Older code did not roll back, and had no guard.
-    4: _unchanged,
     # Version 6 added the generation settings of a Hugging Face model, which older code did not read.
-    5: _unchanged,
     # Version 7 added the fields of muP. Their defaults describe a model without it, as all older checkpoints are.
-    6: _unchanged,
     # Version 8 lists the chunks of tensors in columns, and version 9 a box that several ranks divide by rows once.
-    7: _unchanged,
-    8: _unchanged,
 }
-"""Migration from each version to the next."""
+"""Migrations from a version to the next, where the state needs one."""
 
 
 def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
@@ -142,7 +133,8 @@ def upgrade(state: Mapping[str, Any], version: int) -> SavedState:
     """
     current = dict(state)
     for step in range(version, FORMAT_VERSION):
-        current = MIGRATIONS[step](current)
+        if step in MIGRATIONS:
+            current = MIGRATIONS[step](current)
     for name, kind in (("architecture", TransformerConfig), ("lr_schedule", LearningRateSchedule)):
         if current.get(name) is not None:
             current[name] = _build(kind, current[name], name)

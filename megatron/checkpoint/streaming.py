@@ -4,6 +4,8 @@ So are models that are computed from checkpoints: the average of several, and a 
 """
 
 import re
+from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from pathlib import Path
@@ -12,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.boxes import Divisions, Place, overlap
+from megatron.checkpoint.boxes import Divisions, Place
 from megatron.checkpoint.directory import (
     commit,
     iteration_directory,
@@ -47,32 +48,33 @@ Advance = Callable[[int], object]
 """Called with the number of additional bytes done."""
 
 
-class ChunkedModel:
+class ChunkedModel(ABC):
     """A model that is computed or converted chunk by chunk, for :func:`save_streaming`."""
 
     def __init__(self, advance: Advance) -> None:
-        self._advance = advance
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        """The chunks of each global tensor."""
+        self.advance = advance
+        self.tensors: dict[str, Entry] = {}
+        """Dtype and shape of each global tensor."""
+        self.chunks: dict[str, list[slice]] = {}
+        """The rows of each chunk of a tensor, in order."""
 
-    def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype, chunks: list[ChunkStorageMetadata]) -> None:
-        self.tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
+    def _add(self, name: str, entry: Entry, chunks: list[slice]) -> None:
+        self.tensors[name], self.chunks[name] = entry, chunks
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in self.tensors.values())
+        return sum(entry.nbytes for entry in self.tensors.values())
+
+    @abstractmethod
+    def read(self, name: str, rows: slice) -> Tensor:
+        """The chunk of the global tensor ``name`` that has these ``rows``."""
 
 
-def row_chunks(shape: Sequence[int], dtype: torch.dtype, first_row: int = 0) -> list[ChunkStorageMetadata]:
-    """Chunks of whole rows of a tensor of ``shape``, each of at most :data:`BLOCK_BYTES` or one row."""
+def row_chunks(shape: Sequence[int], dtype: torch.dtype, first_row: int = 0) -> list[slice]:
+    """The rows of a tensor of ``shape``, from ``first_row`` on, in chunks of at most :data:`BLOCK_BYTES` or one row."""
     rows, *other = shape
     step = max(1, BLOCK_BYTES // Entry(dtype, (1, *other)).nbytes)
-    return [
-        ChunkStorageMetadata(
-            torch.Size((first_row + row, *(0 for _ in other))), torch.Size((min(step, rows - row), *other))
-        )
-        for row in range(0, rows, step)
-    ]
+    return [slice(first_row + row, first_row + min(row + step, rows)) for row in range(0, rows, step)]
 
 
 def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
@@ -83,44 +85,45 @@ def check_range(converted: Tensor, source: torch.dtype, name: str) -> None:
 
 class _Chunk(NamedTuple):
     tensor: str
-    extent: ChunkStorageMetadata
+    rows: slice
     entry: Entry
 
     @property
     def key(self) -> str:
-        return chunk_key(self.tensor, self.extent.offsets)
+        return chunk_key(self.tensor, (self.rows.start, *(0 for _ in self.entry.shape[1:])))
 
 
 def save_streaming(
     root: Path,
     iteration: int,
-    tensors: Mapping[str, TensorStorageMetadata],
-    read: Callable[[str, ChunkStorageMetadata], Tensor],
+    model: ChunkedModel,
     state: Mapping[str, JSON],
     furnish: Callable[[Path], object] = lambda directory: None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Save as the checkpoint of ``iteration`` in ``root``, chunk by chunk, and return its directory.
+    """Save ``model`` as the checkpoint of ``iteration`` in ``root``, chunk by chunk, and return its directory.
 
-    ``tensors`` has the chunks of each global tensor, and ``read`` returns the content of one; chunks are requested one
-    after the other and dropped after they are written. Files have about ``file_bytes``. ``furnish`` may add files to
-    the directory before it becomes visible. After a failure the earlier checkpoint remains.
+    Chunks are read one after the other and dropped after they are written. Files have about ``file_bytes``. ``furnish``
+    may add files to the directory before it becomes visible. After a failure the earlier checkpoint remains.
     """
     saving = new_saving_directory(root, iteration)
     try:
         with explained("write", saving):
             files: list[WrittenFile] = []
-            file_of: dict[str, int] = {}
+            files_of: defaultdict[str, list[int]] = defaultdict(list)  # the file of each chunk of a tensor
             all_chunks = (
-                _Chunk(name, extent, Entry(tensor.properties.dtype, tuple(extent.sizes)))
-                for name, tensor in tensors.items()
-                for extent in tensor.chunks
+                _Chunk(name, rows, Entry(entry.dtype, (rows.stop - rows.start, *entry.shape[1:])))
+                for name, entry in model.tensors.items()
+                for rows in model.chunks[name]
             )
             for number, chunks in enumerate(packed(all_chunks, lambda chunk: chunk.entry.nbytes, file_bytes)):
-                files.append(_write_file(saving / f"weights_{number:05d}.safetensors", chunks, read))
-                file_of |= {chunk.key: number for chunk in chunks}
+                files.append(_write_file(saving / f"weights_{number:05d}.safetensors", chunks, model))
+                for chunk in chunks:
+                    files_of[chunk.tensor].append(number)
             furnish(saving)
-        saved = {name: _saved_tensor(name, tensor, file_of) for name, tensor in tensors.items()}
+        saved = {
+            name: _saved_tensor(entry, model.chunks[name], files_of[name]) for name, entry in model.tensors.items()
+        }
         commit(saving, root, iteration, encode_manifest(Manifest(saved, files, state)))
     except BaseException:
         remove_checkpoint(saving)
@@ -128,27 +131,25 @@ def save_streaming(
     return iteration_directory(root, iteration)
 
 
-def _saved_tensor(name: str, tensor: TensorStorageMetadata, file_of: Mapping[str, int]) -> SavedTensor:
-    """The tensor with its chunks in the files that ``file_of`` has by their keys."""
-    offsets, shapes = (
-        np.array(rows, np.int64).reshape(len(tensor.chunks), len(tensor.size))
-        for rows in ([chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks])
-    )
-    files = np.array([file_of[chunk_key(name, chunk.offsets)] for chunk in tensor.chunks], np.int64)
-    undivided = Divisions.none(len(files))
-    return SavedTensor(tensor.properties.dtype, tuple(tensor.size), offsets, shapes, files, undivided)
+def _saved_tensor(entry: Entry, chunks: Sequence[slice], files: Sequence[int]) -> SavedTensor:
+    """A tensor with chunks of these rows, and the file of each."""
+    shapes = np.tile(np.array(entry.shape, np.int64), (len(chunks), 1))  # [chunks, dims]
+    offsets = np.zeros_like(shapes)
+    offsets[:, 0] = [rows.start for rows in chunks]
+    shapes[:, 0] = [rows.stop - rows.start for rows in chunks]
+    places = np.array(files, np.int64)
+    return SavedTensor(entry.dtype, entry.shape, offsets, shapes, places, Divisions.none(len(files)))
 
 
-def _write_file(
-    path: Path, chunks: Sequence[_Chunk], read: Callable[[str, ChunkStorageMetadata], Tensor]
-) -> WrittenFile:
+def _write_file(path: Path, chunks: Sequence[_Chunk], model: ChunkedModel) -> WrittenFile:
     entries = aligned({chunk.key: chunk.entry for chunk in chunks})
     by_key = {chunk.key: chunk for chunk in chunks}
     with SafetensorsStream(path, entries) as stream:
         for key, entry in entries.items():
-            content = read(by_key[key].tensor, by_key[key].extent)
+            content = model.read(by_key[key].tensor, by_key[key].rows)
             assert (content.dtype, content.shape) == entry, (key, content.dtype, content.shape)
-            stream.write(content)
+            stream.write_part(content)
+            model.advance(content.nbytes)
             # Freed before the next chunk is allocated.
             del content
     return stream.written
@@ -171,14 +172,8 @@ class SavedTensors:
 
     def read_into(self, target: Tensor, name: str, place: Place) -> None:
         """Fill ``target`` with the part ``place`` of the global tensor ``name``; their shapes are equal."""
-        near = self.manifest.tensors[name].overlapping([one.start for one in place], [one.stop for one in place])
-        for chunk in self.manifest.chunks(name, near):
-            parts = [overlap(wanted, start, size) for wanted, start, size in zip(place, chunk.offset, chunk.shape)]
-            # A place with a step may lie on both sides of a chunk.
-            if all(taken.start < taken.stop for taken, _ in parts):
-                taken, inside = (tuple(part[side] for part in parts) for side in (0, 1))
-                entry = self.manifest.entry(name, chunk)
-                self._open(chunk.file.name).copy_into(target[taken], chunk.key, inside, entry)
+        for chunk, taken, inside in self.manifest.parts(name, place):
+            self._open(chunk.file.name).copy_into(target[taken], chunk.key, inside, chunk.entry)
 
 
 # --- models computed from checkpoints -----------------------------------------------------------------------
@@ -214,19 +209,17 @@ class AveragedModel(ChunkedModel):
                 )
         for name, shape in models[0].items():
             dtypes = [one.manifest.tensors[_source(one, name)].dtype for one in saved]
-            self._add(name, shape, reduce(torch.promote_types, dtypes), row_chunks(shape, torch.float64))
+            self._add(name, Entry(reduce(torch.promote_types, dtypes), shape), row_chunks(shape, torch.float64))
 
-    def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk of the average of the tensor ``name``."""
-        total = torch.zeros(chunk.sizes, dtype=torch.float64)
-        block = torch.empty(chunk.sizes, dtype=torch.float64)
-        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes))
+    def read(self, name: str, rows: slice) -> Tensor:
+        dtype, (_, *other) = self.tensors[name]
+        total = torch.zeros((rows.stop - rows.start, *other), dtype=torch.float64)
+        block = torch.empty_like(total)
+        place = rows, *(slice(0, size) for size in other)
         for one, share in zip(self._saved, self._shares):
             one.read_into(block, _source(one, name), place)
             total.add_(block, alpha=share)
-        content = total.to(self.tensors[name].properties.dtype)
-        self._advance(content.nbytes)
-        return content
+        return total.to(dtype)
 
 
 def _source(saved: SavedTensors, name: str) -> str:
@@ -245,7 +238,7 @@ class UpcycledModel(ChunkedModel):
     def __init__(self, saved: SavedTensors, architecture: TransformerConfig, seed: int, advance: Advance) -> None:
         super().__init__(advance)
         self._saved, self._architecture, self._seed = saved, architecture, seed
-        self._readers: dict[str, Callable[[ChunkStorageMetadata], Tensor]] = {}
+        self._readers: dict[str, Callable[[slice], Tensor]] = {}
         is_moe = architecture.moe_layers()
         for name in (name for name in saved.manifest.tensors if name.startswith(MODEL)):
             source, mlp = _source(saved, name), _MLP_WEIGHT.fullmatch(name)
@@ -258,26 +251,23 @@ class UpcycledModel(ChunkedModel):
             assert architecture.num_experts is not None
             self._add_copies(f"{MODEL}{layer}.experts.{linear}.weight", source, architecture.num_experts)
 
-    def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk of the global tensor ``name``."""
-        content = self._readers[name](chunk)
-        self._advance(content.nbytes)
-        return content
+    def read(self, name: str, rows: slice) -> Tensor:
+        return self._readers[name](rows)
 
     def _add_copies(self, name: str, source: str, copies: int) -> None:
         """Add the stack of ``copies`` of the tensor ``source`` along dim 0."""
         stored = self._saved.manifest.tensors[source]
-        rows, *other = stored.shape
-        chunks = [chunk for copy in range(copies) for chunk in row_chunks(stored.shape, stored.dtype, copy * rows)]
+        height, *other = stored.shape
+        chunks = [rows for copy in range(copies) for rows in row_chunks(stored.shape, stored.dtype, copy * height)]
 
-        def read(chunk: ChunkStorageMetadata) -> Tensor:
-            block = torch.empty(chunk.sizes, dtype=stored.dtype)
-            first = chunk.offsets[0] % rows  # no chunk has rows of two copies
-            place = (slice(first, first + chunk.sizes[0]), *(slice(0, size) for size in other))
+        def read(rows: slice) -> Tensor:
+            block = torch.empty((rows.stop - rows.start, *other), dtype=stored.dtype)
+            first = rows.start % height  # no chunk has rows of two copies
+            place = slice(first, first + len(block)), *(slice(0, size) for size in other)
             self._saved.read_into(block, source, place)
             return block
 
-        self._add(name, (copies * rows, *other), stored.dtype, chunks)
+        self._add(name, Entry(stored.dtype, (copies * height, *other)), chunks)
         self._readers[name] = read
 
     def _add_router(self, name: str, dtype: torch.dtype) -> None:
@@ -288,10 +278,10 @@ class UpcycledModel(ChunkedModel):
         box = Box((0, 0), (0, 0), shape)
         info = ParameterInfo(name, shape, shape, (box,), config.router_init_std, True, tensor_parallel_sharded=False)
 
-        def read(chunk: ChunkStorageMetadata) -> Tensor:
+        def read(rows: slice) -> Tensor:
             weights = torch.empty(shape, dtype=dtype)
             initialize_range(weights.view(-1), info, 0, self._seed)
             return weights
 
-        self._add(MODEL + name, shape, dtype, [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size(shape))])
+        self._add(MODEL + name, Entry(dtype, shape), [slice(0, config.num_experts)])
         self._readers[MODEL + name] = read

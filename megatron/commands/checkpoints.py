@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.safetensors_file import Entry
     from megatron.checkpoint.schema import SavedState
-    from megatron.checkpoint.streaming import AveragedModel, SavedTensors, UpcycledModel
+    from megatron.checkpoint.streaming import ChunkedModel, SavedTensors
 
 DtypeName = Literal["keep", "bf16", "fp16", "fp32"]
 
@@ -55,7 +55,7 @@ class Progress:
 def save_weights(
     save: str,
     iteration: int,
-    model: "AveragedModel | UpcycledModel | WeightsImport",
+    model: "ChunkedModel",
     architecture: TransformerConfig,
     precision: PrecisionConfig,
     tokenizer: TokenizerConfig,
@@ -75,7 +75,7 @@ def save_weights(
     flags["precision"] = asdict(precision)
     state = state_of_weights(iteration, architecture, flags, generation_config).to_json()
     progress.expect(model.nbytes)
-    save_streaming(Path(save), iteration, model.tensors, model.read, state, furnish=furnish)
+    save_streaming(Path(save), iteration, model, state, furnish)
     words = ["--load", save, "--finetune", *model_flags(architecture), *changed_words(tokenizer)]
     return f"train on with: pretrain_llama.py {shlex.join(words)}"
 
@@ -83,7 +83,7 @@ def save_weights(
 def save_derived(
     save: str,
     iteration: int,
-    model: "AveragedModel | UpcycledModel",
+    model: "ChunkedModel",
     architecture: TransformerConfig,
     source: "SavedState",
     tokenizer: TokenizerConfig,
@@ -312,7 +312,7 @@ def find_damage(directory: "AnyPath", manifest: "Manifest") -> list[str]:
     entries: dict[str, dict[str, Entry]] = {file.name: {} for file in manifest.file_list}
     for name in manifest.tensors:
         for chunk in manifest.chunks(name):
-            entries[chunk.file.name][chunk.key] = manifest.entry(name, chunk)
+            entries[chunk.file.name][chunk.key] = chunk.entry
     damage = []
     for file in sorted(manifest.file_list, key=lambda file: file.name):
         try:

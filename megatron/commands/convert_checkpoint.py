@@ -313,15 +313,17 @@ def tokenizer_here(source: "MegatronCheckpoint", place: str | None) -> tuple[Tok
 
     The number is None if its files are not here. A tokenizer at ``place`` that cannot be used is a :class:`UserError`.
     """
+    from megatron.checkpoint.megatron_lm.conversion import shown, tokenizer_of
     from megatron.data.tokenizers import build_tokenizer
 
-    flags = source.tokenizer
+    flags = tokenizer_of(source.arguments)
     if place is None:
         return flags, tokenizer_size(flags)
     if flags.tokenizer_type is None:
+        kind = shown(source.arguments.get("tokenizer_type"))
         raise ConfigError(
-            f"--tokenizer-model {place} is of the type in {source.where}, {source.tokenizer_type}, which is not "
-            "supported: use --vocab-size instead."
+            f"--tokenizer-model {place} is of the type in {source.where}, {kind}, which is not supported: use "
+            "--vocab-size instead."
         )
     flags = replace(flags, tokenizer_model=place)
     return flags, build_tokenizer(flags).vocab_size

@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """Batch sizes in steps over consumed samples; :func:`build_batch_schedule` builds and checks it."""
+    """Batch sizes in steps over consumed samples; :func:`build_batches` builds and checks it."""
 
     steps: tuple[tuple[int, int], ...]
     """(first sample, global batch size); the first samples start at 0 and increase strictly."""
@@ -93,42 +93,37 @@ class BatchSchedule:
         return bisect.bisect_right(self.steps, consumed_samples, key=lambda step: step[0]) - 1
 
 
-def build_batch_schedule(
-    *,
-    micro_batch_size: int,
+def build_batches(
+    config: RunConfig,
     data_parallel_size: int,
-    global_batch_size: int | None = None,
-    rampup_batch_size: tuple[int, int, int] | None = None,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-    earlier_lengths: Sequence[tuple[int, int]] = (),
-    decrease_if_needed: bool = False,
     consumed_samples: int = 0,
+    earlier_lengths: Sequence[tuple[int, int]] = (),
 ) -> BatchSchedule:
-    """The schedule of the flags; the default of ``global_batch_size`` is one microbatch per replica.
+    """The schedule of the flags; the default of ``--global-batch-size`` is one microbatch per replica.
 
     ``earlier_lengths`` are (samples, tokens per sample) of the data stages before the current one. Batch sizes before
     ``consumed_samples`` are not checked against this number of devices. Raises :class:`ConfigError` for flags that
     exclude each other, and for a size that is not divisible into microbatches.
     """
-    if step_batch_size_schedule is not None:
+    training, micro_batch_size = config.training, config.micro_batch_size
+    target, rampup = training.global_batch_size, training.rampup_batch_size
+    if training.step_batch_size_schedule is not None:
         flag = "--step-batch-size-schedule"
-        excluded = (("--global-batch-size", global_batch_size), ("--rampup-batch-size", rampup_batch_size))
-        for other, value in excluded:
+        for other, value in (("--global-batch-size", target), ("--rampup-batch-size", rampup)):
             if value is not None:
                 raise ConfigError(f"{flag} and {other} exclude each other: remove one of them.")
-        assert seq_length is not None, "the thresholds of a step schedule are tokens"
-        steps = parse_step_schedule(step_batch_size_schedule, seq_length, earlier_lengths)
+        steps = parse_step_schedule(training.step_batch_size_schedule, config.seq_length, earlier_lengths)
     else:
-        target = global_batch_size if global_batch_size is not None else micro_batch_size * data_parallel_size
-        flag = "--global-batch-size" if rampup_batch_size is None else "--rampup-batch-size"
-        steps = ((0, target),) if rampup_batch_size is None else rampup_steps(target, rampup_batch_size)
-    schedule = BatchSchedule(steps, micro_batch_size, data_parallel_size, decrease_if_needed)
+        target = micro_batch_size * data_parallel_size if target is None else target
+        flag = "--global-batch-size" if rampup is None else "--rampup-batch-size"
+        steps = ((0, target),) if rampup is None else rampup_steps(target, rampup)
+    decreases = training.decrease_batch_size_if_needed
+    schedule = BatchSchedule(steps, micro_batch_size, data_parallel_size, decreases)
     unit, sizes = schedule.unit, [schedule.scheduled_batch_size(consumed_samples)]
     sizes += [size for first, size in steps if first > consumed_samples]
     for size in sizes:
-        if size < unit or (size % unit and not decrease_if_needed):
-            way_out = "sizes of at least" if decrease_if_needed else "multiples of"
+        if size < unit or (size % unit and not decreases):
+            way_out = "sizes of at least" if decreases else "multiples of"
             raise ConfigError(
                 f"{flag} gives a global batch size of {size}, which is not divisible by --micro-batch-size "
                 f"{micro_batch_size} x data-parallel size {data_parallel_size}: use {way_out} {unit}."
@@ -140,26 +135,6 @@ def check_batches(config: RunConfig, data_parallel_size: int) -> None:
     """Raise :class:`ConfigError` if ``data_parallel_size`` does not divide every global batch size of the run."""
     exact = replace(config.training, decrease_batch_size_if_needed=False)
     build_batches(replace(config, training=exact), data_parallel_size)
-
-
-def build_batches(
-    config: RunConfig,
-    data_parallel_size: int,
-    consumed_samples: int = 0,
-    earlier_lengths: Sequence[tuple[int, int]] = (),
-) -> BatchSchedule:
-    """The schedule of a run; raises :class:`ConfigError` as :func:`build_batch_schedule`."""
-    return build_batch_schedule(
-        micro_batch_size=config.micro_batch_size,
-        data_parallel_size=data_parallel_size,
-        global_batch_size=config.training.global_batch_size,
-        rampup_batch_size=config.training.rampup_batch_size,
-        step_batch_size_schedule=config.training.step_batch_size_schedule,
-        seq_length=config.seq_length,
-        earlier_lengths=earlier_lengths,
-        decrease_if_needed=config.training.decrease_batch_size_if_needed,
-        consumed_samples=consumed_samples,
-    )
 
 
 def rampup_steps(global_batch_size: int, rampup: tuple[int, int, int]) -> tuple[tuple[int, int], ...]:

@@ -27,27 +27,18 @@ def mfu(tokens_per_s_per_gpu: float, flops_per_token: float, peak_tflops: float 
     return achieved_tflops(tokens_per_s_per_gpu, flops_per_token) / peak_tflops
 
 
-_AMPERE_A100 = {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}
-_HOPPER_SXM = {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}
-_HOPPER_PCIE = {"bf16": 756.5, "fp16": 756.5, "fp8": 1513.0, "tf32": 378.0, "fp32": 51.2}
-_HOPPER_NVL = {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60.0}
-_HOPPER_H20 = {"bf16": 148.0, "fp16": 148.0, "fp8": 296.0, "tf32": 74.0, "fp32": 44.0}
-_BLACKWELL_B100 = {"bf16": 1750.0, "fp16": 1750.0, "fp8": 3500.0}
-_BLACKWELL_HGX = {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0, "tf32": 1125.0, "fp32": 75.0}
-_BLACKWELL_GRACE = {"bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0, "tf32": 1250.0, "fp32": 80.0}
-
 DENSE_PEAK_TFLOPS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"V100", {"fp16": 125.0, "fp32": 15.7}),
-    (r"A[18]00", _AMPERE_A100),
+    (r"A[18]00", {"bf16": 312.0, "fp16": 312.0, "tf32": 156.0, "fp32": 19.5}),
     (r"A10G?\b", {"bf16": 125.0, "fp16": 125.0, "tf32": 62.5, "fp32": 31.2}),
     (r"L40S", {"bf16": 362.0, "fp16": 362.0, "fp8": 733.0, "tf32": 183.0, "fp32": 91.6}),
-    (r"H[12]00 NVL", _HOPPER_NVL),
-    (r"H[18]00.*(PCIe|HBM2e)", _HOPPER_PCIE),
-    (r"(H|GH)[128]00", _HOPPER_SXM),
-    (r"H20\b", _HOPPER_H20),
-    (r"GB[23]00", _BLACKWELL_GRACE),
-    (r"B[23]00", _BLACKWELL_HGX),
-    (r"B100", _BLACKWELL_B100),
+    (r"H[12]00 NVL", {"bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "tf32": 417.5, "fp32": 60.0}),
+    (r"H[18]00.*(PCIe|HBM2e)", {"bf16": 756.5, "fp16": 756.5, "fp8": 1513.0, "tf32": 378.0, "fp32": 51.2}),
+    (r"(H|GH)[128]00", {"bf16": 989.4, "fp16": 989.4, "fp8": 1978.9, "tf32": 494.7, "fp32": 66.9}),
+    (r"H20\b", {"bf16": 148.0, "fp16": 148.0, "fp8": 296.0, "tf32": 74.0, "fp32": 44.0}),
+    (r"GB[23]00", {"bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0, "tf32": 1250.0, "fp32": 80.0}),
+    (r"B[23]00", {"bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0, "tf32": 1125.0, "fp32": 75.0}),
+    (r"B100", {"bf16": 1750.0, "fp16": 1750.0, "fp8": 3500.0}),
 )
 """Dense peak in TFLOP/s by precision, for the first pattern found in the device's name, from NVIDIA's data
 sheets (half of the figures they quote with sparsity). ``fp32`` is without tensor cores."""

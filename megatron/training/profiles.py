@@ -4,9 +4,8 @@
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,18 +186,7 @@ class PipelineProfile(Listener):
             self.log_rank0(f"pipeline of iteration {self.iteration} written to {self.path}")
 
 
-@dataclass(frozen=True)
-class AllocatorCalls:
-    """Calls of torch's allocator, which tests replace."""
-
-    record: Callable[[int], None] = torch_compat.record_memory_history
-    dump: Callable[[str], None] = torch_compat.dump_memory_history
-    stop: Callable[[], None] = torch_compat.stop_memory_history
-
-
-def start_memory_history(
-    config: LoggingConfig, topology: Topology, calls: AllocatorCalls = AllocatorCalls()
-) -> "MemoryHistory | None":
+def start_memory_history(config: LoggingConfig, topology: Topology) -> "MemoryHistory | None":
     """Begin to record on the last rank, as Megatron-LM does; before the model is allocated, so that the snapshot has
     the stacks of the weights. None on other ranks and without the flag. Raises :class:`ConfigError` on a CPU."""
     if not config.record_memory_history:
@@ -215,8 +203,8 @@ def start_memory_history(
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RankError(f"--memory-snapshot-path {path} cannot be written ({error.strerror}).") from error
-    calls.record(_MAX_ENTRIES)
-    return MemoryHistory(path, config.log_interval, calls)
+    torch_compat.record_memory_history(_MAX_ENTRIES)
+    return MemoryHistory(path, config.log_interval)
 
 
 @dataclass
@@ -226,7 +214,6 @@ class MemoryHistory(Listener):
 
     path: Path
     interval: int
-    calls: AllocatorCalls = field(default_factory=AllocatorCalls)
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:
         if trainer.state.progress.iteration % self.interval == 0:
@@ -234,10 +221,10 @@ class MemoryHistory(Listener):
 
     def close(self) -> None:
         self._write()
-        self.calls.stop()
+        torch_compat.stop_memory_history()
 
     def _write(self) -> None:
         try:
-            self.calls.dump(str(self.path))
+            torch_compat.dump_memory_history(str(self.path))
         except OSError as error:
             _logger.warning("--record-memory-history could not write %s (%s)", self.path, error)

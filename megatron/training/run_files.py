@@ -202,11 +202,11 @@ def command_script(command: StartedCommand) -> str:
 
 def package_versions() -> dict[str, str]:
     """Versions of Python and of the installed packages that matter."""
-    found = {"python": platform.python_version(), "megatron-llama": ""}
+    found = {"python": platform.python_version()}
     for package in ("megatron-llama", *_PACKAGES):
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-    return {name: version for name, version in found.items() if version}
+    return found
 
 
 def gpu_driver() -> str | None:

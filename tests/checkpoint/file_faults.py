@@ -10,12 +10,29 @@ import stat
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 # Audit events of what changes names in a file system; Python raises them before it acts.
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What hits a process at its ``step``-th change of the file system: SIGKILL, or an error of the system."""
+
+    step: int
+    report: Path
+    """The file that will hold the name of the step, if it comes so far."""
+    is_deadly: bool
+
+    def strike(self, pids: Sequence[int], step: str) -> None:
+        """Hit now: kill ``pids``, or raise the error."""
+        self.report.write_text(step)
+        if not self.is_deadly:
+            raise_error(errno.EIO)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
 
 
 class FileSteps:
@@ -25,17 +42,19 @@ class FileSteps:
     test's own. Nothing is counted until :meth:`arm`.
     """
 
+    _blow: Blow
+    _victims: Sequence[int]
+
     def __init__(self) -> None:
-        self._strike: Callable[[str], object] = lambda step: None
         self._left = 0
         self._is_acting = False
         self._sync = os.fsync
         os.fsync = self._synced  # type: ignore[assignment]
         sys.addaudithook(self._audited)
 
-    def arm(self, step: int, strike: Callable[[str], object]) -> None:
-        """Call ``strike``, which may raise, with the name of step number ``step`` from here, counted from 1."""
-        self._left, self._strike = step, strike
+    def arm(self, blow: Blow, victims: Sequence[int] = ()) -> None:
+        """Strike the ``victims``, by default this process, at the step of ``blow``, counted from here from 1."""
+        self._left, self._blow, self._victims = blow.step, blow, victims or [os.getpid()]
 
     def disarm(self) -> None:
         """Strike no more."""
@@ -60,42 +79,9 @@ class FileSteps:
             self._is_acting = True
             try:
                 prepare()
-                self._strike(step)
+                self._blow.strike(self._victims, step)
             finally:
                 self._is_acting = False
-
-
-@dataclass(frozen=True)
-class Blow:
-    """What hits a process at its ``step``-th change of the file system: SIGKILL, or an error of the system."""
-
-    step: int
-    report: Path
-    """The file that will hold the name of the step, if it comes so far."""
-    is_deadly: bool
-
-    def strike(self, pids: Sequence[int], step: str) -> None:
-        """Hit now: kill ``pids``, or raise the error."""
-        self.report.write_text(step)
-        if not self.is_deadly:
-            raise_error(errno.EIO)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-
-class RankStruck:
-    """Strikes in this process."""
-
-    def __init__(self) -> None:
-        self._steps = FileSteps()
-
-    def arm(self, blow: Blow) -> None:
-        """From here on."""
-        self._steps.arm(blow.step, partial(blow.strike, [os.getpid()]))
-
-    def disarm(self) -> None:
-        """No more."""
-        self._steps.disarm()
 
 
 class WriterStruck:
@@ -118,8 +104,7 @@ class WriterStruck:
         """In a writer: arm what its rank wants."""
         if cls._VARIABLE in os.environ:
             step, report, is_deadly = json.loads(os.environ[cls._VARIABLE])
-            blow = Blow(step, Path(report), is_deadly)
-            FileSteps().arm(step, partial(blow.strike, [os.getppid(), os.getpid()]))
+            FileSteps().arm(Blow(step, Path(report), is_deadly), [os.getppid(), os.getpid()])
 
 
 def raise_error(code: int) -> NoReturn:

@@ -15,7 +15,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 
 from megatron.checkpoint.schema import FORMAT_VERSION
 from megatron.data.corpus_writer import IndexedDatasetWriter
+from tests.checkpoint.models import LLAMA, random_model
 from tests.end_to_end.run_process import (
     TINY_RUN,
     FlagValue,
@@ -203,23 +204,17 @@ def start_of(name: str) -> int:
 
 def convert_from_hugging_face(save: Path) -> None:
     """Convert a small random model of transformers; this needs the package, tests of the result do not."""
-    import transformers
-
-    torch.manual_seed(5)
-    settings = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
+    config = replace(
+        LLAMA,
         hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        ffn_hidden_size=32,
+        kv_channels=4,
+        vocab_size=VOCABULARY,
+        padded_vocab_size=VOCABULARY,
         max_position_embeddings=16,
-        initializer_range=0.2,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )
     with tempfile.TemporaryDirectory(prefix="hf-") as source:
-        transformers.LlamaForCausalLM(settings).save_pretrained(source)
+        random_model(config).save_pretrained(source)
         run_tool("tools/convert_checkpoint.py", "from-hf", "--hf", source, "--save", save)
 
 

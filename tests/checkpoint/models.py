@@ -15,6 +15,7 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields
 from megatron.checkpoint.hugging_face.mapping import Copy
 from megatron.checkpoint.hugging_face.weights import HuggingFaceImport
+from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 
 LLAMA = TransformerConfig(
     num_layers=2,
@@ -52,12 +53,19 @@ MAVERICK = replace(SCOUT, use_rope_scaling=False, qk_l2_norm=False, moe_layer_fr
 MAVERICK = replace(MAVERICK, rope_scaling_factor=8.0, rope_scaling_high_freq_factor=4.0)
 
 
-def random_model(config: TransformerConfig) -> Any:
-    """The model of transformers with random weights, also of norms and of what transformers leaves at zero."""
+def hugging_face_model(config: TransformerConfig) -> Any:
+    """The model of transformers, in plain operations of torch."""
     import transformers
 
-    settings = transformers.AutoConfig.for_model(**config_fields(config, "float32"))
-    return randomized(transformers.AutoModelForCausalLM.from_config(settings))
+    settings = transformers.AutoConfig.for_model(
+        **config_fields(config, "float32"), attn_implementation="eager", experts_implementation="eager"
+    )
+    return transformers.AutoModelForCausalLM.from_config(settings)
+
+
+def random_model(config: TransformerConfig) -> Any:
+    """The model of transformers with random weights, also of norms and of what transformers leaves at zero."""
+    return randomized(hugging_face_model(config))
 
 
 def randomized(model: Any) -> Any:
@@ -84,13 +92,7 @@ def assert_equal(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> N
 def import_of(directory: Path) -> dict[str, Tensor]:
     """The global tensors of this code, assembled from their chunks."""
     found = HuggingFaceImport(directory, None, lambda count: None)
-    tensors = {}
-    for name, tensor in found.tensors.items():
-        whole = torch.empty(tensor.size, dtype=tensor.properties.dtype)
-        for chunk in tensor.chunks:
-            whole[place_of(chunk.offsets, chunk.sizes)] = found.read(name, chunk)
-        tensors[name] = whole
-    return tensors
+    return {name: torch.cat([found.read(name, rows) for rows in chunks]) for name, chunks in found.chunks.items()}
 
 
 def place_of(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
@@ -115,6 +117,24 @@ def assembled(copies: Iterable[Copy], sources: Mapping[str, Tensor], shape: tupl
         assert bool((rectangle[copy.place] == -1).all())
         rectangle[copy.place] = copy.across(sources[copy.source][copy.source_place])
     return rectangle
+
+
+PARTS = {"rows": (12, 6), "fused sections": (16, 6), "columns": (6, 8), "whole vector": (6,)}
+"""Shapes of parameters, by how tensor parallelism divides them."""
+
+
+def rank_part(kind: str, whole: Tensor, rank: int, size: int) -> tuple[ParameterInfo, Tensor]:
+    """The facts of one of :data:`PARTS`, and the part of its value ``whole`` that a tensor-parallel rank has."""
+    if kind == "rows":
+        facts, local = sharded_boxes([12], [6], rank, size), whole.chunk(size)[rank]
+    elif kind == "fused sections":
+        facts = sharded_boxes([8, 4, 4], [6], rank, size)
+        local = torch.cat([section.chunk(size)[rank] for section in whole.split([8, 4, 4])])
+    elif kind == "columns":
+        facts, local = columns_box(6, 8, rank, size), whole.chunk(size, dim=1)[rank]
+    else:
+        facts, local = ((6,), (6,), (Box((0,), (0,), (6,)),)), whole
+    return ParameterInfo(kind, *facts, None, True, kind != "whole vector"), local
 
 
 @dataclass(frozen=True)

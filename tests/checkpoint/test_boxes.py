@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.checkpoint.boxes import BoxedTensor, boxes_are_disjoint, overlap
-from megatron.core.parameter import Box, ParameterInfo, columns_box, flat_range_boxes, sharded_boxes
+from megatron.core.parameter import ParameterInfo, flat_range_boxes
+from tests.checkpoint.models import PARTS, rank_part
 
 Extent = tuple[tuple[int, int], ...]
 """(start, stop) for every dim."""
@@ -68,38 +69,20 @@ def test_overlap_is_what_two_ranges_share(start: int, length: int, step: int, fi
 # --- a rank's pieces of a global tensor ---------------------------------------------------------------------
 
 
-def info_of(parts: tuple[tuple[int, ...], tuple[int, ...], tuple[Box, ...]]) -> ParameterInfo:
-    global_shape, local_shape, boxes = parts
-    return ParameterInfo("weight", global_shape, local_shape, boxes, None, True, True)
-
-
 def numbered(shape: tuple[int, ...]) -> Tensor:
     """A global tensor whose every element is its own flat index."""
-    size = torch.Size(shape).numel()
-    return torch.arange(size, dtype=torch.float64).view(shape)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
 
 
-def rank_part(kind: str, rank: int) -> tuple[ParameterInfo, Tensor]:
-    """The facts and the local tensor of ``rank`` of two, cut without any of the code under test."""
-    if kind == "whole vector":
-        return info_of(((7,), (7,), (Box((0,), (0,), (7,)),))), numbered((7,))
-    if kind == "rows":
-        return info_of(sharded_boxes([6], [5], rank, 2)), numbered((6, 5)).chunk(2)[rank]
-    if kind == "columns":
-        return info_of(columns_box(4, 6, rank, 2)), numbered((4, 6)).chunk(2, dim=1)[rank]
-    assert kind == "fused sections"
-    query, key, value = numbered((8, 3)).split([4, 2, 2])
-    local = torch.cat([section.chunk(2)[rank] for section in (query, key, value)])
-    return info_of(sharded_boxes([4, 2, 2], [3], rank, 2)), local
-
-
-KINDS = ["whole vector", "rows", "columns", "fused sections"]
+def half(kind: str, rank: int) -> tuple[ParameterInfo, Tensor]:
+    """The facts and the local tensor of ``rank`` of two."""
+    return rank_part(kind, numbered(PARTS[kind]), rank, 2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PARTS)
 def test_boxes_of_every_flat_range_hold_exactly_its_elements(kind: str, rank: int) -> None:
-    info, local = rank_part(kind, rank)
+    info, local = half(kind, rank)
     flat, whole = local.flatten(), numbered(info.global_shape)
     for start, stop in combinations_with_replacement(range(flat.numel() + 1), 2):
         found: list[int] = []
@@ -113,14 +96,14 @@ def test_boxes_of_every_flat_range_hold_exactly_its_elements(kind: str, rank: in
 
 @pytest.mark.parametrize("kind", ["rows", "columns"])
 def test_a_flat_range_of_a_matrix_is_at_most_three_boxes(kind: str) -> None:
-    info, local = rank_part(kind, 1)
+    info, local = half(kind, 1)
     ranges = combinations_with_replacement(range(local.numel() + 1), 2)
     assert max(len(list(flat_range_boxes(info, start, stop))) for start, stop in ranges) == 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PARTS)
 def test_pieces_of_a_flat_range_are_views_at_their_global_place(kind: str) -> None:
-    info, local = rank_part(kind, 1)
+    info, local = half(kind, 1)
     flat = local.flatten()[2:-1].clone()
     boxed = BoxedTensor.from_flat_range(info, flat, start=2)
     whole = numbered(info.global_shape)
@@ -140,9 +123,9 @@ def test_it_looks_like_the_global_tensor_but_does_not_compute() -> None:
 
 
 def test_a_rank_may_hold_nothing() -> None:
-    info, local = rank_part("rows", 0)
+    info, local = half("rows", 0)
     boxed = BoxedTensor.from_flat_range(info, local.flatten()[:0], start=4)
-    assert boxed.size() == torch.Size([6, 5])
+    assert boxed.size() == torch.Size([12, 6])
     assert boxed.boxes == []
     assert boxed.__create_write_items__("weight", boxed) == []
     assert boxed.__create_chunk_list__() == []

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 from pathlib import Path
 from unittest import mock
@@ -25,9 +26,9 @@ from megatron.checkpoint.files import WrittenFile, explained
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.checkpoint.manifest import JSON, read_checkpoint
 from megatron.core.control import ControlGroup
-from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 from megatron.errors import CheckpointError
 from tests.checkpoint.fault_run import sentence
+from tests.checkpoint.models import PARTS, place_of, rank_part
 from tests.rank_pool import RankPool
 
 WORLD_SIZE = 8
@@ -44,28 +45,6 @@ def truth(name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.rand(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def cut(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
-    """The part of ``whole`` that tensor-parallel rank ``rank`` of ``size`` holds."""
-    if name == "qkv":
-        return torch.cat([section.chunk(size)[rank] for section in whole.split([8, 4, 4])])
-    if name == "proj":
-        return whole.chunk(size, dim=1)[rank]
-    return whole.chunk(size)[rank] if name == "embedding" else whole
-
-
-def facts(name: str, rank: int, size: int) -> ParameterInfo:
-    parts = {
-        "embedding": sharded_boxes([12], [6], rank, size),
-        "qkv": sharded_boxes([8, 4, 4], [6], rank, size),
-        "proj": columns_box(6, 8, rank, size),
-        "norm": ((6,), (6,), (Box((0,), (0,), (6,)),)),
-    }[name]
-    return ParameterInfo(name, *parts, None, True, name != "norm")
-
-
-NAMES = ["embedding", "qkv", "proj", "norm"]
-
-
 def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tuple[BoxedTensor, Tensor, Tensor]]:
     """What ``rank`` holds of each tensor: (boxed, its memory, what that memory should be).
 
@@ -74,7 +53,7 @@ def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tup
     """
     tensor_rank, data_rank = rank % tensor_parallel, rank // tensor_parallel
     held = {}
-    infos = [facts(name, tensor_rank, tensor_parallel) for name in NAMES]
+    infos = [rank_part(name, torch.zeros(shape), tensor_rank, tensor_parallel)[0] for name, shape in PARTS.items()]
     share = ceil(sum(torch.Size(info.local_shape).numel() for info in infos) / data_parallel)
     first, last = data_rank * share, (data_rank + 1) * share
     position = 0
@@ -85,7 +64,7 @@ def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tup
         position += size
         for kind, dtype in (("model", torch.bfloat16), ("master", torch.float32), ("moment", torch.float64)):
             whole = truth(f"{kind}.{info.name}", info.global_shape, dtype)
-            local = cut(info.name, whole, tensor_rank, tensor_parallel)
+            _, local = rank_part(info.name, whole, tensor_rank, tensor_parallel)
             expected = local.contiguous() if kind == "model" else local.flatten()[start:stop]
             memory = torch.full_like(expected, -1)
             if kind == "model":
@@ -94,12 +73,6 @@ def layout(tensor_parallel: int, data_parallel: int, rank: int) -> dict[str, tup
                 boxed = BoxedTensor.from_flat_range(info, memory, start)
             held[f"{kind}.{info.name}"] = (boxed, memory, expected)
     return held
-
-
-def global_shapes() -> dict[str, tuple[int, ...]]:
-    return {
-        f"{kind}.{name}": facts(name, 0, 1).global_shape for kind in ("model", "master", "moment") for name in NAMES
-    }
 
 
 # --- what the ranks do -------------------------------------------------------------------------------------
@@ -164,7 +137,7 @@ def save_where_nobody_can(root: Path, control: ControlGroup) -> str:
 
 def load_where_one_rank_is_another_model(root: Path, control: ControlGroup) -> str:
     wanted = torch.zeros(7 if control.rank == 3 else 6, dtype=torch.bfloat16)
-    return sentence(lambda: load_checkpoint(root, 100, {"model.norm": wanted}, control))
+    return sentence(lambda: load_checkpoint(root, 100, {"model.whole vector": wanted}, control))
 
 
 def load_what_was_not_saved(root: Path, control: ControlGroup) -> str:
@@ -196,7 +169,7 @@ def save_with_a_hole(root: Path, control: ControlGroup) -> str:
 FAILURES: dict[Callable[[Path, ControlGroup], str], str] = {
     save_where_one_rank_cannot_write: r"Rank 5: Cannot write .*rank_00005.* \(File exists\): .*move it away",
     save_where_nobody_can: r"Rank 0: Cannot write .*Not a directory.*choose another directory",
-    load_where_one_rank_is_another_model: r"Rank 3: model.norm is \[6\] in the checkpoint but \[7\] in this",
+    load_where_one_rank_is_another_model: r"Rank 3: model.whole vector is \[6\] in the checkpoint but \[7\] in this",
     load_what_was_not_saved: r"^The checkpoint has no a \(nor 1 others\): it is from another model",
     load_from_a_broken_file: r"Rank 6: .*rank_00006.safetensors has 100 bytes instead of",
     save_with_a_hole: r"the ranks hold 7 of the 8 elements of holey",
@@ -253,12 +226,11 @@ def test_any_layout_loads_what_another_saved(ranks: Ranks, tensor_parallel: int,
 
 def test_every_element_is_on_disk_once(ranks: Ranks) -> None:
     manifest = read_checkpoint(ranks.root, 100)
-    for name, shape in global_shapes().items():
+    for kind, (part, shape) in product(("model", "master", "moment"), PARTS.items()):
         times = torch.zeros(shape, dtype=torch.int64)
-        for chunk in manifest.chunks(name):
-            place = tuple(slice(at, at + size) for at, size in zip(chunk.offset, chunk.shape))
-            times[place] += 1
-        assert (times == 1).all(), name
+        for chunk in manifest.chunks(f"{kind}.{part}"):
+            times[place_of(chunk.offset, chunk.entry.shape)] += 1
+        assert (times == 1).all(), (kind, part)
     # Nothing is pickled, such as DCP's .metadata.
     assert {path.name for path in iteration_directory(ranks.root, 100).iterdir()} == {MANIFEST, *manifest.files()}
     assert {name for name in manifest.tensors if name.startswith("rng/")} == {
@@ -269,9 +241,9 @@ def test_every_element_is_on_disk_once(ranks: Ranks) -> None:
 def test_ranks_write_about_equally_much(ranks: Ranks) -> None:
     manifest = read_checkpoint(ranks.root, 100)
     written = dict.fromkeys(manifest.files(), 0)
-    for name, tensor in manifest.tensors.items():
+    for name in manifest.tensors:
         for chunk in manifest.chunks(name):
-            written[chunk.file.name] += torch.Size(chunk.shape).numel() * tensor.dtype.itemsize
+            written[chunk.file.name] += chunk.entry.nbytes
     assert len(written) == WORLD_SIZE
     assert max(written.values()) - min(written.values()) <= SLICE_BYTES
 

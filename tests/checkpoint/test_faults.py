@@ -34,8 +34,8 @@ from tests.checkpoint.fault_run import (
 from tests.checkpoint.file_faults import (
     ALL,
     Blow,
+    FileSteps,
     NotAllowed,
-    RankStruck,
     Room,
     WriterStruck,
     forbid_writing,
@@ -66,7 +66,7 @@ def save_alone(root: Path, saved: Saved) -> None:
 
 
 # Where the steps of a save are made, most of them.
-STRUCK: dict[str, Callable[[], RankStruck | WriterStruck]] = {"sync": RankStruck, "async": WriterStruck}
+STRUCK: dict[str, Callable[[], FileSteps | WriterStruck]] = {"sync": FileSteps, "async": WriterStruck}
 
 
 def run_until_step(seat: Seat, root: Path, kind: str, again: bool, victim: int, blow: Blow) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron.checkpoint.checkpointing import load_checkpoint
@@ -101,53 +102,22 @@ def assert_like_the_past(records: list[Record], folder: Path) -> None:
                 assert record[key] == value, (key, record, past)
 
 
-def parts_of(columns: dict[str, list[int]], number: int, size: int) -> Iterator[tuple[int, int, int]]:
-    """Of each chunk of a box with ``size`` rows: its first row, its rows, and the way to its file."""
-    if not columns.get("stride") or not columns["stride"][number]:
-        yield 0, size, 0
-        return
-    row, rows, step = 0, columns["first_rows"][number], 0
-    while row < size:
-        yield row, min(rows, size - row), step
-        row, rows, step = row + rows, columns["rows"][number], step + columns["stride"][number]
-
-
-def chunks_of(manifest: dict[str, Any], name: str) -> list[tuple[tuple[slice, ...], str, str]]:
-    """Of each chunk of a tensor: its place, its file, and the key of its entry."""
-    record = manifest["tensors"][name]
-    dims, files = len(record["shape"]), list(manifest["files"])
-    found = []
-    if manifest["format_version"] < 8:
-        for chunk in record["chunks"]:
-            found.append((chunk["offset"], chunk["shape"], chunk["file"], chunk["key"]))
-    else:
-        columns = record["chunks"]
-        for number, file in enumerate(columns["file"]):
-            offset, shape = (columns[kind][number * dims : (number + 1) * dims] for kind in ("offset", "shape"))
-            for row, rows, step in parts_of(columns, number, shape[0] if shape else 1):
-                at, size = [row + start for start in offset[:1]] + offset[1:], [rows for _ in shape[:1]] + shape[1:]
-                found.append((at, size, files[file + step], f"{name}@{','.join(map(str, at))}"))
-    return [
-        (tuple(slice(start, start + size) for start, size in zip(offset, shape)), file, key)
-        for offset, shape, file, key in found
-    ]
-
-
 def test_every_number_is_loaded(kept: Path) -> None:
-    """Each global tensor, bit for bit, as other code reads it from the file."""
+    """Each global tensor, bit for bit, from the entries that other code reads: their keys are ``name@offset``."""
     iteration = start_of(kept.name)
     directory = checkpoint_of(kept, iteration)
-    manifest = json.loads((directory / "manifest.json").read_text())["manifest"]
-    files = {path.name: load_file(path) for path in directory.glob("*.safetensors")}
-    chunks = {name: chunks_of(manifest, name) for name in manifest["tensors"]}
-    loaded = {}
-    for name, record in manifest["tensors"].items():
-        _, file, key = chunks[name][0]
-        loaded[name] = files[file][key].new_zeros(record["shape"])
+    shapes = json.loads((directory / "manifest.json").read_text())["manifest"]["tensors"]
+    entries = {key: entry for path in directory.glob("*.safetensors") for key, entry in load_file(path).items()}
+    dtypes = {key.rpartition("@")[0]: entry.dtype for key, entry in entries.items()}
+    loaded = {name: torch.zeros(record["shape"], dtype=dtypes[name]) for name, record in shapes.items()}
     load_checkpoint(kept, iteration, loaded)
-    for name, tensor in loaded.items():
-        for place, file, key in chunks[name]:
-            assert tensor[place].equal(files[file][key]), name
+    unseen = {name: tensor.numel() for name, tensor in loaded.items()}
+    for key, entry in entries.items():
+        name, _, offset = key.rpartition("@")
+        place = tuple(slice(int(at), int(at) + size) for at, size in zip(offset.split(","), entry.shape))
+        assert loaded[name][place].equal(entry), key
+        unseen[name] -= entry.numel()
+    assert not any(unseen.values()), unseen
     assert read_checkpoint(kept, iteration).state["iteration"] == iteration
 
 

@@ -16,12 +16,14 @@ from megatron.config.model import ModelConfig, preset
 from megatron.errors import CheckpointError
 from megatron.training.checkpoints.comparison import check_architecture
 from tests.checkpoint.models import LLAMA, MIXTRAL, QWEN3_MOE, SCOUT
+from tests.model.reference import YARN_VARIANTS
 
 transformers: Any = pytest.importorskip("transformers")
 
 PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 """The fields of config.json in published models."""
 LLAMA3 = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
 def fields_of(config: TransformerConfig, **changes: Any) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def fields_of(config: TransformerConfig, **changes: Any) -> dict[str, Any]:
         (MIXTRAL, "mixtral"),
         (QWEN3_MOE, "qwen3_moe"),
         (replace(QWEN3_MOE, moe_layer_freq="1"), "qwen3_moe"),
+        *((replace(config, padded_vocab_size=config.vocab_size), "llama") for config in YARN_VARIANTS.values()),
         *(
             (replace(SCOUT, **changes), "llama4_text")
             for changes in (
@@ -109,8 +112,9 @@ def test_a_checkpoint_with_other_experts_is_refused(
         check_architecture(vars(wanted), vars(saved), "X")
 
 
-def test_flags_made_of_an_architecture_resolve_to_it() -> None:
-    assert ModelConfig.of(LLAMA).resolve(17, 1, 1) == replace(LLAMA, padded_vocab_size=128)
+@pytest.mark.parametrize("config", [LLAMA, YARN_VARIANTS["mscale"]], ids=["llama", "yarn"])
+def test_flags_made_of_an_architecture_resolve_to_it(config: TransformerConfig) -> None:
+    assert ModelConfig.of(config).resolve(config.vocab_size, 1, 1) == replace(config, padded_vocab_size=128)
 
 
 # --- presets -------------------------------------------------------------------------------------------------
@@ -216,14 +220,6 @@ def test_the_kinds_of_layers_are_those_of_the_model_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("step", "dense", "frequency"), [(1, [], "1"), (1, [1], "2"), (2, [], "[0,1,0]"), (1, [2], "[1,1,0]")]
-)
-def test_the_layers_with_experts_have_the_shortest_name(step: int, dense: list[int], frequency: str) -> None:
-    fields = config_fields(QWEN3_MOE, "float32") | {"decoder_sparse_step": step, "mlp_only_layers": dense}
-    assert transformer_config_of(fields, "config.json").moe_layer_freq == frequency
-
-
-@pytest.mark.parametrize(
     ("changes", "chunk"),
     [
         ({"layer_types": ["full_attention"] * 4}, None),
@@ -254,6 +250,10 @@ def test_chunks_can_be_absent(changes: dict[str, Any], chunk: int | None) -> Non
             "high_freq_factor 4.0 is below",
         ),
         (LLAMA, {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        (LLAMA, {"rope_scaling": {**YARN, "factor": 0.5}}, "factor is 0.5"),
+        (LLAMA, {"rope_scaling": {**YARN, "extrapolation_factor": 2.0}}, "'extrapolation_factor' is not implemented"),
+        (LLAMA, {"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1"),
+        (LLAMA, {"rope_scaling": {**YARN, "beta_fast": "32"}}, "beta_fast is '32'"),
         (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
         (LLAMA, {"rope_parameters": {"rope_theta": 1.0, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         (LLAMA, {"rope_parameters": [1]}, "rope_parameters is"),

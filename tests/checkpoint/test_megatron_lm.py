@@ -30,12 +30,11 @@ from megatron.checkpoint.megatron_lm.conversion import (
     MegatronImport,
     architecture_of,
     grouped_rows,
-    matrices,
     place_of,
     tokenizer_of,
 )
 from megatron.checkpoint.megatron_lm.safe_pickle import Global, Record
-from megatron.checkpoint.megatron_lm.torch_dist import Chunk, SavedTensor, TorchDistCheckpoint
+from megatron.checkpoint.megatron_lm.torch_dist import TorchDistCheckpoint
 from megatron.commands.convert_checkpoint import FromMegatron, convert
 from megatron.config.data import TokenizerConfig
 from megatron.errors import CheckpointError, ConfigError, UserError
@@ -71,9 +70,7 @@ def tensors_of(directory: Path, vocab_size: int | None = 29, **changed: Any) -> 
     source = MegatronCheckpoint(directory)
     source.arguments = {**source.arguments, **changed}
     model = MegatronImport(source, vocab_size, None, lambda count: None)
-    return {
-        name: torch.cat([model.read(name, chunk) for chunk in tensor.chunks]) for name, tensor in model.tensors.items()
-    }
+    return {name: torch.cat([model.read(name, rows) for rows in chunks]) for name, chunks in model.chunks.items()}
 
 
 def refusal_of(directory: Path, names: str = "", **changed: Any) -> str:
@@ -139,7 +136,6 @@ def test_a_norm_is_found_under_either_name(norm: str) -> None:
 
 
 def test_the_command_takes_an_iteration_and_converts_the_dtype(fixtures: Path, tmp_path: Path) -> None:
-    (fixtures / "llama" / "latest_checkpointed_iteration.txt").read_text()
     first = converted(fixtures / "llama", tmp_path / "a", ckpt_step=7, iteration=7)
     second = converted(fixtures / "llama" / ITERATION, tmp_path / "b", dtype="bf16", vocab_size=31)
     assert find_checkpoint(tmp_path / "a") == 7
@@ -217,29 +213,6 @@ def test_queries_keys_and_values_are_grouped(groups: int, queries: int, half: in
         for run in grouped_rows(section, config):
             found[run.ours : run.ours + run.length] = torch.arange(run.theirs, run.theirs + run.length)
         assert torch.equal(found, rows.flatten())
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_a_stack_is_divided_at_every_index(data: st.DataObject) -> None:
-    layers, experts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
-    per_chunk = data.draw(st.sampled_from([one for one in range(1, experts + 1) if experts % one == 0]))
-    config = replace(architecture_of(ARGUMENTS, 29, "here"), num_layers=layers, num_experts=experts)
-    chunks = tuple(
-        Chunk((layer, first, 0, 0), (1, per_chunk, 5, 3), f"{layer}.distcp", (first, 1))  # type: ignore[arg-type]
-        for layer in range(layers)
-        for first in range(0, experts, per_chunk)
-    )
-    name = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
-    tensor = SavedTensor(name, torch.float32, (layers, experts, 5, 3), chunks)
-    found = dict(matrices({name: tensor}, config, "here"))
-    assert len(found) == layers * experts
-    for layer in range(layers):
-        for expert in range(experts):
-            rows = found[f"layers.{layer}.mlp.experts.{expert}.linear_fc2.weight"]
-            assert (rows.shape, rows.leading) == ((5, 3), (layer, expert))
-            (chunk,) = rows.chunks
-            assert chunk.offset[:2] == (layer, expert // per_chunk * per_chunk)
 
 
 # --- arguments -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.checkpoint.boxes import BoxedTensor
-from megatron.checkpoint.save_plan import BoxTable, GlobalTensor, own_share, spread_replicas, tensor_data
+from megatron.checkpoint.save_plan import BoxTable, own_share, spread_replicas, tensor_data
 
 # --- who writes what ---------------------------------------------------------------------------------------
 
@@ -25,8 +25,7 @@ def listed(tensors: dict[str, Tensor]) -> tuple[BoxTable, list[WriteItem]]:
         for name, tensor in tensors.items()
     }
     items = [item for name, tensor in boxed.items() for item in tensor.__create_write_items__(name, tensor)]
-    facts = [GlobalTensor(name, tensor.dtype, tuple(tensor.size())) for name, tensor in boxed.items()]
-    return BoxTable.of(facts, items), items
+    return BoxTable.of(boxed, items), items
 
 
 def parts_of(*ranks: dict[str, Tensor]) -> list[list[int]]:

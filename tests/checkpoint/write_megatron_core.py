@@ -128,15 +128,9 @@ def build(sizes: dict[str, Any], fixture: Fixture) -> GPTModel:
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
         }
+    same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     config = TransformerConfig(
-        num_layers=sizes["num_layers"],
-        hidden_size=sizes["hidden_size"],
-        ffn_hidden_size=sizes["ffn_hidden_size"],
-        num_attention_heads=sizes["num_attention_heads"],
-        num_query_groups=sizes["num_query_groups"],
-        kv_channels=sizes["kv_channels"],
-        qk_layernorm=sizes["qk_layernorm"],
-        add_qkv_bias=sizes["add_qkv_bias"],
+        **{name: sizes[name] for name in (*same, "qk_layernorm", "add_qkv_bias")},
         tensor_model_parallel_size=fixture.tensor,
         pipeline_model_parallel_size=fixture.pipeline,
         expert_model_parallel_size=fixture.experts,

@@ -9,87 +9,28 @@ import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.checkpointing import load_checkpoint
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.checkpoint.manifest import read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import convert_checkpoint
 from megatron.commands.checkpoints import DtypeName
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace
-from megatron.config.model import MoEConfig
-from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.parameter import info_of
-from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import single_process
 from tests.checkpoint.models import assert_equal, weights_under
 from tests.end_to_end.run_process import FlagValue
-from tests.model.reference import fp32_means_fp64, relative_error
+from tests.model import reference
+from tests.model.reference import architecture, fp32_means_fp64, random_model, relative_error
 from tests.whole_model import logits_of
 
 transformers: Any = pytest.importorskip("transformers")
 
-CPU = torch.device("cpu")
 VOCABULARY = 61
-EXPERTS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    # A dense layer, and experts of another width than its MLP.
-    "qwen3_moe": {
-        "num_local_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 24,
-        "mlp_only_layers": [0],
-        "norm_topk_prob": True,
-    },
-    # A dense layer with rotary embedding and chunks, and experts in a layer without either.
-    "llama4_text": {
-        "num_local_experts": 4,
-        "intermediate_size_mlp": 40,
-        "interleave_moe_layer_step": 2,
-        "no_rope_layer_interval": 2,
-        "attention_chunk_size": 8,
-        "floor_scale": 4,
-    },
-}
-"""The experts of the families that have some."""
-SCALED_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    # Short, so that all three regimes of the scaling occur within the sequence.
-    "original_max_position_embeddings": 16,
-}
 
 
 def their_model(tied: bool, family: str = "llama") -> Any:
-    """Tied with plain rotary embeddings; untied with fewer key-value heads, wide heads and scaled ones."""
-    torch.manual_seed(3)
-    rope = {"rope_type": "default", "rope_theta": 50000.0} if tied else SCALED_ROPE
-    settings = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4 if tied else 2,
-        head_dim=8 if tied else 16,
-        max_position_embeddings=64,
-        rope_parameters=rope,
-        tie_word_embeddings=tied,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        **EXPERTS.get(family, {}),
-    )
-    model = transformers.AutoModelForCausalLM.from_config(settings)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 1.0))
-    return model
+    """A small model of transformers in fp32; untied with scaled rotary embeddings."""
+    return random_model(architecture(scaling=not tied, tied=tied, tp=1, family=family), torch.float32)
 
 
 DENSE_RUN: dict[str, Any] = {
@@ -156,13 +97,9 @@ def assert_our_logits_are_theirs(converted: Path, model: Any) -> None:
 
 def our_model(root: Path) -> TransformerModel:
     """The converted model in fp64, with the architecture stored in the checkpoint."""
-    architecture = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
-    kernel = choose_attention_kernel("auto", CPU, torch.float64)
-    parallel = TensorParallel(single_process().tensor_parallel)
-    experts = build_experts(architecture, MoEConfig(), single_process())
-    model = TransformerModel(architecture, BuildContext(parallel, torch.float64, CPU, kernel, experts=experts))
-    load_checkpoint(root, 0, {f"model/{info_of(weight).name}": weight.detach() for weight in model.parameters()})
-    return model
+    config = TransformerConfig(**read_checkpoint(root, 0).state["architecture"])
+    weights = {name: weight.double() for name, weight in tensors_of(root, iteration=0).items()}
+    return reference.our_model(config, weights, single_process())
 
 
 def tensors_of(root: Path, prefix: str = "model/", iteration: int | None = None) -> dict[str, Tensor]:

@@ -132,6 +132,18 @@ def flags_of(corpus: Corpus, **changes: FlagValue) -> list[str]:
     return words_of({**TINY_RUN, **source, **changes})
 
 
+def saving_in(directory: Path) -> Flags:
+    """The flags of a run that saves in ``directory``, resumes from there, and writes its metrics there."""
+    return {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
+
+
+def saving_run(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
+    """A run of four iterations that saves in ``run/first`` after each."""
+    length: Flags = {"bf16": True, "global_batch_size": 4, "train_iters": 4, "lr_decay_iters": 4, "save_interval": 1}
+    places: Flags = {**saving_in(run / "first"), "metrics_jsonl": run / "metrics.jsonl"}
+    return flags_of(corpus, **{**length, **places, **changes})
+
+
 def words_of(flags: Mapping[str, FlagValue]) -> list[str]:
     """Flags by their names, as on a command line; those with None are left out."""
     return [word for name, value in flags.items() for word in _words(name, value)]

@@ -28,6 +28,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     iterations,
+    saving_in,
 )
 
 DONE = 4
@@ -52,8 +53,7 @@ class Scene:
 
     def flags(self, changes: Flags) -> list[str]:
         """Flags that would continue the run, but for ``changes``."""
-        common: Flags = {"save": self.run, "load": self.run, "metrics_jsonl": self.run / "metrics.jsonl"}
-        return flags_of(self.corpus, **{**common, **changes})
+        return flags_of(self.corpus, **{**saving_in(self.run), **changes})
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from tests.end_to_end.run_process import (
     iterations,
     latest_iteration,
     losses,
+    saving_in,
     words_of,
 )
 
@@ -68,8 +69,7 @@ def faults_allowed() -> Iterator[None]:
 
 def train(directory: Path, processes: int = 1, /, **changes: FlagValue) -> Outcome:
     """Train in ``directory``, and resume from what is there."""
-    places: Flags = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
-    words = words_of({**RUN, **places, **changes})
+    words = words_of({**RUN, **saving_in(directory), **changes})
     return call_training(words) if processes == 1 else fork_training(words, processes)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron.checkpoint.manifest import read_checkpoint
 from megatron.commands import checkpoints
 from megatron.commands.checkpoints import InspectConfig
 from megatron.data.loader import Microbatch
@@ -27,7 +28,6 @@ from tests.end_to_end.run_process import (
     Flags,
     FlagValue,
     Outcome,
-    Record,
     assert_close,
     assert_same_tensors,
     call_training,
@@ -35,7 +35,7 @@ from tests.end_to_end.run_process import (
     computed,
     fork_training,
     iterations,
-    latest_iteration,
+    saving_in,
     words_of,
 )
 
@@ -100,9 +100,8 @@ def b(tmp_path_factory: pytest.TempPathFactory) -> WrittenCorpus:
 
 def flags(directory: Path, *words: object, **changes: FlagValue) -> list[str]:
     """A run on the corpora and weights ``words``, saving in ``directory``."""
-    places = {"save": directory, "load": directory, "metrics_jsonl": directory / "metrics.jsonl"}
-    data = {"data_path": [str(word) for word in words] or None}
-    return words_of({**SMALL, **places, **data, **changes})
+    data: Flags = {"data_path": [str(word) for word in words] or None}
+    return words_of({**SMALL, **saving_in(directory), **data, **changes})
 
 
 # --- refusals ------------------------------------------------------------------------------------------------
@@ -177,7 +176,7 @@ def test_a_new_run_from_the_weights_compares_nothing(saved: Saved, b: WrittenCor
     )
     changes: Flags = {"save": tmp_path, "seq_length": 8, "exit_interval": 1}
     call_training(flags(tmp_path, b.prefix, **{**changes, **start})).succeeded()
-    (stage,) = stages_of(tmp_path, 1)
+    (stage,) = read_checkpoint(tmp_path, 1).state["data_stages"]
     assert (stage["name"], stage["first_iteration"], stage["first_sample"]) == ("first", 0, 0)
     assert [corpus["path"] for corpus in stage["data"]["corpora"]] == [str(b.prefix)]
 
@@ -189,16 +188,13 @@ def test_evaluation_alone_compares_nothing(saved: Saved, b: WrittenCorpus) -> No
 
 def test_other_data_of_evaluation_are_a_warning(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
     evaluated: Flags = {"eval_interval": 2, "eval_iters": 1, "split": None, "train_data_path": str(a.prefix)}
-    call_training(flags(tmp_path, exit_interval=2, valid_data_path=str(a.prefix), **evaluated)).succeeded()
-    outcome = call_training(flags(tmp_path, exit_interval=4, valid_data_path=str(b.prefix), **evaluated)).succeeded()
-    warning = "WARNING: the evaluation data differ from the checkpoint of iteration 2"
-    assert sum(warning in line for line in outcome.stdout.splitlines()) == 2
-    assert (
-        warning
-        not in call_training(flags(tmp_path, exit_interval=6, valid_data_path=str(b.prefix), **evaluated))
-        .succeeded()
-        .stdout
-    )
+
+    def warnings(stop: int, corpus: WrittenCorpus) -> int:
+        run = flags(tmp_path, exit_interval=stop, valid_data_path=str(corpus.prefix), **evaluated)
+        printed = call_training(run).succeeded().stdout
+        return printed.count("WARNING: the evaluation data differ from the checkpoint of iteration ")
+
+    assert [warnings(2, a), warnings(4, b), warnings(6, b)] == [0, 2, 0]
 
 
 def test_no_password_of_a_corpus_reaches_a_checkpoint(tmp_path: Path) -> None:
@@ -219,17 +215,10 @@ def test_no_password_of_a_corpus_reaches_a_checkpoint(tmp_path: Path) -> None:
 # --- stages --------------------------------------------------------------------------------------------------
 
 
-def stages_of(directory: Path, iteration: int | None = None) -> list[dict[str, Any]]:
-    """The data stages in the manifest of a checkpoint."""
-    checkpoint = checkpoint_of(directory, iteration or latest_iteration(directory))
-    state: Record = json.loads((checkpoint / "manifest.json").read_text())["manifest"]["state"]
-    stages: list[dict[str, Any]] = state["data_stages"]
-    return stages
-
-
-def names_and_starts(directory: Path) -> list[tuple[str, int, int]]:
-    """Name, first iteration and first sample of the stages of the latest checkpoint."""
-    return [(stage["name"], stage["first_iteration"], stage["first_sample"]) for stage in stages_of(directory)]
+def names_and_starts(directory: Path, iteration: int) -> list[tuple[str, int, int]]:
+    """Name, first iteration and first sample of the data stages of a checkpoint."""
+    stages = read_checkpoint(directory, iteration).state["data_stages"]
+    return [(stage["name"], stage["first_iteration"], stage["first_sample"]) for stage in stages]
 
 
 @contextmanager
@@ -283,7 +272,7 @@ def test_three_stages_with_requeues_are_one_run(a: WrittenCorpus, b: WrittenCorp
     third += train(15, a.prefix, seq_length=32, global_batch_size=4)
     assert third == a.samples(24, 32, 24)
 
-    assert names_and_starts(run) == [("first", 0, 0), ("second", 4, 4 * STEP), ("third", 9, 9 * STEP)]
+    assert names_and_starts(run, 15) == [("first", 0, 0), ("second", 4, 4 * STEP), ("third", 9, 9 * STEP)]
     report = list(checkpoints.lines(checkpoints.inspect(InspectConfig(str(run)))))
     assert f"data stage third: after iteration 9 and 72 samples, sequences of 32, {a.prefix}" in report
     records = iterations(run / "metrics.jsonl")

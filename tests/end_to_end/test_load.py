@@ -23,7 +23,6 @@ from tests.end_to_end.run_process import (
     Corpus,
     Flags,
     FlagValue,
-    Outcome,
     assert_close,
     bytes_under,
     call_training,
@@ -42,9 +41,11 @@ def trained(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def refusal(flags: list[str]) -> str:
-    """What a run that must not begin says."""
-    return assert_refused(call_training(flags))
+def refusal(flags: list[str], *words: str) -> str:
+    """The one sentence of a run that must not begin; it has these ``words``."""
+    outcome = call_training(flags)
+    assert outcome.exit_code == 2
+    return outcome.refusal(*words)
 
 
 def test_a_run_begins_where_it_saves(corpus: Corpus, tmp_path: Path) -> None:
@@ -88,29 +89,30 @@ def test_where_a_run_does_not_begin(corpus: Corpus, trained: Path, tmp_path: Pat
     places = {"save": tmp_path, "pretrained_checkpoint": trained}
     given = {name: places[name] / str(value) if name in places else value for name, value in changes.items()}
     before = sorted(trained.rglob("*"))
-    message = refusal(flags_of(corpus, train_iters=3, load=trained / place, **given))
     sentence = WRONG[place].format(trained)
     if place == "chekpoints" and "ckpt_step" in changes:
         sentence = f"{trained}/chekpoints has no checkpoint of iteration 2; it has: none"
-    assert sentence in message
+    refusal(flags_of(corpus, train_iters=3, load=trained / place, **given), sentence)
     assert sorted(trained.rglob("*")) == before
 
 
 def test_a_run_that_saves_to_load_begins_only_where_checkpoints_may_be(corpus: Corpus, trained: Path) -> None:
     """Not in the directory of a checkpoint, and not where it needs one."""
     one = trained / "checkpoints" / "iter_0000002"
-    assert WRONG["checkpoints/iter_0000002"].format(trained) in refusal(flags_of(corpus, load=one, save=one))
+    refusal(flags_of(corpus, load=one, save=one), WRONG["checkpoints/iter_0000002"].format(trained))
     new = trained / "new"
-    finetune = refusal(flags_of(corpus, load=new, save=new, finetune=True))
-    assert f"--load {new} has no checkpoint: set it to the weights from which --finetune starts" in finetune
-    refused = refusal(flags_of(corpus, load=new, save=new, exit_on_missing_checkpoint=True))
-    assert f"--load {new} has no checkpoint: check the path, or remove --exit-on-missing-checkpoint" in refused
+    for flag, remedy in {
+        "finetune": "set it to the weights from which --finetune starts",
+        "exit_on_missing_checkpoint": "check the path, or remove --exit-on-missing-checkpoint",
+    }.items():
+        flags = flags_of(corpus, load=new, save=new, **{flag: True})
+        refusal(flags, f"--load {new} has no checkpoint: {remedy}")
 
 
 def test_weights_of_another_run_are_looked_for_in_the_same_way(corpus: Corpus, trained: Path) -> None:
     place = f"{trained}/checkpoints"
-    message = refusal(flags_of(corpus, pretrained_checkpoint=f"{place}/iter_0000002"))
-    assert f"is the directory of one checkpoint: use --pretrained-checkpoint {place} instead" in message
+    remedy = f"is the directory of one checkpoint: use --pretrained-checkpoint {place} instead"
+    refusal(flags_of(corpus, pretrained_checkpoint=f"{place}/iter_0000002"), remedy)
 
 
 @pytest.mark.parametrize("place", WRONG)
@@ -185,12 +187,6 @@ def going_on(corpus: Corpus, load: Path, **changes: FlagValue) -> list[str]:
     return flags_of(corpus, **{**UNSAID, "fp64": True, "load": load, "use_checkpoint_args": True, **changes})
 
 
-def assert_refused(outcome: Outcome, *words: str) -> str:
-    """One sentence with these words; the sentence."""
-    assert outcome.exit_code == 2
-    return outcome.refusal(*words)
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_sizes_may_be_left_out(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     directory, metrics = saved(name), tmp_path / "metrics.jsonl"
@@ -227,8 +223,7 @@ def test_every_flag_that_differs_is_named(
 ) -> None:
     directory = saved(name)
     before = bytes_under(directory)
-    outcome = call_training(going_on(corpus, directory, save=directory, **given))
-    sentence = assert_refused(outcome, str(directory), "leave out ")
+    sentence = refusal(going_on(corpus, directory, save=directory, **given), str(directory), "leave out ")
     assert set(re.findall(r"--\S+ is \S+ here and \S+ there", sentence.replace(")", " "))) == told
     assert ("leave out --model tiny" in sentence) == ("model" in given)
     after = bytes_under(directory)
@@ -253,8 +248,7 @@ def test_a_pattern_of_layers_may_be_rephrased(corpus: Corpus, saved: Callable[[s
     flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
     call_training(flags).succeeded()
     assert losses(metrics) == second_half(directory)
-    outcome = call_training(going_on(corpus, directory, no_rope_freq="[1,0]"))
-    assert_refused(outcome, "--no-rope-freq is [1,0] here and 2 there")
+    refusal(going_on(corpus, directory, no_rope_freq="[1,0]"), "--no-rope-freq is [1,0] here and 2 there")
 
 
 @pytest.mark.parametrize(("seq_length", "longest"), [(16, 32), (48, 48)])
@@ -267,9 +261,8 @@ def test_the_longest_sequence_is_the_checkpoints_unless_the_run_has_longer_ones(
 
 
 def test_a_layout_that_the_architecture_does_not_fit_is_refused(corpus: Corpus, saved: Callable[[str], Path]) -> None:
-    directory = saved("grouped queries")
-    outcome = call_training(going_on(corpus, directory, cp_comm_type=("p2p", "a2a", "p2p")))
-    assert_refused(outcome, "--cp-comm-type p2p a2a p2p", "3 types for 2 layers")
+    flags = going_on(corpus, saved("grouped queries"), cp_comm_type=("p2p", "a2a", "p2p"))
+    refusal(flags, "--cp-comm-type p2p a2a p2p", "3 types for 2 layers")
 
 
 # --- where there is no such checkpoint -----------------------------------------------------------------------
@@ -287,7 +280,8 @@ def test_without_a_checkpoint_the_architecture_is_that_of_the_flags(corpus: Corp
 
 def test_without_a_checkpoint_missing_flags_are_asked_for(corpus: Corpus, tmp_path: Path) -> None:
     outcome = call_training(going_on(corpus, tmp_path, save=tmp_path, num_layers=2))
-    assert_refused(outcome, str(tmp_path), "--use-checkpoint-args")
+    assert outcome.exit_code == 2
+    outcome.refusal(str(tmp_path), "--use-checkpoint-args")
     assert "--hidden-size is missing" in outcome.stderr and "--model llama3-8b" in outcome.stderr
 
 
@@ -300,4 +294,5 @@ def test_no_older_model_replaces_a_damaged_one(corpus: Corpus, saved: Callable[[
     shard.write_bytes(shard.read_bytes()[:-1])
     outcome = call_training(going_on(corpus, tmp_path))
     assert f"> architecture: from the checkpoint of iteration {HALF}" in outcome.stdout
-    assert_refused(outcome, "--num-layers is 2 here and 3 there", "use the flags of the run that saved it")
+    assert outcome.exit_code == 2
+    outcome.refusal("--num-layers is 2 here and 3 there", "use the flags of the run that saved it")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron.checkpoint.finding import find_checkpoint
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, convert
@@ -16,6 +15,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.run import RunConfig
 from megatron.errors import CheckpointError, UserError
 from megatron.training.checkpoints.comparison import with_hugging_face
+from tests.checkpoint.models import LLAMA, hugging_face_model
 from tests.end_to_end.run_process import Corpus, call_training, losses
 
 transformers: Any = pytest.importorskip("transformers")
@@ -30,26 +30,21 @@ GENERATION = '{\n  "temperature": 0.6,\t"eos_token_id": [2, 3],\r\n  "note": "\u
 """Odd formatting, which must come back."""
 
 
-def save_model(directory: Path, **changes: Any) -> Path:
-    """The files of a small random model whose sizes are no default here."""
-    torch.manual_seed(3)
-    settings = transformers.Qwen3Config(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "max_position_embeddings": 32,
-            "rms_norm_eps": 1e-4,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
-            "tie_word_embeddings": True,
-            **changes,
-        }
+def save_model(directory: Path, vocab_size: int = VOCABULARY) -> Path:
+    """The files of a small random model of Qwen3, whose sizes are no default here."""
+    config = replace(
+        LLAMA,
+        qk_layernorm=True,
+        hidden_size=16,
+        ffn_hidden_size=24,
+        kv_channels=8,
+        vocab_size=vocab_size,
+        max_position_embeddings=32,
+        norm_epsilon=1e-4,
+        rotary_base=777.0,
+        untie_embeddings_and_output_weights=False,
     )
-    transformers.Qwen3ForCausalLM(settings).double().save_pretrained(directory)
+    hugging_face_model(config).double().save_pretrained(directory)
     (directory / "generation_config.json").write_bytes(GENERATION.encode())
     return directory
 

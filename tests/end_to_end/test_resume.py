@@ -38,6 +38,7 @@ from tests.end_to_end.run_process import (
     iterations,
     latest_iteration,
     losses,
+    saving_in,
 )
 
 LENGTH, HALF = 8, 4
@@ -300,15 +301,7 @@ def test_collecting_garbage_by_hand_ends_with_the_run(corpus: Corpus) -> None:
 
 def endless_flags(corpus: Corpus, directory: Path, **changes: FlagValue) -> list[str]:
     """One process, many more iterations than anybody waits for, and a loader thread in it."""
-    return flags_of(
-        corpus,
-        train_iters=20_000,
-        num_workers=1,
-        save=directory,
-        load=directory,
-        metrics_jsonl=directory / "metrics.jsonl",
-        **changes,
-    )
+    return flags_of(corpus, **{"train_iters": 20_000, "num_workers": 1, **saving_in(directory), **changes})
 
 
 def test_signal_saves_the_finished_iteration_and_the_run_goes_on_from_it(corpus: Corpus, tmp_path: Path) -> None:

@@ -15,11 +15,8 @@ from megatron.checkpoint import checkpointing
 from megatron.checkpoint.directory import new_saving_directory
 from megatron.checkpoint.lock import LEASE, LOCK
 from megatron.checkpoint.safetensors_file import write_safetensors
-from megatron.checkpoint.tokenizer_files import COPY
 from megatron.commands import pretrain_llama
-from megatron.operation import attempts, failure
 from megatron.operation.lease import Claim
-from megatron.training import run_files
 from megatron.training.checkpoints import saver as saver_module
 from megatron.training.checkpoints.saver import Saver
 from megatron.training.checkpoints.state import RunState
@@ -36,6 +33,7 @@ from tests.end_to_end.run_process import (
     flags_of,
     fork_training,
     kept,
+    saving_run,
     wait_until,
 )
 
@@ -132,27 +130,12 @@ def test_a_directory_that_holds_checkpoints_is_not_started_over(corpus: Corpus, 
 # --- saves in the background, and copies ----------------------------------------------------------------------
 
 
-def copied(corpus: Corpus, run: Path, **changes: FlagValue) -> list[str]:
-    """A run of four iterations that saves after each."""
-    settings: Flags = {
-        "bf16": True,
-        "global_batch_size": 4,
-        "train_iters": 4,
-        "lr_decay_iters": 4,
-        "save": run / "first",
-        "load": run / "first",
-        "save_interval": 1,
-        "metrics_jsonl": run / "metrics.jsonl",
-    }
-    return flags_of(corpus, **{**settings, **changes})
-
-
 def test_two_ranks_save_and_mirror_behind_the_training_the_same(corpus: Corpus, tmp_path: Path) -> None:
     layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True, "save_retain_last": 2}
     direct, behind = tmp_path / "direct", tmp_path / "behind"
-    fork_training(copied(corpus, direct, **layout), 2).succeeded()
+    fork_training(saving_run(corpus, direct, **layout), 2).succeeded()
     outcome = fork_training(
-        copied(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
+        saving_run(corpus, behind, async_save=True, redundant_save=behind / "second", **layout), 2
     ).succeeded()
     assert computed(behind / "metrics.jsonl") == computed(direct / "metrics.jsonl")
     assert outcome.stdout.count("> saved checkpoint") == 4
@@ -163,7 +146,7 @@ def test_two_ranks_save_and_mirror_behind_the_training_the_same(corpus: Corpus, 
         assert_same_tensors(checkpoint_of(behind / copy, 4), checkpoint_of(direct / "first", 4), ("model/", "opt", "r"))
     shutil.rmtree(behind / "first")
     outcome = fork_training(
-        copied(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
+        saving_run(corpus, behind, async_save=True, redundant_save=behind / "second", train_iters=5, **layout), 2
     ).succeeded()
     assert f"loaded checkpoint {behind / 'second'}" in outcome.stdout and "after iteration 4" in outcome.stdout
     assert kept(behind / "first") == [5]
@@ -174,22 +157,22 @@ def test_copies_stand_in_for_a_damaged_original_and_for_lost_directories(
 ) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     both: Flags = {"save_interval": 4, "redundant_save": [str(second), str(third)]}
-    call_training(copied(corpus, tmp_path, **both)).succeeded()
+    call_training(saving_run(corpus, tmp_path, **both)).succeeded()
     for copy in second, third:
         assert_same_tensors(checkpoint_of(copy, 4), checkpoint_of(first, 4), ("model/", "opt", "r"))
     shard = checkpoint_of(first, 4) / "rank_00000.safetensors"
     os.truncate(shard, 1000)
-    refused = call_training(copied(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
+    refused = call_training(saving_run(corpus, tmp_path, train_iters=5, checkpoint_fallback=False, **both))
     assert refused.exit_code != 0 and "has 1,000 bytes" in refused.stderr
     # A run that loads from elsewhere does not look at the copies of what it saves.
-    elsewhere = call_training(copied(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
+    elsewhere = call_training(saving_run(corpus, tmp_path, load=tmp_path / "nowhere", train_iters=1, **both))
     assert "nowhere has no checkpoint" in elsewhere.stderr
-    outcome = call_training(copied(corpus, tmp_path, train_iters=5, **both)).succeeded()
+    outcome = call_training(saving_run(corpus, tmp_path, train_iters=5, **both)).succeeded()
     assert "continuing after iteration 4" in outcome.stdout and "has 1,000 bytes" in caplog.text
     assert shard.stat().st_size == 1000
     shutil.rmtree(first)
     shutil.rmtree(second)
-    outcome = call_training(copied(corpus, tmp_path, train_iters=6, **both)).succeeded()
+    outcome = call_training(saving_run(corpus, tmp_path, train_iters=6, **both)).succeeded()
     assert f"loaded checkpoint {third}" in outcome.stdout and "after iteration 5" in outcome.stdout
     assert [kept(root)[-1] for root in (first, second, third)] == [6, 6, 6]
 
@@ -213,7 +196,7 @@ def test_a_copy_that_cannot_be_made_is_a_warning(
     (tmp_path / "second").mkdir()
 
     spoil(monkeypatch, range(1, 5), "background")
-    call_training(copied(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
+    call_training(saving_run(corpus, tmp_path, redundant_save=tmp_path / "second")).succeeded()
     assert kept(tmp_path / "first") == [1, 2, 3, 4]
     assert kept(tmp_path / "second") == []
     assert f"iteration 4 is not mirrored to {tmp_path / 'second'}: rank 0: Cannot copy" in caplog.text
@@ -235,7 +218,7 @@ def test_writers_and_copiers_that_die_between_saves_cost_nothing(
         save(self, state)
 
     monkeypatch.setattr(Saver, "save", kill_idle)
-    call_training(copied(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
+    call_training(saving_run(corpus, tmp_path, async_save=True, redundant_save=tmp_path / "second")).succeeded()
     assert len(killed) == 6
     assert kept(tmp_path / "first") == kept(tmp_path / "second") == [1, 2, 3, 4]
     assert "not saved" not in caplog.text and "not mirrored" not in caplog.text
@@ -250,18 +233,6 @@ def saving_each(corpus: Corpus, save: Path, **changes: FlagValue) -> list[str]:
     return flags_of(corpus, **common | {"global_batch_size": 4} | changes)
 
 
-def names(root: Path) -> list[str]:
-    """What lies in a directory of checkpoints, but the tokenizer, the records of attempts and of their failures."""
-    records = {attempts.ATTEMPTS, attempts.CURRENT, failure.FILE, failure.DIRECTORY, *run_files.FILES}
-    records |= {run_files.EARLIER, COPY}
-    return sorted(set(os.listdir(root)) - records)
-
-
-def named(*numbers: int) -> list[str]:
-    """What shall lie there."""
-    return [*(f"iter_{number:07d}" for number in numbers), "latest_checkpointed_iteration.txt"]
-
-
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_failure_is_a_warning_until_more_than_one_in_a_row(
     corpus: Corpus, tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -274,11 +245,11 @@ def test_a_failure_is_a_warning_until_more_than_one_in_a_row(
     assert "Training continues; the next attempt is now, after iteration 3." in caplog.text
     if failures == 1:
         outcome.succeeded()
-        assert names(tmp_path) == named(1, 3, 4, 5)
+        assert kept(tmp_path) == [1, 3, 4, 5]
     else:
         too_many = f"The last {failures} saves failed, more than --max-failed-saves 1 allows: "
         outcome.refusal(too_many, "Cannot write", "The newest checkpoint is of iteration 1.")
-        assert names(tmp_path) == named(1)
+        assert kept(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("failures", [2, 3])
@@ -298,14 +269,14 @@ def test_the_last_save_is_tried_three_times(
     assert caplog.text.count("Iteration 6 is not saved") == 2
     if failures == 2:
         outcome.succeeded()
-        assert names(tmp_path) == named(4, 6)
+        assert kept(tmp_path) == [4, 6]
     else:
         outcome.refusal(
             "Iteration 6, the last of this run, is not saved, after 3 attempts: ",
             "Disk quota exceeded): free some space",
             "The newest checkpoint is of iteration 4.",
         )
-        assert names(tmp_path) == named(4)
+        assert kept(tmp_path) == [4]
 
 
 def test_a_run_whose_directory_is_taken_ends(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,4 +290,4 @@ def test_a_run_whose_directory_is_taken_ends(corpus: Corpus, tmp_path: Path, mon
 
     monkeypatch.setattr(Saver, "save", taken_over)
     call_training(saving_each(corpus, tmp_path)).refusal("was taken over by process")
-    assert [name for name in names(tmp_path) if name.startswith("iter")] == ["iter_0000001"]
+    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]

@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.parameter import normal_numbers, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
-from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, words_of
+from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, saving_in, words_of
 from tests.model.reference import relative_error
 from tests.whole_model import logits_of
 
@@ -117,16 +117,6 @@ def test_experts_are_not_upcycled_again_and_nothing_is_overwritten(dense: Path, 
     assert bytes_under(tmp_path) == before
 
 
-def test_a_dense_checkpoint_does_not_load_into_experts_and_back(dense: Path, tmp_path: Path) -> None:
-    experts = words_of({"num_experts": EXPERTS})
-    upcycle(dense, tmp_path)
-    flags = words_of({**DENSE_RUN, "finetune": True})
-    refused = call_training([*flags, *experts, "--load", str(dense)])
-    assert len(refused.errors) == 1 and "is a dense model, but --num-experts is 4" in refused.errors[0]
-    refused = call_training([*flags, "--load", str(tmp_path)])
-    assert len(refused.errors) == 1 and "has 4 experts, but the flags describe a dense model" in refused.errors[0]
-
-
 # --- averages: the moving average of a run, and the average of checkpoints ------------------------------------
 
 DECAY = 0.6
@@ -141,9 +131,7 @@ def run_of(directory: Path, **changes: Any) -> Outcome:
         "bf16": True,
         "eval_iters": 2,
         "log_interval": 1,
-        "save": directory,
-        "load": directory,
-        "metrics_jsonl": directory / "metrics.jsonl",
+        **saving_in(directory),
         **changes,
     }
     return call_training(words_of(flags))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CudaHostMemory, Staging
+from megatron.checkpoint.background import AsyncSaveBackend, BackgroundProcess, CudaHostMemory, SharedMemory
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
 from megatron.checkpoint.safetensors_file import SafetensorsImage
 
@@ -71,11 +71,10 @@ def test_a_refused_registration_does_not_disturb_the_next_kernel() -> None:
     assert torch.ones(1, device="cuda").item() == 1
 
 
-def copy_rate(staging: Staging) -> float:
+def copy_rate(memory: SharedMemory) -> float:
     """GB/s of the second copy, into memory that exists and is registered."""
-    process = BackgroundProcess(60.0, staging)
+    process = BackgroundProcess(60.0, memory)
     image = SafetensorsImage({str(number): torch.zeros(SIZE // 64, device="cuda") for number in range(16)})
-    process.reserve_memory(image.size)
     process.fill_memory(image)
     started = time.perf_counter()
     process.fill_memory(image)
@@ -85,7 +84,7 @@ def copy_rate(staging: Staging) -> float:
 
 
 def test_registered_memory_is_copied_to_faster() -> None:
-    rates = {"registered": copy_rate(Staging()), "pageable": copy_rate(Staging(Refusing()))}
+    rates = {"registered": copy_rate(SharedMemory()), "pageable": copy_rate(SharedMemory(Refusing()))}
     for kind, rate in rates.items():
         print(f"\ncopy to {kind} memory: {rate:.1f} GB/s")
     assert rates["registered"] > rates["pageable"]

@@ -55,7 +55,7 @@ def ids_of_transformers(config: TransformerConfig, prompt: list[int]) -> tuple[C
         )
     weights = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
     model = build_model(config, single_process(), torch.float64)
-    parity.load(model, parity.to_global(parity.as_published(weights, theirs.config.model_type), config))
+    parity.load(model, parity.to_global(theirs, weights, config))
     return CachedModel(model, single_process()), ids[0, len(prompt) :].tolist()
 
 

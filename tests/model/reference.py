@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.architectures.catalog import ARCHITECTURES, architecture_of
+from megatron.architectures.catalog import ARCHITECTURES
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping
 from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
@@ -23,8 +24,10 @@ from megatron.core.ops.documents import Documents
 from megatron.core.parameter import info_of
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.topology import RankGrid, Topology, single_process
+from tests.checkpoint.models import hugging_face_model
 
 transformers: Any = pytest.importorskip("transformers")
+revert_weight_conversion: Any = pytest.importorskip("transformers.core_model_loading").revert_weight_conversion
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
@@ -35,11 +38,21 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 24, "moe_layer_freq": "[0,1]"},
 }
 """The experts of the families that have some."""
-EXPERT_NAMES = {
-    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+LLAMA4: dict[str, Any] = {
+    "qk_l2_norm": True,
+    # The second layer has neither rotary embedding nor chunks.
+    "no_rope_freq": "2",
+    "attention_chunk_size": 8,
+    "attention_temperature_tuning": True,
+    # Short, so that the temperature changes within the sequence.
+    "attention_temperature_floor": 4,
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1]",
+    "moe_ffn_hidden_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_router_topk": 1,
 }
-"""Names in published files: the block, and gate, up and down of an expert."""
+"""The layers of Llama 4."""
 
 
 def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -> TransformerConfig:
@@ -63,7 +76,7 @@ def architecture(*, scaling: bool, tied: bool, tp: int, family: str = "llama") -
         untie_embeddings_and_output_weights=not tied,
         init_method_std=0.2,
         **ARCHITECTURES[family].features,
-        **EXPERTS.get(family, {}),
+        **(EXPERTS | {"llama4_text": LLAMA4}).get(family, {}),
     )
 
 
@@ -94,149 +107,18 @@ YARN_VARIANTS = {
 }
 
 
-def common_settings(config: TransformerConfig) -> dict[str, Any]:
-    """The arguments that the configs of all architectures of transformers share."""
-    rope = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if config.use_rope_scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": config.rope_scaling_factor,
-            "low_freq_factor": config.rope_scaling_low_freq_factor,
-            "high_freq_factor": config.rope_scaling_high_freq_factor,
-            "original_max_position_embeddings": config.rope_scaling_original_length,
-        }
-    if config.position_embedding_type == "yarn":
-        rope |= {
-            "rope_type": "yarn",
-            "factor": config.yarn_rotary_scaling_factor,
-            "original_max_position_embeddings": config.yarn_original_max_position_embeddings,
-            "beta_fast": config.yarn_beta_fast,
-            "beta_slow": config.yarn_beta_slow,
-            "mscale": config.yarn_mscale,
-            "mscale_all_dim": config.yarn_mscale_all_dim,
-            "attention_factor": config.yarn_attention_factor,
-            "truncate": config.yarn_correction_range_round_to_int,
-        }
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "head_dim": config.kv_channels,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_epsilon,
-        "rope_parameters": rope,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "attn_implementation": "eager",
-    }
+def to_global(model: Any, state: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
+    """Tensors of ``model`` of transformers (weights or gradients) under our names and in our shapes.
 
-
-def hugging_face_model(config: TransformerConfig) -> Any:
-    architecture = architecture_of(config)
-    assert architecture is not None
-    settings = getattr(transformers, f"{architecture.title}Config")(
-        **common_settings(config), intermediate_size=config.ffn_hidden_size, **hugging_face_experts(config)
-    )
-    return getattr(transformers, architecture.hugging_face_class)(settings)
-
-
-def hugging_face_experts(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of transformers for experts."""
-    if config.num_experts is None:
-        return {}
-    experts: dict[str, Any] = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.moe_router_topk}
-    if config.qk_layernorm:
-        dense = [layer for layer, is_moe in enumerate(config.moe_layers()) if not is_moe]
-        experts |= {
-            "moe_intermediate_size": config.moe_ffn_hidden_size,
-            "mlp_only_layers": dense,
-            "norm_topk_prob": True,
-        }
-    return {**experts, "experts_implementation": "eager"}
-
-
-def as_published(state: dict[str, Tensor], family: str) -> dict[str, Tensor]:
-    """The tensors of a model of transformers 5, which stacks the experts of a layer, under the names of published
-    files: a tensor for each projection of each expert."""
-    published = {}
-    for name, tensor in state.items():
-        layer, _, last = name.partition(".mlp.")
-        block, gate, up, down = EXPERT_NAMES.get(family, ("mlp", "", "", ""))
-        if last == "experts.gate_up_proj":
-            for expert, both in enumerate(tensor):  # [2f, h]
-                rows = both.chunk(2)
-                published[f"{layer}.{block}.experts.{expert}.{gate}.weight"] = rows[0]
-                published[f"{layer}.{block}.experts.{expert}.{up}.weight"] = rows[1]
-        elif last == "experts.down_proj":
-            for expert, whole in enumerate(tensor):  # [h, f]
-                published[f"{layer}.{block}.experts.{expert}.{down}.weight"] = whole
-        elif last == "gate.weight":
-            published[f"{layer}.{block}.gate.weight"] = tensor
-        else:
-            published[name] = tensor
-    return published
-
-
-def halves_to_pairs(weight: Tensor, config: TransformerConfig) -> Tensor:
-    """Rows of what makes queries or keys from Hugging Face's order (halves apart) to neighbouring pairs."""
-    heads = weight.view(-1, 2, config.kv_channels // 2, weight.shape[1:].numel())
-    return heads.transpose(1, 2).reshape(weight.shape)
-
-
-def to_global(state: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Hugging Face's tensors (weights or gradients) under our names and in our shapes."""
-    tensors = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "final_layernorm.weight": state["model.norm.weight"],
-    }
-    if config.untie_embeddings_and_output_weights:
-        tensors["output_layer.weight"] = state["lm_head.weight"]
-    for number in range(config.num_layers):
-        theirs, ours = f"model.layers.{number}", f"layers.{number}"
-        query, key = (state[f"{theirs}.self_attn.{kind}_proj.weight"] for kind in "qk")
-        tensors |= {
-            f"{ours}.self_attention.linear_qkv.weight": torch.cat(
-                (
-                    halves_to_pairs(query, config),
-                    halves_to_pairs(key, config),
-                    state[f"{theirs}.self_attn.v_proj.weight"],
-                )
-            ),
-            f"{ours}.self_attention.linear_proj.weight": state[f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.input_layernorm.weight": state[f"{theirs}.input_layernorm.weight"],
-            f"{ours}.pre_mlp_layernorm.weight": state[f"{theirs}.post_attention_layernorm.weight"],
-        }
-        if config.moe_layers()[number]:
-            tensors |= experts_to_global(state, config, theirs, ours)
-        else:
-            gate, up, down = (state[f"{theirs}.mlp.{kind}_proj.weight"] for kind in ("gate", "up", "down"))
-            tensors[f"{ours}.mlp.linear_fc1.weight"] = torch.cat((gate, up))
-            tensors[f"{ours}.mlp.linear_fc2.weight"] = down
-        if config.add_qkv_bias:
-            query, key, value = (state[f"{theirs}.self_attn.{kind}_proj.bias"] for kind in "qkv")
-            rotated = halves_to_pairs(query, config), halves_to_pairs(key, config)
-            tensors[f"{ours}.self_attention.linear_qkv.bias"] = torch.cat((*rotated, value))
-        for kind in "qk" if config.qk_layernorm else "":
-            gain = halves_to_pairs(state[f"{theirs}.self_attn.{kind}_norm.weight"], config)
-            tensors[f"{ours}.self_attention.{kind}_layernorm.weight"] = gain
-    return tensors
-
-
-def experts_to_global(state: dict[str, Tensor], config: TransformerConfig, theirs: str, ours: str) -> dict[str, Tensor]:
-    """The router and the experts of the layer ``theirs`` under our names, from the names of published files."""
-    architecture = architecture_of(config)
-    assert architecture is not None and config.num_experts is not None
-    block, *projections = EXPERT_NAMES[architecture.name]
-    gates, ups, downs = (
-        torch.stack([state[f"{theirs}.{block}.experts.{expert}.{name}.weight"] for expert in range(config.num_experts)])
-        for name in projections
-    )
-    return {
-        f"{ours}.mlp.router.weight": state[f"{theirs}.{block}.gate.weight"],
-        f"{ours}.mlp.experts.linear_fc1.weight": torch.cat((gates, ups), dim=1).flatten(0, 1),  # [E 2f, h]
-        f"{ours}.mlp.experts.linear_fc2.weight": downs.flatten(0, 1),  # [E h, f]
-    }
+    By the mapping of conversions: a wrong element of it gives another model than that of transformers.
+    """
+    published = revert_weight_conversion(model, state)
+    found = {}
+    for name, tensor in HuggingFaceMapping.of(config).ours.items():
+        found[name] = torch.full(tensor.shape, torch.nan, dtype=model.dtype)
+        for copy in tensor.copies((0,) * len(tensor.shape), tensor.shape):
+            found[name][copy.place] = copy.across(published[copy.source][copy.source_place])
+    return found
 
 
 @contextmanager
@@ -279,12 +161,22 @@ class Results:
         yield from self.gradients.items()
 
 
-def expected(config: TransformerConfig, dtype: torch.dtype = torch.float64) -> Results:
-    """What transformers computes for :func:`batch`."""
-    with fp32_means_fp64() if dtype == torch.float64 else nullcontext():
+def expected(
+    config: TransformerConfig,
+    dtype: torch.dtype = torch.float64,
+    given: tuple[Tensor, Tensor] | None = None,
+    *,
+    patched: bool = True,
+    **arguments: Any,
+) -> Results:
+    """What transformers computes for the tokens and labels ``given``, by default :func:`batch`.
+
+    In fp64 it computes norms, softmax and rotations in fp32 unless ``patched``.
+    """
+    with fp32_means_fp64() if patched and dtype == torch.float64 else nullcontext():
         model = random_model(config, dtype)
-        tokens, labels = batch(config)
-        logits = model(tokens).logits
+        tokens, labels = batch(config) if given is None else given
+        logits = model(tokens, **arguments).logits
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         losses.sum().backward()
     weights, gradients = weights_and_gradients(model, config)
@@ -295,8 +187,7 @@ def weights_and_gradients(model: Any, config: TransformerConfig) -> tuple[dict[s
     """Those of a model of transformers after its backward pass, under our names and in our shapes."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    family = model.config.model_type
-    return to_global(as_published(weights, family), config), to_global(as_published(gradients, family), config)
+    return to_global(model, weights, config), to_global(model, gradients, config)
 
 
 def batch(config: TransformerConfig) -> tuple[Tensor, Tensor]:

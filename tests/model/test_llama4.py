@@ -1,20 +1,16 @@
 """Llama 4 is that of transformers: logits, losses and every gradient. What transformers does not have, packed documents
 whose positions restart, is compared with a definition, which is compared with transformers."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.checkpoint.hugging_face.config import transformer_config_of
 from megatron.core.ops.attention import AttentionKernel
 from megatron.core.ops.attention_kernels import ReferenceAttention, TorchAttention
 from megatron.core.ops.documents import Documents
-from tests.checkpoint.models import import_of
 from tests.llama4_definition import token_logits
 from tests.model.llama4 import (
     CASES,
@@ -24,13 +20,21 @@ from tests.model.llama4 import (
     STARTS,
     config_of,
     llama4_batch,
-    random_llama4,
     random_weights,
     results_of_definition,
     results_of_transformers,
-    to_global,
 )
-from tests.model.reference import CPU, Results, fp32_means_fp64, largest_error, our_model, relative_error, topology_of
+from tests.model.reference import (
+    CPU,
+    Results,
+    fp32_means_fp64,
+    largest_error,
+    our_model,
+    random_model,
+    relative_error,
+    to_global,
+    topology_of,
+)
 from tests.rank_pool import RankPool
 
 TOLERANCE, OF_DEFINITION = 1e-11, 1e-12
@@ -79,12 +83,12 @@ def test_a_document_that_is_masked_and_reset_is_alone_in_the_model() -> None:
     config = config_of("scout")
     tokens, _ = llama4_batch(config, len(PACKED))
     with fp32_means_fp64(), torch.no_grad():
-        theirs = random_llama4(config)
+        theirs = random_model(config)
         alone = [
             torch.cat([theirs(part[None]).logits[0] for part in ids.split(lengths)])
             for ids, lengths in zip(tokens, PACKED)
         ]
-        weights = to_global(dict(theirs.named_parameters()), config)
+        weights = to_global(theirs, dict(theirs.named_parameters()), config)
         found = token_logits(weights, config, tokens, STARTS, masks_documents=True, resets_positions=True)
     assert relative_error(found, torch.stack(alone)) < OF_DEFINITION
 
@@ -111,8 +115,8 @@ def test_a_feature_changes_the_model(feature: str) -> None:
     config = config_of("scout")
     with torch.no_grad():
         tokens, _ = llama4_batch(config)
-        logits = random_llama4(config)(tokens).logits
-        without = random_llama4(replace(config, **FEATURES[feature]))(tokens).logits
+        logits = random_model(config)(tokens).logits
+        without = random_model(replace(config, **FEATURES[feature]))(tokens).logits
     assert relative_error(without, logits) > 1e-3
 
 
@@ -158,16 +162,6 @@ def test_logits_losses_and_gradients_equal_transformers(case: str) -> None:
 def test_in_fp32_they_equal_transformers_to_its_precision(case: str) -> None:
     config = config_of(case)
     assert compare_on_rank(config, results_of_transformers(config, torch.float32)) < 1e-5
-
-
-@every_case
-def test_a_model_that_is_read_from_their_files_equals_transformers(case: str, tmp_path: Path) -> None:
-    """Its configuration, too."""
-    theirs = config_of(case)
-    random_llama4(theirs).save_pretrained(tmp_path)
-    ours = transformer_config_of(json.loads((tmp_path / "config.json").read_text()), "config.json")
-    weights = {name.removeprefix("model/"): tensor for name, tensor in import_of(tmp_path).items()}
-    assert compare_on_rank(ours, replace(results_of_transformers(theirs), weights=weights)) < TOLERANCE
 
 
 @pytest.mark.parametrize("kernel", [ReferenceAttention(), TorchAttention()], ids=["reference", "torch"])

@@ -72,15 +72,13 @@ class BiasedQwen3ForCausalLM(transformers.Qwen3ForCausalLM):
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row, and its classes among those of transformers."""
     monkeypatch.setitem(ARCHITECTURES, BIASED.name, BIASED)
-    for described in (BiasedQwen3Config, BiasedQwen3ForCausalLM):
-        monkeypatch.setattr(transformers, described.__name__, described, raising=False)
+    transformers.AutoConfig.register(BIASED.name, BiasedQwen3Config, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(BiasedQwen3Config, BiasedQwen3ForCausalLM, exist_ok=True)
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     register(monkeypatch)
-    transformers.AutoConfig.register(BIASED.name, BiasedQwen3Config, exist_ok=True)
-    transformers.AutoModelForCausalLM.register(BiasedQwen3Config, BiasedQwen3ForCausalLM, exist_ok=True)
 
 
 # --- what follows ----------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.hugging_face.config import config_fields, transformer_config_of
 from megatron.config.command_line import parse_command_line
-from megatron.config.model import ModelConfig
 from megatron.core.models.transformer import frequencies_of
 from megatron.core.ops.rope import rotary_frequencies
 from megatron.errors import CheckpointError
@@ -144,16 +143,7 @@ def test_each_field_changes_the_model() -> None:
     assert relative_error(expected(replace(base, position_embedding_type="rope")).logits, logits) > 1e-3
 
 
-# config.json
-
-
-@every_variant
-def test_config_json_comes_back(config: TransformerConfig) -> None:
-    config = replace(config, padded_vocab_size=config.vocab_size)
-    fields = json.loads(json.dumps(config_fields(config, "bfloat16")))
-    assert transformer_config_of(fields, "config.json") == config
-    saved = settings_of(config).to_dict()  # the spelling of transformers 5
-    assert transformer_config_of(saved, "config.json") == config
+# config.json; tests/checkpoint/test_hugging_face_config.py has what is refused
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -185,28 +175,7 @@ def test_absent_and_null_fields_mean_what_transformers_takes_them_for(rope: dict
     assert found.rotary_magnitude == pytest.approx(factor, rel=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("rope", "words"),
-    [
-        ({**YARN, "factor": 0.5}, "factor is 0.5"),
-        ({**YARN, "extrapolation_factor": 2.0}, "'extrapolation_factor' is not implemented"),
-        ({**YARN, "truncate": 1}, "truncate is 1"),
-        ({**YARN, "beta_fast": "32"}, "beta_fast is '32'"),
-    ],
-)
-def test_other_fields_are_refused(rope: dict[str, Any], words: str) -> None:
-    fields = {**config_fields(with_yarn(4.0, 16), "float32"), "rope_scaling": rope}
-    with pytest.raises(CheckpointError, match=words):
-        transformer_config_of(fields, "config.json")
-
-
 # Flags
-
-
-def test_flags_made_of_yarn_resolve_to_it() -> None:
-    config = YARN_VARIANTS["mscale"]
-    found = ModelConfig.of(config).resolve(config.vocab_size, 1, 1)
-    assert replace(found, padded_vocab_size=config.padded_vocab_size) == config
 
 
 def test_the_longest_sequence_is_the_original_one_times_the_factor() -> None:

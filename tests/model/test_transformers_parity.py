@@ -9,25 +9,20 @@ import torch
 
 from megatron.architectures.catalog import ARCHITECTURES, PRESET_VOCABULARIES, PRESETS
 from megatron.checkpoint.hugging_face.config import config_fields
-from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, copies_of_section
 from megatron.config.model import MoEConfig, preset
 from megatron.core.topology import single_process
-from tests.checkpoint.models import assembled, numbered
 from tests.model.reference import (
     EXPERTS,
     TOLERANCE,
     architecture,
-    as_published,
     batch,
     compare_on_rank,
     expected,
     fp32_means_fp64,
     gradient_errors,
-    hugging_face_model,
     our_model,
     random_model,
     relative_error,
-    to_global,
     transformers,
     weights_and_gradients,
 )
@@ -67,23 +62,6 @@ def test_logits_loss_and_gradients_equal_transformers(
     else:
         errors = four_ranks.run(compare_on_rank, config, tp, sequence_parallel, ep, world_size=tp)
     assert max(errors) < (OF_EXPERTS if family in EXPERTS else TOLERANCE)
-
-
-@pytest.mark.parametrize("family", [name for name in ARCHITECTURES if name != "llama4_text"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_conversion_maps_every_element_both_ways(family: str, tied: bool) -> None:
-    config = architecture(scaling=False, tied=tied, tp=1, family=family)
-    parameters = as_published(dict(hugging_face_model(config).named_parameters()), family)
-    theirs = numbered({name: parameter.shape for name, parameter in parameters.items()})
-    ours, mapping = to_global(theirs, config), HuggingFaceMapping.of(config)
-    assert mapping.ours.keys() == ours.keys() and mapping.theirs.keys() == theirs.keys()
-    for name, tensor in mapping.ours.items():
-        corner = (0,) * len(tensor.shape)
-        assert torch.equal(assembled(tensor.copies(corner, tensor.shape), theirs, tensor.shape), ours[name]), name
-    for name, section in mapping.theirs.items():
-        corner = (0,) * len(section.shape)
-        found = assembled(copies_of_section(section, corner, section.shape), ours, section.shape)
-        assert torch.equal(found, theirs[name]), name
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -4,13 +4,19 @@ from typing import Any
 
 import pytest
 
+from megatron.config.data import DataConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.errors import ConfigError
-from megatron.training.batch_schedule import BatchSchedule, build_batch_schedule, parse_step_schedule
+from megatron.training.batch_schedule import BatchSchedule, build_batches, parse_step_schedule
 from megatron.training.checkpoints.saved_run import Progress
 
 
-def _build(**flags: Any) -> BatchSchedule:
-    return build_batch_schedule(**({"micro_batch_size": 1, "data_parallel_size": 2} | flags))
+def _build(replicas: int = 2, consumed_samples: int = 0, seq_length: int = 1, **flags: Any) -> BatchSchedule:
+    training = TrainingConfig(**{"micro_batch_size": 1, **flags})
+    return build_batches(
+        RunConfig(data=DataConfig(seq_length=seq_length), training=training), replicas, consumed_samples
+    )
 
 
 def _walk(schedule: BatchSchedule, iterations: int) -> list[int]:
@@ -21,6 +27,7 @@ def _walk(schedule: BatchSchedule, iterations: int) -> list[int]:
     return consumed
 
 
+DECREASE = "decrease_batch_size_if_needed"
 RAMP: dict[str, Any] = {"global_batch_size": 8, "rampup_batch_size": (2, 2, 30)}
 
 
@@ -55,9 +62,9 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "constant": {"global_batch_size": 6},
     "ramp": {"global_batch_size": 12, "rampup_batch_size": (2, 2, 100)},
     "steep ramp": {"global_batch_size": 40, "rampup_batch_size": (2, 2, 7)},
-    "steps": {"step_batch_size_schedule": "0:2 50:4 60:8 200:4", "seq_length": 1},
-    "steps jumped over": {"step_batch_size_schedule": "0:40 10:2 20:4", "seq_length": 1},
-    "rounded": {"global_batch_size": 13, "rampup_batch_size": (3, 2, 60), "decrease_if_needed": True},
+    "steps": {"step_batch_size_schedule": "0:2 50:4 60:8 200:4"},
+    "steps jumped over": {"step_batch_size_schedule": "0:40 10:2 20:4"},
+    "rounded": {"global_batch_size": 13, "rampup_batch_size": (3, 2, 60), DECREASE: True},
 }
 
 
@@ -82,20 +89,15 @@ def test_a_long_run_is_counted_at_once() -> None:
 
 
 def test_rounding_down_tells_how_many_samples_it_leaves_out() -> None:
-    schedule = _build(micro_batch_size=2, data_parallel_size=3, global_batch_size=20, decrease_if_needed=True)
+    schedule = _build(3, micro_batch_size=2, global_batch_size=20, decrease_batch_size_if_needed=True)
     assert (schedule.global_batch_size(0), schedule.skipped_samples(0)) == (18, 2)
     assert schedule.num_microbatches(0) == 3
 
 
 def test_an_iteration_counts_its_samples_at_the_size_that_it_has() -> None:
     """The next iteration has another size, which is rounded by another number."""
-    schedule = _build(
-        micro_batch_size=2,
-        data_parallel_size=3,
-        global_batch_size=20,
-        rampup_batch_size=(7, 13, 1),
-        decrease_if_needed=True,
-    )
+    ramp: dict[str, Any] = {"global_batch_size": 20, "rampup_batch_size": (7, 13, 1), DECREASE: True}
+    schedule = _build(3, micro_batch_size=2, **ramp)
     progress = Progress()
     progress.count_iteration(schedule)
     assert (progress.iteration, progress.consumed_samples, progress.skipped_samples) == (1, 6, 1)
@@ -104,17 +106,16 @@ def test_an_iteration_counts_its_samples_at_the_size_that_it_has() -> None:
 
 
 def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:
-    flags = {**RAMP, "data_parallel_size": 4}
     with pytest.raises(ConfigError, match="global batch size of 2"):
-        _build(**flags)
-    assert _build(**flags, consumed_samples=30).num_microbatches(30) == 2
+        _build(4, **RAMP)
+    assert _build(4, consumed_samples=30, **RAMP).num_microbatches(30) == 2
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         ({"global_batch_size": 7}, "--global-batch-size gives .* 7, .*: use multiples of 2"),
-        ({"global_batch_size": 1, "decrease_if_needed": True}, "use sizes of at least 2"),
+        ({"global_batch_size": 1, DECREASE: True}, "use sizes of at least 2"),
         ({"global_batch_size": 8, "rampup_batch_size": (2, 3, 9)}, "--rampup-batch-size gives .* of 5"),
         ({"global_batch_size": 8, "rampup_batch_size": (2, 4, 9)}, "divides 6"),
         ({"global_batch_size": 8, "rampup_batch_size": (10, 2, 9)}, "starts above --global-batch-size 8"),
@@ -131,4 +132,4 @@ def test_a_size_of_the_past_need_not_fit_the_devices_of_today() -> None:
 )
 def test_what_cannot_be_honoured_is_refused_with_the_way_out(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        _build(**({"seq_length": 1} | flags))
+        _build(**flags)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import megatron_llama as ml
 from megatron.checkpoint.manifest import EMA, MASTER, MODEL, read_checkpoint
 from megatron.checkpoint.streaming import SavedTensors
 from megatron.commands import pretrain_llama
+from tests.checkpoint.models import weights_under
 from tests.end_to_end.run_process import MOCK_RUN
 
 FLAGS: dict[str, Any] = {name: value for name, value in MOCK_RUN.items() if value is not None}
@@ -111,9 +111,7 @@ def test_the_export_takes_master_weights_and_averages_where_there_are_some(tmp_p
     for flags, kind in ((("--dtype", "fp32"), MASTER), (("--dtype", "fp32", "--ema"), EMA)):
         target = tmp_path / kind.replace("/", "_")
         ml.command("convert", "to-hf", "--load", str(tmp_path / "saved"), "--hf", str(target), "--no-tokenizer", *flags)
-        found: dict[str, torch.Tensor] = {}
-        for file in target.glob("*.safetensors"):
-            found |= load_file(file)
+        found = weights_under(target)
         for layer, prefix in ((0, MODEL), (1, kind)):
             stored = prefix + f"layers.{layer}.mlp.linear_fc2.weight"
             wanted = torch.empty(32, 64, dtype=saved.manifest.tensors[stored].dtype)

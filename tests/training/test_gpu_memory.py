@@ -14,7 +14,7 @@ from megatron.config.operation import LoggingConfig
 from megatron.errors import ConfigError
 from megatron.training.loop.listeners import MemoryReport
 from megatron.training.loop.trainer import Trainer
-from megatron.training.profiles import AllocatorCalls, MemoryHistory, start_memory_history
+from megatron.training.profiles import MemoryHistory, start_memory_history
 
 GIB = 2**30
 NO_RESULT = cast(Any, None)
@@ -32,32 +32,37 @@ def trainer_at(iteration: int) -> Any:
     return SimpleNamespace(state=SimpleNamespace(progress=SimpleNamespace(iteration=iteration)))
 
 
-def test_the_last_rank_records_and_writes_at_the_log_interval_and_at_the_end(tmp_path: Path) -> None:
-    config, calls = config_of(tmp_path / "new" / "snapshot.pickle"), mock.Mock(AllocatorCalls())
-    assert start_memory_history(config, topology_of(0), calls) is None
-    assert start_memory_history(LoggingConfig(), topology_of(3), calls) is None
-    calls.record.assert_not_called()
-    history = start_memory_history(config, topology_of(3), calls)
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Torch's allocator, of which these calls are recorded."""
+    calls = mock.Mock()
+    for name in ("record", "dump", "stop"):
+        monkeypatch.setattr(torch_compat, f"{name}_memory_history", getattr(calls, name))
+    return calls
+
+
+def test_the_last_rank_records_and_writes_at_the_log_interval_and_at_the_end(
+    tmp_path: Path, allocator: mock.Mock
+) -> None:
+    config = config_of(tmp_path / "new" / "snapshot.pickle")
+    assert start_memory_history(config, topology_of(0)) is None
+    assert start_memory_history(LoggingConfig(), topology_of(3)) is None
+    allocator.record.assert_not_called()
+    history = start_memory_history(config, topology_of(3))
     assert history is not None
-    calls.record.assert_called_once()
+    allocator.record.assert_called_once()
     for iteration, written in ((1, 0), (2, 1), (3, 1), (4, 2)):
         history.on_iteration(trainer_at(iteration), NO_RESULT)
-        assert calls.dump.call_count == written
-    calls.stop.assert_not_called()
+        assert allocator.dump.call_count == written
+    allocator.stop.assert_not_called()
     history.close()
-    assert calls.dump.call_args_list == 3 * [mock.call(str(tmp_path / "new" / "snapshot.pickle"))]
-    calls.stop.assert_called_once()
+    assert allocator.dump.call_args_list == 3 * [mock.call(str(tmp_path / "new" / "snapshot.pickle"))]
+    allocator.stop.assert_called_once()
 
 
-def test_the_calls_are_those_of_torch() -> None:
-    assert AllocatorCalls() == AllocatorCalls(
-        torch_compat.record_memory_history, torch_compat.dump_memory_history, torch_compat.stop_memory_history
-    )
-
-
-def test_a_full_disk_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    calls = AllocatorCalls(dump=mock.Mock(side_effect=OSError("no space")))
-    MemoryHistory(tmp_path / "snapshot.pickle", 1, calls).on_iteration(trainer_at(1), NO_RESULT)
+def test_a_full_disk_ends_no_run(tmp_path: Path, allocator: mock.Mock, caplog: pytest.LogCaptureFixture) -> None:
+    allocator.dump.side_effect = OSError("no space")
+    MemoryHistory(tmp_path / "snapshot.pickle", 1).on_iteration(trainer_at(1), NO_RESULT)
     assert "--record-memory-history could not write" in caplog.text
 
 

@@ -1,14 +1,16 @@
 """Where a run goes back to, which samples it leaves out, and in which data stage it resumes."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from megatron.checkpoint.schema import DataStage
+from megatron.config.data import DataConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.data_record import DataRecord
 from megatron.errors import CheckpointError
-from megatron.training.batch_schedule import build_batch_schedule, samples_of_tokens
+from megatron.training.batch_schedule import build_batches, samples_of_tokens
 from megatron.training.checkpoints.saved_run import ResolvedStages, earlier_lengths, first_stage, resolve_data_stages
 
 # --- data stages, as a function of the checkpoint and the flags -----------------------------------------------
@@ -129,11 +131,9 @@ def test_tokens_of_earlier_stages_count_with_their_own_length() -> None:
 
 def test_a_step_schedule_counts_the_tokens_of_every_stage() -> None:
     stages = (MAIN, DataStage("long", 10, 16, LONG))
-    arguments: dict[str, Any] = {"micro_batch_size": 1, "data_parallel_size": 1, "seq_length": 64}
-    steps = "0:2 64:4 192:8"
-    schedule = build_batch_schedule(
-        **arguments, step_batch_size_schedule=steps, earlier_lengths=earlier_lengths(stages)
-    )
+    training = TrainingConfig(micro_batch_size=1, step_batch_size_schedule="0:2 64:4 192:8")
+    config = RunConfig(data=DataConfig(seq_length=64), training=training)
+    schedule = build_batches(config, data_parallel_size=1, earlier_lengths=earlier_lengths(stages))
     assert schedule.steps == ((0, 2), (8, 4), (17, 8))
     for samples in range(40):
         tokens = tokens_one_by_one(samples, stages)

@@ -75,7 +75,7 @@ def describe_directory(
                 f"{config} describes a multimodal model ({multimodal.hugging_face_class}), of which only the text "
                 f"model can be used: add {text_only_flag} to leave out {starred}."
             )
-        fields = text_model_fields(fields, str(config))
+        fields = text_model_fields(fields, multimodal, str(config))
     architecture = transformer_config_of(fields, str(config))
     tokenizer = tokenizer_flags(source, source)
     return HuggingFaceDescription(architecture, tokenizer, read_generation_config(source), multimodal)
@@ -213,11 +213,9 @@ def multimodal_model(fields: Fields) -> MultimodalModel | None:
     return next((model for model in known if model is not None and model.name == fields.get("model_type")), None)
 
 
-def text_model_fields(fields: Fields, where: str) -> Fields:
-    """The fields of the text model in those of a multimodal model; ``where`` names the file in an error."""
-    architecture = next(one for one in ARCHITECTURES.values() if one.multimodal == multimodal_model(fields))
-    multimodal = architecture.multimodal
-    assert multimodal is not None
+def text_model_fields(fields: Fields, multimodal: MultimodalModel, where: str) -> Fields:
+    """The fields of the text model in those of ``multimodal``; ``where`` names the file in an error."""
+    text_model = next(name for name, one in ARCHITECTURES.items() if one.multimodal is multimodal)
     classes = fields.get("architectures")
     if classes and multimodal.hugging_face_class not in classes:
         raise CheckpointError(
@@ -228,7 +226,7 @@ def text_model_fields(fields: Fields, where: str) -> Fields:
         raise CheckpointError(f"{where}: {multimodal.text_fields} is {text!r}, not an object: correct the file.")
     # A quantization, for example, is described beside the text model's fields.
     outer = {name: fields[name] for name in _FIXED if fields.get(name) is not None}
-    return {"model_type": architecture.name, **outer, **text, "architectures": None}
+    return {"model_type": text_model, **outer, **text, "architectures": None}
 
 
 def _architecture(fields: Fields) -> ArchitectureSpec:

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from megatron.architectures.spec import MultimodalModel
 from megatron.architectures.transformer_config import TransformerConfig
@@ -199,22 +198,26 @@ class WeightsImport(ChunkedModel):
             stored = dtype or kept
             if tensor.is_gain_minus_one:
                 stored = torch.promote_types(stored, torch.float32)
-            self._add(name, tensor.shape, stored, row_chunks(tensor.shape, stored))
+            self._add(name, Entry(stored, tensor.shape), row_chunks(tensor.shape, stored))
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the embedding (all weights share it)."""
-        return next(iter(self.tensors.values())).properties.dtype
+        return next(iter(self.tensors.values())).dtype
 
-    def read(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk of the global tensor ``name``."""
-        dtype, tensor = self.tensors[name].properties.dtype, self._tensors[name]
-        block = torch.empty(chunk.sizes, dtype=dtype)
-        for copy in tensor.copies(tuple(chunk.offsets), tuple(chunk.sizes)):
+    def read(self, name: str, rows: slice) -> Tensor:
+        (dtype, shape), tensor = self.tensors[name], self._tensors[name]
+        offset, shape = _box_of(rows, shape)
+        block = torch.empty(shape, dtype=dtype)
+        for copy in tensor.copies(offset, shape):
             block[copy.place].copy_(_read_part(self._source, copy, tensor))
             check_range(block[copy.place], self._formats[copy.source], copy.source)
-        self._advance(block.nbytes)
         return block
+
+
+def _box_of(rows: slice, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offset and shape of these ``rows`` of a tensor of ``shape``."""
+    return (rows.start, *(0 for _ in shape[1:])), (rows.stop - rows.start, *shape[1:])
 
 
 class HuggingFaceImport(WeightsImport):
@@ -309,7 +312,7 @@ def write_weights(
         ):
             for tensor in aligned(shard):
                 for part in parts_of(tensor):
-                    stream.write(part)
+                    stream.write_part(part)
                     # Freed before the next part is allocated.
                     del part
     if len(shards) > 1:
@@ -362,11 +365,12 @@ class HuggingFaceExport:
     def parts_of(self, name: str) -> Iterator[Tensor]:
         """The blocks of rows of Hugging Face's tensor ``name``."""
         section, dtype = self._sections[name], self.entries[name].dtype
-        for chunk in row_chunks(section.shape, dtype):
+        for rows in row_chunks(section.shape, dtype):
             # No name here refers to a block: it is freed before the next one is made.
-            yield self._block(section, tuple(chunk.offsets), tuple(chunk.sizes), dtype)
+            yield self._block(section, rows, dtype)
 
-    def _block(self, section: Section, offset: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _block(self, section: Section, rows: slice, dtype: torch.dtype) -> Tensor:
+        offset, shape = _box_of(rows, section.shape)
         factor = folded_multiplier(self.architecture, section)
         computes = section.is_gain_minus_one or factor != 1.0
         block = torch.empty(shape, dtype=torch.float64 if computes else dtype)

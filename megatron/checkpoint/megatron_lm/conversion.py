@@ -390,16 +390,6 @@ class MegatronCheckpoint:
         self.arguments: Arguments = {name: value for name, value in found.attributes.items() if isinstance(name, str)}
 
     @property
-    def tokenizer(self) -> TokenizerConfig:
-        """The flags of the tokenizer; without a type if it is not a tokenizer of this code."""
-        return tokenizer_of(self.arguments)
-
-    @property
-    def tokenizer_type(self) -> str:
-        """The tokenizer's type in the arguments, for messages."""
-        return shown(self.arguments.get("tokenizer_type"))
-
-    @property
     def vocabulary_rows(self) -> int:
         """Rows of the embedding, with padding. (The argument ``padded_vocab_size`` may be absent.)"""
         embedding = self.tensors.tensors.get(EMBEDDING)

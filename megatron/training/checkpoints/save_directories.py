@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megatron.checkpoint.background import BackgroundProcess, CopyTask, Retained, UploadTask
+from megatron.checkpoint.background import BackgroundProcess, CopyTask, UploadTask
 from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import Retention, iteration_directory, locate_checkpoint, remove_checkpoint
 from megatron.checkpoint.files import RemotePath, UnreachableError
@@ -142,7 +142,7 @@ class Mirror:
         self._warn = context.warn_rank0
         self._place, self._lock_token = place, lock_token
         self._process = BackgroundProcess(config.async_save_timeout)
-        self._retained = Retained(config.save_retain_last, config.save_retain_interval) if config.deletes else None
+        self._retained = (config.save_retain_last, config.save_retain_interval) if config.deletes else None
         # At a URL the background process deletes.
         self._pruning = None if is_url(place) else Pruning(context, Path(place))
         self._copy: CopyTask | UploadTask | None = None
