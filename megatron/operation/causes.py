@@ -1,6 +1,7 @@
 """The causes of failed attempts, with advice for the person on call."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -162,19 +163,16 @@ class OutOfMemoryKills:
 
 def _oom_counter(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path | None:
     """The file with a line "oom_kill COUNT": of the cgroup (version 2, then 1), else of the host."""
-    try:
+    groups: list[list[str]] = []
+    with suppress(OSError, ValueError):
         groups = [line.split(":", 2) for line in process.read_text().splitlines()]
-    except (OSError, ValueError):
-        groups = []
     candidates = [root / group[2].lstrip("/") / "memory.events" for group in groups if group[1] == ""]
     candidates += [
         root / "memory" / group[2].lstrip("/") / "memory.oom_control" for group in groups if "memory" in group[1]
     ]
     candidates += [root / "memory.events", root / "memory" / "memory.oom_control", Path("/proc/vmstat")]
     for path in candidates:
-        try:
+        with suppress(OSError):
             if any(line.startswith("oom_kill ") for line in path.read_text().splitlines()):
                 return path
-        except OSError:
-            continue
     return None

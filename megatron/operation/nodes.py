@@ -237,8 +237,13 @@ class NamedNodes:
 
     def refresh(self) -> None:
         """Read the file again: another launcher may have added to it."""
-        if self._directory is not None:
-            self.add(read_namings(self._directory / NAMED_NODES))
+        if self._directory is None:
+            return
+        with suppress(OSError):
+            for line in (self._directory / NAMED_NODES).read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, RecursionError):  # a damaged line must not stop a job
+                    naming = Naming.from_json(json.loads(line))
+                    self.add([] if naming is None else [naming])
 
     @property
     def namings(self) -> list[Naming]:
@@ -265,17 +270,6 @@ class NamedNodes:
         for naming in sorted(self._namings.values(), key=lambda naming: naming.time):
             reasons.setdefault(naming.host, []).append(naming.reason)
         return {host: found for host, found in reasons.items() if len(found) >= TIMES}
-
-
-def read_namings(path: Path) -> list[Naming]:
-    """The content of the file; lines that are damaged are left out, which must not stop a job."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                naming = Naming.from_json(json.loads(line))
-                found += [naming] if naming is not None else []
-    return found
 
 
 # --- the order of the ranks ----------------------------------------------------------------------------------
@@ -338,6 +332,9 @@ def first_ranks(nodes: Sequence[NodeReport], suspects: Collection[str]) -> tuple
 
 # --- waits ---------------------------------------------------------------------------------------------------
 
+# Seconds of a pause, of which the first is one and each further one doubles.
+_LONGEST_PAUSE = 30.0
+
 
 @dataclass
 class Backoff:
@@ -348,9 +345,6 @@ class Backoff:
     (megatron/operation/attempts.py), if it saves any.
     """
 
-    first_s: float = 1.0
-    """The first pause, which doubles with every further failure."""
-    longest_s: float = 30.0
     failures: int = 0
     """Consecutive attempts that failed without progress."""
 
@@ -359,7 +353,7 @@ class Backoff:
         self.failures = 0 if made_progress else self.failures + 1
         if self.failures < 2:
             return 0.0
-        return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))
+        return min(_LONGEST_PAUSE, 2.0 ** (self.failures - 2))
 
 
 # Seconds between two questions.

@@ -109,7 +109,6 @@ def test_the_launcher_reads_a_rank_while_it_hangs_and_after_it_is_killed(tmp_pat
         assert memory.read(number) == snapshot
     memory.clear()
     assert memory.read(0) is None and memory.settings(0) == {}
-    memory.close()
 
 
 @pytest.mark.parametrize("level", [0, 2])

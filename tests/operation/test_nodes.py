@@ -18,7 +18,6 @@ from megatron.operation.nodes import (
     NodeReport,
     first_ranks,
     order_nodes,
-    read_namings,
 )
 
 
@@ -38,7 +37,7 @@ def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> 
     later = NamedNodes(tmp_path)
     later.name(naming("a", "2", "silent_corruption", 1.0))
     assert later.suspects() == {"a": ["hang", "silent_corruption"]}
-    assert len(read_namings(tmp_path / NAMED_NODES)) == 3
+    assert len(NamedNodes(tmp_path).namings) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -73,7 +72,7 @@ def test_launchers_share_what_they_know() -> None:
 
 def test_pauses() -> None:
     """None before the first restart, then doubling up to a limit; progress starts the count anew."""
-    backoff = Backoff(first_s=1.0, longest_s=30.0)
+    backoff = Backoff()
     assert [backoff.pause_after_failure(False) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
     assert backoff.pause_after_failure(True) == 0
     assert [backoff.pause_after_failure(False) for _ in range(3)] == [0, 1, 2]
