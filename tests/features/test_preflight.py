@@ -281,7 +281,7 @@ def test_neighbours_behind_a_slow_uplink_are_named_together(count: int, seed: in
     first = dice.randint(0, count - size)
     group = set(range(first, first + size))
     speeds = speeds_with_noise(pairs, {pair for pair in pairs if len(group & set(pair)) == 1}, dice)
-    assert set(explain(pairs, slow_pairs(speeds, RATIO))) == {Suspect(tuple(sorted(group)), is_group=True)}
+    assert set(explain(pairs, slow_pairs(speeds, RATIO))) == {Suspect(tuple(sorted(group)))}
 
 
 @given(COUNTS, st.integers(0, 2), SEEDS)
