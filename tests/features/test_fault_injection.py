@@ -43,6 +43,7 @@ from megatron.features.faults.listener import (
 )
 from megatron.operation.attempts import read_attempts
 from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.processes import stat_of
 from tests.data.corpora import load
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -56,7 +57,6 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 from tests.forked import fork_context
-from tests.operation.jobs import stat_of
 
 pytestmark = pytest.mark.processes
 PATIENCE = 60.0

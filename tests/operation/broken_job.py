@@ -25,7 +25,7 @@ from typing import Any
 from megatron.operation.heartbeat import Section, Snapshot
 from tests.end_to_end.run_process import REPOSITORY, Flags
 from tests.operation.campaign_checks import CAUSES
-from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes, started_at
+from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes
 
 # --- hangs ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class RestartFailed(Exception):
 
 def kill_some(
     options: argparse.Namespace, directory: Path, chance: random.Random, kind: str, kills: int
-) -> Iterator[list[float]]:
+) -> Iterator[float]:
     """Kill ranks of one job, each time after up to three seconds of training; the seconds of the restarts."""
     flags = [*rendezvous(kind), "--max-restarts", str(2 * _BLOCK + 10)]
     flags += ["--warm-processes" if options.warm else "--no-warm-processes"]
@@ -212,9 +212,9 @@ def kill_some(
             yield kill(job, chance)
 
 
-def kill(job: Job, chance: random.Random) -> list[float]:
-    """Kill one rank and wait until both have finished an iteration. In some cases kill another one meanwhile, from
-    which the time then counts."""
+def kill(job: Job, chance: random.Random) -> float:
+    """Kill one rank and wait until both have finished an iteration; the seconds. In some cases kill another one
+    meanwhile, from which the time then counts."""
 
     def kill_one() -> float:
         os.kill(chance.choice(sorted(job.ranks().values())), signal.SIGKILL)
@@ -230,7 +230,7 @@ def kill(job: Job, chance: random.Random) -> list[float]:
         if len(seen) > 2:
             raise RestartFailed("the first attempt failed")
         if len(found) == 2 and all(has_finished_an_iteration(beat) for beat in found):
-            return phases(found[0], at, now)
+            return now - at
         if again is not None and now > again and set(job.ranks().values()) - ours:
             ours |= set(job.ranks().values())
             at, again, seen = kill_one(), None, set()
@@ -243,26 +243,6 @@ def has_finished_an_iteration(beat: Snapshot) -> bool:
     return beat.section_ns[Section.OPTIMIZER] > 0 and beat.section != Section.OPTIMIZER
 
 
-PHASES = ("total", "spawn", "attach", "start", "load", "step")
-"""From the kill to the end of the first new iteration; to the start of the new process (detect, end the others,
-rendezvous); the interpreter and the imports of the flags; the flags, the import of torch, process groups, building the
-model and the data; loading; the first iteration, and whatever is in no other phase."""
-
-
-def phases(beat: Snapshot, killed: float, now: float) -> list[float]:
-    """The seconds of the phases of a restart, by the heartbeat of a rank."""
-    # Ticks count from the boot, as this clock does.
-    started = (
-        float(started_at(beat.pid)) / os.sysconf("SC_CLK_TCK")
-        - time.clock_gettime(time.CLOCK_BOOTTIME)
-        + time.monotonic()
-    )
-    # A warm process was started long before.
-    known = [max(0.0, started - killed), beat.attached_ns / 1e9 - max(started, killed)]
-    known += [beat.section_ns[section] / 1e9 for section in (Section.START, Section.LOAD)]
-    return [now - killed, *known, now - killed - sum(known)]
-
-
 def run_kills(options: argparse.Namespace, base: Path) -> bool:
     """The campaign of kills; whether all ranks came back."""
     chance, restarts, failures = random.Random(options.seed), [], 0
@@ -272,12 +252,12 @@ def run_kills(options: argparse.Namespace, base: Path) -> bool:
             kills = min(_BLOCK, options.count - number * _BLOCK)
             for seconds in kill_some(options, base / str(number), chance, kind, kills):
                 restarts.append(seconds)
-                print(f"{kind}: back after {seconds[0]:.2f} s", flush=True)
+                print(f"{kind}: back after {seconds:.2f} s", flush=True)
         except RestartFailed as failure:
             failures += 1
             print(f"{kind}: {failure}; see {base}/{number}/log", flush=True)
-    for phase, values in zip(PHASES, zip(*restarts)):
-        late = sorted(values)[-(-len(values) * 95 // 100) - 1]
-        print(f"{phase:>6}: median {statistics.median(values):5.2f} s, p95 {late:5.2f} s, max {max(values):5.2f} s")
+    if restarts:
+        late = sorted(restarts)[-(-len(restarts) * 95 // 100) - 1]
+        print(f"median {statistics.median(restarts):.2f} s, p95 {late:.2f} s, max {max(restarts):.2f} s")
     print(f"{len(restarts)} restarts, {failures} failures", flush=True)
     return not failures

@@ -124,7 +124,6 @@ class OutOfMemoryError(RuntimeError):
         (DirectoryInUseError("out is in use"), Cause.IN_USE),
         (DataError("corpus"), Cause.DATA),
         (LoaderError("loader"), Cause.DATA),
-        # torch's handler of SIGCHLD raises it wherever the rank is, as a bare RuntimeError.
         (NotFiniteError("nan"), Cause.NOT_FINITE),
         (NoProgressError("3 attempts"), Cause.NO_PROGRESS),
     ],

@@ -26,8 +26,6 @@ class _State:
     group: Any = None
     is_first_module: bool = False
     depth: int = 0
-    reductions: int = 0
-    """How often magnitudes became scales."""
     modules: dict[Any, list[Any]] = field(default_factory=dict)
     """Those whose magnitudes are reduced, by recipe and group."""
     autocasts: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
@@ -40,7 +38,6 @@ class _State:
         """Turn the magnitudes of one pass into scales, in all modules."""
         for key, modules in self.modules.items():
             recipe, group = self.autocasts[key]
-            self.reductions += 1
             metas = [module.fp8_meta["scaling_fwd" if forward else "scaling_bwd"] for module in modules]
             amax = torch.cat([meta.amax_history[0] for meta in metas])
             if recipe.reduce_amax and dist.is_initialized():
