@@ -153,12 +153,11 @@ class OutOfMemoryKills:
         return self._before > before
 
     def _read(self) -> int:
-        try:
-            lines = self._path.read_text().splitlines() if self._path is not None else []
-        except OSError:
-            return 0
-        counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
-        return int(counts[0]) if counts and counts[0].isdigit() else 0
+        with suppress(OSError, ValueError):
+            for line in self._path.read_text().splitlines() if self._path is not None else ():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
 
 
 def _oom_counter(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path | None:

@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -309,7 +309,7 @@ class NodeOrder:
 
 
 def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
-    """The order of the nodes, by the reports of all launchers, whose namings are added to ``named``."""
+    """The order of the nodes, suspects last, by the reports of all launchers, whose namings are added to ``named``."""
     for report in reports:
         named.add(report.namings)
     hosts = {report.host for report in reports}
@@ -319,15 +319,10 @@ def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
         "spares if there are any."
         for host, reasons in suspects.items()
     )
-    return NodeOrder(secrets.token_hex(8), first_ranks(reports, suspects), tuple(named.namings), sentences)
-
-
-def first_ranks(nodes: Sequence[NodeReport], suspects: Collection[str]) -> tuple[int, ...]:
-    """The global rank of the first process of each node; the ranks of ``suspects`` are the last."""
-    order = sorted(range(len(nodes)), key=lambda place: nodes[place].host in suspects)
-    starts = accumulate((nodes[place].num_ranks for place in order), initial=0)
-    first = dict(zip(order, starts))
-    return tuple(first[place] for place in range(len(nodes)))
+    order = sorted(range(len(reports)), key=lambda place: reports[place].host in suspects)
+    first = dict(zip(order, accumulate((reports[place].num_ranks for place in order), initial=0)))
+    first_ranks = tuple(first[place] for place in range(len(reports)))
+    return NodeOrder(secrets.token_hex(8), first_ranks, tuple(named.namings), sentences)
 
 
 # --- waits ---------------------------------------------------------------------------------------------------

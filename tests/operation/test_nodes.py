@@ -16,7 +16,6 @@ from megatron.operation.nodes import (
     Naming,
     NodeOrder,
     NodeReport,
-    first_ranks,
     order_nodes,
 )
 
@@ -51,8 +50,9 @@ def test_a_directory_that_cannot_be_written_does_not_end_the_job(tmp_path: Path)
 def test_ranks_of_suspects_are_the_last(chance: random.Random) -> None:
     """Every rank once, in consecutive numbers on each node, and in the order of the others."""
     reports = [NodeReport(host, chance.randint(1, 4), ()) for host in "abcde"]
-    suspects = {"b", "d"}
-    first = first_ranks(reports, suspects)
+    named = NamedNodes()
+    named.add(naming(host, attempt) for host in "bd" for attempt in "12")
+    first = order_nodes(reports, named).first_ranks
     ranks = [list(range(start, start + report.num_ranks)) for start, report in zip(first, reports)]
     assert sorted(chain.from_iterable(ranks)) == list(range(sum(report.num_ranks for report in reports)))
     assert [report.host for _, report in sorted(zip(first, reports), key=lambda pair: pair[0])] == list("acebd")

@@ -831,8 +831,8 @@ LAUNCHER = (
     ),
     Fault(
         "nodes that were named are the first, and not the spares",
-        "key=lambda place: nodes[place].host in suspects)",
-        "key=lambda place: nodes[place].host not in suspects)",
+        "key=lambda place: reports[place].host in suspects)",
+        "key=lambda place: reports[place].host not in suspects)",
         ("operation/test_nodes.py",),
     ),
     Fault(

@@ -33,7 +33,6 @@ def this_place(device: torch.device) -> Place:
     return Place(socket.gethostname(), THIS_HOST.boot(), THIS_HOST.namespace(), name)
 
 
-@dataclass(frozen=True)
 class Identity(Check):
     """Two machines must not have the same name, by which locks, reports and the launcher distinguish them."""
 

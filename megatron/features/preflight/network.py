@@ -112,7 +112,6 @@ def named_by_bits(is_right: Sequence[Sequence[bool]], world_size: int) -> int | 
     return rank if rank < world_size else None
 
 
-@dataclass(frozen=True)
 class Sums(Check):
     """An all-reduce of known values. Names the ranks that receive a wrong sum or, if all do, the rank whose addend is
     wrong."""
@@ -303,7 +302,6 @@ def vertices_of(nodes: Sequence[Node], device: str) -> list[tuple[int, ...]]:
     return [(rank,) for rank in nodes[0].ranks] if device == "cuda" else []
 
 
-@dataclass(frozen=True)
 class Links(Check):
     """The ranks of two nodes exchange data in pairs, all at the same time: a rank with the one of the same place."""
 
