@@ -174,5 +174,7 @@ class Sections(Timers):
 
     @contextmanager
     def _timed(self, section: Section, timer: AbstractContextManager[None]) -> Iterator[None]:
-        with self._heartbeat.section(section), timer:
+        previous = self._heartbeat.enter(section)
+        with timer:
             yield
+        self._heartbeat.enter(previous)  # as after Heartbeat.section

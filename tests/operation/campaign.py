@@ -1,7 +1,7 @@
 """Campaigns of random faults in jobs of two ranks.
 
     python -m tests.operation.campaign jobs --count 20 [--seed S]
-    python -m tests.operation.campaign hangs --count 200 [--seed S] [--anywhere] [--quiet-seconds Q]
+    python -m tests.operation.campaign hangs --count 200 [--seed S]
     python -m tests.operation.campaign kills --count 200 [--seed S] [--warm]
 
 ``jobs``: each seed is a job that is disturbed, started again as a scheduler would, until it is complete, and checked.
@@ -382,8 +382,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--keep", action="store_true", help="keep the files of what has failed")
     parser.add_argument("--no-fork", action="store_true", help="start the ranks as usual: 3 to 5 s of CPU each")
-    parser.add_argument("--anywhere", action="store_true", help="hangs: also kills, and outside of quiet iterations")
-    parser.add_argument("--quiet-seconds", type=float, default=0.0, help="hangs: of training before the first one")
     parser.add_argument("--rendezvous", nargs="+", default=["c10d", "static", "standalone"], help="kills")
     parser.add_argument("--warm", action="store_true", help="kills: with warm processes, which each kill waits for")
     options = parser.parse_args()
