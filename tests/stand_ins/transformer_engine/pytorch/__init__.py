@@ -78,9 +78,7 @@ def is_fp8_available(return_reason: bool = False) -> Any:
     return (True, "") if return_reason else True
 
 
-def is_fp8_block_scaling_available(return_reason: bool = False) -> Any:
-    """As if on Hopper."""
-    return (True, "") if return_reason else True
+is_fp8_block_scaling_available = is_fp8_available
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Any:
