@@ -81,14 +81,15 @@ def test_any_other_text_is_refused_in_a_sentence(text: str) -> None:
 
 def test_the_examples_of_the_issue() -> None:
     spec = "kill@12:rank1,stop@20:rank0,slow@30+10:rank1:1.3,flip@15:rank1:weight:29,nan@40:rank1,enospc@save2,exit@9"
-    kill, stop, slow, flip, nan, enospc, end = parse_faults(spec)
-    assert kill == Fault("kill", ITERATION, 12, rank=1)
-    assert stop == Fault("stop", ITERATION, 20, rank=0)
-    assert slow == Fault("slow", ITERATION, 30, 10, 1, number=1.3)
-    assert flip == Fault("flip", ITERATION, 15, rank=1, target="weight", number=29)
-    assert nan == Fault("nan", ITERATION, 40, rank=1)
-    assert enospc == Fault("enospc", SAVE, 2)
-    assert end == Fault("exit", ITERATION, 9, number=1)
+    assert parse_faults(spec) == (
+        Fault("kill", ITERATION, 12, rank=1),
+        Fault("stop", ITERATION, 20, rank=0),
+        Fault("slow", ITERATION, 30, 10, 1, number=1.3),
+        Fault("flip", ITERATION, 15, rank=1, target="weight", number=29),
+        Fault("nan", ITERATION, 40, rank=1),
+        Fault("enospc", SAVE, 2),
+        Fault("exit", ITERATION, 9, number=1),
+    )
     assert parse_fault("kill@load:always") == Fault("kill", LOAD, times=None)
     assert parse_fault("kill@start:times2") == Fault("kill", START, times=2)
 
