@@ -93,8 +93,8 @@ class FullFile(io.FileIO):
 class ForgetfulFile(io.FileIO):
     """Loses a byte between writing and reading."""
 
-    def readinto(self, buffer: Any, /) -> int:
-        return max(0, super().readinto(buffer) - 1)
+    def read(self, size: int | None = -1, /) -> bytes:
+        return super().read(size)[:-1]
 
 
 def full_file(directory: Path) -> IO[bytes]:
