@@ -79,7 +79,7 @@ def stat_of(pid: int | str, proc: str = "/proc") -> list[str]:
     it has gone, or the system does not tell."""
     with suppress(OSError):
         # "pid (name) state parent ...": the name may contain blanks and parentheses.
-        return Path(f"{proc}/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"{proc}/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     return []
 
 
