@@ -345,9 +345,9 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
         iterations = in_iterations(seconds, summary.iteration_s)
         return {"seconds": seconds, "iterations": iterations, "effective_time": intervals.share(seconds)}
 
-    basis = {"mtbf_s": intervals.costs.mtbf_s, "mtbf_is_assumed": summary.has_assumed_mtbf}
-    choices = {name: choice(seconds) for name, seconds in interval_choices(intervals)}
-    return {**found, "save_interval": {**basis, **choices}}
+    found["save_interval"] = {"mtbf_s": intervals.costs.mtbf_s, "mtbf_is_assumed": summary.has_assumed_mtbf}
+    found["save_interval"] |= {name: choice(seconds) for name, seconds in interval_choices(intervals)}
+    return found
 
 
 def interval_choices(intervals: SaveIntervals) -> list[tuple[str, float | None]]:
