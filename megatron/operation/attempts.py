@@ -248,17 +248,12 @@ def remove_current(directory: Path) -> None:
         (directory / CURRENT).unlink(missing_ok=True)
 
 
-def close_lost_attempt(directory: Path) -> Attempt | None:
-    """Close the record under way that an earlier attempt has left, as lost; returns it. Raises :class:`OSError`."""
-    left = read_current(directory)
-    if left is None:
-        remove_current(directory)  # damaged
-        return None
-    if left.attempt not in {attempt.attempt for attempt in read_attempts(directory)}:
-        left = lose_uncommitted(replace(left, outcome="lost"))
-        append_attempt(directory, left)
+def close_lost_attempt(directory: Path) -> None:
+    """Close the record under way that an earlier attempt has left, as lost. Raises :class:`OSError`."""
+    left = read_current(directory)  # None: damaged
+    if left is not None and left.attempt not in {attempt.attempt for attempt in read_attempts(directory)}:
+        append_attempt(directory, lose_uncommitted(replace(left, outcome="lost")))
     remove_current(directory)
-    return left
 
 
 def newest_run(attempts: Sequence[Attempt]) -> list[Attempt]:

@@ -1,6 +1,7 @@
 """The causes of failed attempts, with advice for the person on call."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -152,29 +153,25 @@ class OutOfMemoryKills:
         return self._before > before
 
     def _read(self) -> int:
-        try:
-            lines = self._path.read_text().splitlines() if self._path is not None else []
-        except OSError:
-            return 0
-        counts = [line.split()[1] for line in lines if line.startswith("oom_kill ")]
-        return int(counts[0]) if counts and counts[0].isdigit() else 0
+        with suppress(OSError, ValueError):
+            for line in self._path.read_text().splitlines() if self._path is not None else ():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
 
 
 def _oom_counter(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Path | None:
     """The file with a line "oom_kill COUNT": of the cgroup (version 2, then 1), else of the host."""
-    try:
+    groups: list[list[str]] = []
+    with suppress(OSError, ValueError):
         groups = [line.split(":", 2) for line in process.read_text().splitlines()]
-    except (OSError, ValueError):
-        groups = []
     candidates = [root / group[2].lstrip("/") / "memory.events" for group in groups if group[1] == ""]
     candidates += [
         root / "memory" / group[2].lstrip("/") / "memory.oom_control" for group in groups if "memory" in group[1]
     ]
     candidates += [root / "memory.events", root / "memory" / "memory.oom_control", Path("/proc/vmstat")]
     for path in candidates:
-        try:
+        with suppress(OSError):
             if any(line.startswith("oom_kill ") for line in path.read_text().splitlines()):
                 return path
-        except OSError:
-            continue
     return None

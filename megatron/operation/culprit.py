@@ -12,6 +12,7 @@ not for all. The first that keeps a part of the ranks is the reason in the repor
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron.errors import ExitCode
@@ -25,7 +26,7 @@ from megatron.operation.evidence import (
     group_by_stack,
     is_waiting_for_ranks,
 )
-from megatron.operation.failure import MOST_LISTED, Failure, ranks_text
+from megatron.operation.failure import MOST_LISTED, Failure, list_ranks
 from megatron.operation.heartbeat import Section
 
 # A heartbeat that is older by less proves nothing: ranks of one step stop within it.
@@ -56,10 +57,8 @@ def find_culprit(evidence: Sequence[Evidence]) -> Verdict:
             candidates = kept
         if len(candidates) == 1 and reason:
             break
-    if len(candidates) == 1:
+    if reason or len(candidates) == 1:
         return Verdict(candidates[0].rank, cause, reason or "there is no other rank")
-    if reason:
-        return Verdict(candidates[0].rank, cause, reason)
     return Verdict(None, Cause.HANG, "nothing distinguishes one of them")
 
 
@@ -76,9 +75,10 @@ def _is_behind(one: Evidence, others: Sequence[Evidence]) -> bool:
     return (one.iteration or 0) == min(iterations) < max(iterations)
 
 
-def _is_in_another_section(one: Evidence, others: Sequence[Evidence]) -> bool:
-    (common, count), *_ = Counter(other.section for other in others).most_common()
-    return 2 * count > len(others) and one.section != common
+def _differs_in(name: str, one: Evidence, others: Sequence[Evidence]) -> bool:
+    """Whether most have another value of the field ``name`` than this rank."""
+    (common, count), *_ = Counter(getattr(other, name) for other in others).most_common()
+    return 2 * count > len(others) and getattr(one, name) != common
 
 
 def _has_other_collectives(one: Evidence, others: Sequence[Evidence]) -> bool:
@@ -89,11 +89,6 @@ def _has_other_collectives(one: Evidence, others: Sequence[Evidence]) -> bool:
     (common, number), *_ = Counter(counts).most_common()
     own = one.collectives or 0
     return own != common if 2 * number > len(counts) else own == min(counts)
-
-
-def _has_another_stack(one: Evidence, others: Sequence[Evidence]) -> bool:
-    (common, count), *_ = Counter(other.stack for other in others).most_common()
-    return 2 * count > len(others) and one.stack != common
 
 
 def _is_oldest(one: Evidence, others: Sequence[Evidence]) -> bool:
@@ -135,9 +130,9 @@ _CRITERIA = (
         lambda one: "it does not wait for other ranks, as the others do",
     ),
     _Criterion(_is_behind, lambda one: f"it is still in iteration {one.iteration}"),
-    _Criterion(_is_in_another_section, lambda one: "it is in another section than the others"),
+    _Criterion(partial(_differs_in, "section"), lambda one: "it is in another section than the others"),
     _Criterion(_has_other_collectives, lambda one: "its number of collectives differs from the others'"),
-    _Criterion(_has_another_stack, lambda one: "its stack differs from the others'"),
+    _Criterion(partial(_differs_in, "stack"), lambda one: "its stack differs from the others'"),
     _Criterion(_is_oldest, lambda one: "its last progress is the oldest"),
 )
 
@@ -155,8 +150,9 @@ def failure_of_hang(verdict: Verdict, evidence: Sequence[Evidence], seconds: flo
     else:
         where = culprit.section if not culprit.iteration else f"{culprit.section} of iteration {culprit.iteration}"
         what = f"Rank {culprit.rank} on {culprit.host} hangs in {where}"
-        place = {name: getattr(culprit, name) for name in ("rank", "local_rank", "host", "iteration", "microbatch")}
-        place |= {"section": culprit.section, "stack": None if culprit.stack is None else excerpt(culprit.stack)}
+        names = ("rank", "local_rank", "host", "iteration", "microbatch", "section")
+        place = {name: getattr(culprit, name) for name in names}
+        place["stack"] = None if culprit.stack is None else excerpt(culprit.stack)
     groups = tuple(
         {
             "ranks": ranks,
@@ -193,5 +189,5 @@ def _different_waits(evidence: Sequence[Evidence]) -> str:
     for ranks, stack in groups[:MOST_LISTED]:
         assert stack is not None
         caller = next((frame for frame in stack if not is_waiting_for_ranks((frame,))), stack[-1])
-        places.append(f"{ranks_text(ranks)} at {caller} (collective {counts[ranks[0]]})")
+        places.append(f"{list_ranks(ranks)} at {caller} (collective {counts[ranks[0]]})")
     return f" All ranks wait for others, in different collectives: {'; '.join(places)}."

@@ -41,17 +41,16 @@ def usable_world_size(config: RunConfig, world_size: int, check_batches: Callabl
             f"{world_size} processes are fewer than --tensor-model-parallel-size x --pipeline-model-parallel-size x "
             f"--context-parallel-size = {replica}: raise MIN of --nnodes MIN:MAX."
         )
-    first: ConfigError | None = None
+    errors: list[ConfigError] = []
     for data_parallel_size in range(world_size // replica, 0, -1):
         try:
             check_batches(data_parallel_size)
             check_run(config, data_parallel_size * replica)
         except ConfigError as error:
-            first = first or error
+            errors.append(error)
         else:
             return data_parallel_size * replica
-    assert first is not None
-    raise first
+    raise errors[0]
 
 
 class Spares:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.operation.heartbeat import DUMP_SIGNAL, HeartbeatMemory
-from megatron.operation.processes import is_running
+from megatron.operation.processes import is_running, stat_of
 from megatron.operation.watchdog import Processes
 
 # --- processes -----------------------------------------------------------------------------------------------
@@ -36,10 +36,8 @@ class ChildProcess:
 
 def process_state(pid: int) -> str | None:
     """The letter of the process's state, "?" where the system does not tell; None without such a process."""
-    stat = _stat(pid)
-    if stat is not None:
-        return stat[0]
-    return "?" if is_running(pid) else None
+    stat = stat_of(pid)
+    return stat[0] if stat else "?" if is_running(pid) else None
 
 
 def child_processes(pid: int) -> tuple[ChildProcess, ...]:
@@ -47,9 +45,8 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
     children: dict[int, list[tuple[int, str]]] = {}
     with suppress(OSError):  # no /proc
         for name in map(int, filter(str.isdigit, os.listdir("/proc"))):
-            stat = _stat(name)
-            if stat is not None:
-                children.setdefault(stat[1], []).append((name, stat[0]))
+            if stat := stat_of(name):
+                children.setdefault(int(stat[1]), []).append((name, stat[0]))
     found, unseen = [], [pid]
     while unseen:
         for child, state in children.get(unseen.pop(), []):
@@ -60,22 +57,10 @@ def child_processes(pid: int) -> tuple[ChildProcess, ...]:
 
 def count_switches(pid: int) -> tuple[int, int]:
     """How often the main thread has given up the processor of its own accord, and the number of threads."""
-    found: dict[str, int] = {}
-    with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            name, _, text = line.partition(":")
-            if name in ("voluntary_ctxt_switches", "Threads"):
-                found[name] = int(text)
-    return found.get("voluntary_ctxt_switches", 0), found.get("Threads", 0)
-
-
-def _stat(pid: int) -> tuple[str, int] | None:
-    try:
-        # "pid (name) state parent ...": the name may contain blanks and parentheses.
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return state, int(parent)
+    with suppress(OSError, ValueError, KeyError):
+        found = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        return int(found["voluntary_ctxt_switches"]), int(found["Threads"])
+    return 0, 0
 
 
 def _role(pid: int) -> str:
@@ -109,10 +94,10 @@ def observe_processes(pid: int) -> Processes:
 # --- stacks --------------------------------------------------------------------------------------------------
 
 # Time for a rank to write its stacks; it takes milliseconds unless the process gets no processor.
-ANSWER_SECONDS = 1.0
+_ANSWER_SECONDS = 1.0
 # A file that does not grow for so long is complete.
 _QUIET_SECONDS = 0.05
-_MOST_FRAMES = 30
+_MOST_FRAMES, _MOST_REPORTED = 30, 12
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^\s+File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _REPOSITORY = f"{Path(__file__).parents[2]}{os.sep}"
@@ -172,14 +157,12 @@ def is_waiting_for_ranks(stack: Stack) -> bool:
     return False
 
 
-def excerpt(stack: Stack, frames: int = 12) -> str:
-    rest = len(stack) - frames
-    return "\n".join([*map(str, stack[:frames]), *([f"... and {rest} more"] if rest > 0 else [])])
+def excerpt(stack: Stack) -> str:
+    rest = len(stack) - _MOST_REPORTED
+    return "\n".join([*map(str, stack[:_MOST_REPORTED]), *([f"... and {rest} more"] if rest > 0 else [])])
 
 
-def request_stacks(
-    files: Mapping[int, str], pids: Mapping[int, int], seconds: float = ANSWER_SECONDS
-) -> dict[int, str]:
+def request_stacks(files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int, str]:
     """What the ranks write at :data:`DUMP_SIGNAL`; a rank that does not answer is left out.
 
     ``files`` has the path of each rank's file (``stacks`` of its settings), ``pids`` its process.
@@ -189,7 +172,7 @@ def request_stacks(
         with suppress(ProcessLookupError, PermissionError):
             assert DUMP_SIGNAL is not None  # else no rank has a file
             os.kill(pids[rank], DUMP_SIGNAL)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + _ANSWER_SECONDS
     sizes, changed_at = dict(offsets), time.monotonic()
     while time.monotonic() < deadline:
         time.sleep(_QUIET_SECONDS / 5)

@@ -133,29 +133,30 @@ def failure_of_ends(ends: Sequence[RankEnd], exit_code: int, out_of_memory: bool
     """Why an attempt failed whose ranks ended so; ``out_of_memory``: the kernel has killed a process for memory."""
     first = min(ends, key=RankEnd.precedence)
     checkpoints = [one.committed_iteration for one in ends if one.committed_iteration is not None]
+    places = ("iteration", "microbatch", "section", *(("rank", "local_rank", "host") if first.is_local else ()))
     return Failure(
         cause=_cause(first, out_of_memory),
         message=_message(first, out_of_memory),
         exit_code=exit_code,
-        rank=first.rank if first.is_local else None,
-        local_rank=first.local_rank if first.is_local else None,
-        host=first.host if first.is_local else None,
-        iteration=first.iteration,
-        microbatch=first.microbatch,
-        section=first.section,
         stack=None if first.text is None else first.text[-_MOST_TEXT:],
         last_checkpoint=max(checkpoints, default=None),
+        **{name: getattr(first, name) for name in places},
     )
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:MOST_LISTED]))
-    return f"rank{'s' * (len(ranks) > 1)} {listed}{', ...' * (len(ranks) > MOST_LISTED)}"
+def list_ranks(ranks: Sequence[int]) -> str:
+    """``ranks`` in words: rank 3; ranks 1 and 2; ranks 1, 2, 3 and 40 more."""
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > MOST_LISTED:
+        return f"ranks {', '.join(numbers[: MOST_LISTED - 1])} and {len(numbers) - MOST_LISTED + 1} more"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
 def failure_of_lost_nodes(nodes: Mapping[str, Sequence[int]]) -> Failure:
     """The launchers of ``nodes`` (host: ranks) do not answer."""
-    lost = "; ".join(f"{host} ({ranks_text(ranks)})" if ranks else host for host, ranks in nodes.items())
+    lost = "; ".join(f"{host} ({list_ranks(ranks)})" if ranks else host for host, ranks in nodes.items())
     is_one = len(nodes) == 1
     return Failure(
         cause=Cause.NODE_LOST,
@@ -211,24 +212,23 @@ def attempt_number(directory: Path, since: float) -> int:
     return max(recorded, default=0) + 1
 
 
-def write_failure(directory: Path, failure: Failure, attempt: int, replace: bool = True) -> bool:
-    """Write both files; whether they were written. Raises :class:`OSError`.
+def write_failure(directory: Path, failure: Failure, attempt: int, replace: bool = True) -> None:
+    """Write both files; raises :class:`OSError`.
 
     Without ``replace``, the first of several ranks that fail in the same attempt writes, and the others do not.
     """
     text = json.dumps(failure.to_json(attempt), indent=1) + "\n"
     path = directory / DIRECTORY / f"{attempt:04d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not replace:
+    if replace:
+        replace_file(path, text)
+    else:
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            return False
-    else:
-        replace_file(path, text)
+            return
     replace_file(directory / FILE, text)
-    return True
 
 
 def record_own_failure(error: Exception, text: str, rank: int, local_rank: int, heartbeat: Heartbeat) -> None:
@@ -380,17 +380,12 @@ class FailureReports:
         """Report that a process does not end although it was killed."""
         start = self.start
         assert start is not None
-        pid, snapshot = start.pids[local_rank], self._heartbeats.read(local_rank)
-        end = RankEnd(
-            rank=start.ranks[local_rank],
-            local_rank=local_rank,
-            host=self.host,
-            exit_code=1,
-            text=f"process {pid} does not end after SIGKILL (state {process_state(pid)}): a driver or a file system "
-            "does not answer",
-            cause="hang",
-            **({} if snapshot is None else snapshot.position()),
+        pid = start.pids[local_rank]
+        text = (
+            f"process {pid} does not end after SIGKILL (state {process_state(pid)}): a driver or a file system does "
+            "not answer"
         )
+        end = self._end_of(start, local_rank, exit_code=1, text=text, cause="hang")
         self.record(failure_of_ends([end], exit_code=1, out_of_memory=False))
 
     def record_lost_rendezvous(self, endpoint: str) -> None:
@@ -431,18 +426,14 @@ class FailureReports:
         moment = float(failure.timestamp)  # whole seconds
         with suppress(OSError):
             moment = os.stat(failure.error_file).st_mtime_ns * 1e-9
+        text = message.get("message") if isinstance(message, dict) else None
+        facts = {"cause": info.get("cause"), "is_local": info.get("is_local", True), "time": moment}
+        return self._end_of(start, local_rank, exit_code=failure.exitcode, text=text, **facts)
+
+    def _end_of(self, start: RankStart, local_rank: int, **facts: Any) -> RankEnd:
         snapshot = self._heartbeats.read(local_rank)
-        return RankEnd(
-            rank=start.ranks[local_rank],
-            local_rank=local_rank,
-            host=self.host,
-            exit_code=failure.exitcode,
-            text=message.get("message") if isinstance(message, dict) else None,
-            cause=info.get("cause"),
-            is_local=info.get("is_local", True),
-            time=moment,
-            **({} if snapshot is None else snapshot.position()),
-        )
+        position = {} if snapshot is None else snapshot.position()
+        return RankEnd(rank=start.ranks[local_rank], local_rank=local_rank, host=self.host, **facts, **position)
 
     def record(self, failure: Failure, replace: bool = True, what: str = "The attempt failed") -> None:
         """Print and write a report that begins with ``what``; without ``replace``, a report of this attempt by another

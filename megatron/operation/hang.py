@@ -115,9 +115,8 @@ class RankWatch:
         restarts: int,
     ) -> None:
         """The ``ranks`` of a new attempt have started, here by local rank, with these processes."""
-        limits = Limits.of_flags(OperationConfig(), None)
         start = _number_in(self._words, "--hang-limit-start-s")
-        limits = limits if start is None else Limits(start=start)
+        limits = Limits.of_flags(OperationConfig(hang_limit_start_s=start), None)
         key = command_key(self._words, world_size)
         # The ranks have not written their settings yet: the command line says where earlier attempts are.
         earlier = longest_stays(run_directory_in(self._words), key)
@@ -171,8 +170,7 @@ class RankWatch:
 
     def _sample(self, attempt: _Attempt, ended: Collection[int]) -> list[Overrun]:
         """Read the heartbeats; the ranks of this node that run and have exceeded their limits."""
-        snapshots = [self._heartbeats.read(local_rank) for local_rank in sorted(attempt.ranks)]
-        now_ns, watchdog = self._now_ns(), attempt.watchdog
+        snapshots, now_ns, watchdog = self._heartbeats.snapshots(), self._now_ns(), attempt.watchdog
         # A look at all processes takes milliseconds: only of ranks that have made no progress for a while.
         processes = {
             rank: observe_processes(attempt.pids[rank]) for rank in watchdog.stuck(now_ns) if rank not in ended

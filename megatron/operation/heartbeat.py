@@ -17,12 +17,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron.command_line.words import split_words
@@ -127,12 +126,11 @@ class Snapshot:
 
     def position(self) -> dict[str, Any]:
         """Where the rank is, or has ended, as fields of the reports of a failure."""
-        known = [number for number in (self.committed_iteration, self.first_iteration) if number]
         return {
             "iteration": self.iteration or None,
             "microbatch": self.microbatch if self.iteration else None,
             "section": self.section.label,
-            "committed_iteration": known[0] if known else None,
+            "committed_iteration": self.committed_iteration or self.first_iteration or None,
         }
 
 
@@ -202,9 +200,13 @@ class Heartbeat:
         self._section, self._entered = section, now
         return left
 
-    def section(self, section: Section) -> "Span":
+    @contextmanager
+    def section(self, section: Section) -> Iterator[None]:
         """A context in ``section``, after which the rank is in the previous one again."""
-        return Span(self, section)
+        previous = self.enter(section)
+        yield
+        # Not after an error: the rank stays in the section where it failed, for the report.
+        self.enter(previous)
 
     def start_iteration(self, iteration: int) -> None:
         self._words[_ITERATION] = iteration
@@ -292,43 +294,24 @@ def _slot(descriptor: int, local_rank: int) -> memoryview:
     return memory[local_rank * _SLOT_BYTES : (local_rank + 1) * _SLOT_BYTES]
 
 
-class Span:
-    """A context in a section."""
-
-    __slots__ = ("_heartbeat", "_previous", "_section")
-
-    def __init__(self, heartbeat: Heartbeat, section: Section) -> None:
-        self._heartbeat, self._section = heartbeat, section
-
-    def __enter__(self) -> None:
-        self._previous = self._heartbeat.enter(self._section)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # After an error the rank stays in the section where it failed, for the report.
-        if kind is None:
-            self._heartbeat.enter(self._previous)
-
-
 class HeartbeatMemory:
     """The slots of the ranks of a node, by local rank; the launcher owns it."""
 
     def __init__(self, num_ranks: int) -> None:
         if hasattr(os, "memfd_create"):
             # Nothing remains of it, however the launcher ends.
-            self._file = os.fdopen(os.memfd_create("heartbeats"), "rb+", buffering=0)
-            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+            descriptor = os.memfd_create("heartbeats")
+            self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
         else:
             descriptor, self.path = tempfile.mkstemp(prefix="heartbeats-")
-            self._file = os.fdopen(descriptor, "rb+", buffering=0)
+        self._file = os.fdopen(descriptor, "rb+", buffering=0)
         self._file.truncate(num_ranks * _SLOT_BYTES)
         memory = memoryview(mmap.mmap(self._file.fileno(), 0))
         self._slots = [memory[rank * _SLOT_BYTES : (rank + 1) * _SLOT_BYTES] for rank in range(num_ranks)]
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self._slots)
+    def snapshots(self) -> list[Snapshot | None]:
+        """The slots of all ranks, as of :meth:`read`."""
+        return [_read(slot) for slot in self._slots]
 
     def read(self, local_rank: int) -> Snapshot | None:
         """The slot of a rank; None before the rank has attached."""
@@ -348,18 +331,15 @@ class HeartbeatMemory:
         for slot in self._slots:
             slot.cast("q")[: _SETTINGS + 1] = memoryview(bytearray(_WORD * (_SETTINGS + 1))).cast("q")
 
-    def close(self) -> None:
-        """Remove the memory; ranks that are attached keep theirs."""
-        self._file.close()
-        if not self.path.startswith("/proc/"):
-            os.unlink(self.path)
-
 
 def _read(slot: memoryview) -> Snapshot | None:
     words = slot.cast("q")
     if words[_PID] == 0:
         return None
-    committed = words[_COMMITTED]
+
+    def iteration_at(place: int) -> int | None:
+        return None if words[place] == _NONE else words[place]
+
     return Snapshot(
         pid=words[_PID],
         attached_ns=words[_ATTACHED],
@@ -368,11 +348,11 @@ def _read(slot: memoryview) -> Snapshot | None:
         iteration=words[_ITERATION],
         microbatch=words[_MICROBATCH],
         collectives=words[_COLLECTIVES],
-        committed_iteration=None if committed == _NONE else committed,
+        committed_iteration=iteration_at(_COMMITTED),
         step_ns_at_commit=words[_STEP_AT_COMMIT],
         saves=words[_SAVES],
-        first_iteration=None if words[_FIRST] == _NONE else words[_FIRST],
-        done_iteration=None if words[_DONE] == _NONE else words[_DONE],
+        first_iteration=iteration_at(_FIRST),
+        done_iteration=iteration_at(_DONE),
         dropped_ns=words[_DROPPED],
         section_ns={section: words[_SUMS + section] for section in Section},
         waited_ns={section: words[_WAITS + section] for section in Section},

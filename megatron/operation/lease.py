@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from megatron.operation.processes import is_running
+from megatron.operation.processes import is_running, stat_of
 
 RENEWAL = 5.0
 """Seconds between two renewals."""
@@ -66,12 +66,8 @@ class ProcessTable:
             pid = str(os.getpid()) if process == "self" else process
             state, _, start = _printed_by("ps", "-o", "stat=", "-o", "lstart=", "-p", pid).partition(" ")
             return state[:1], " ".join(start.split())
-        try:
-            # The program's name is in parentheses and may contain any characters.
-            fields = Path(f"{self.proc}/{process}/stat").read_text().rpartition(")")[2].split()
-            return fields[0], fields[19]
-        except (OSError, IndexError):
-            return "", ""
+        fields = stat_of(process, self.proc)
+        return (fields[0], fields[19]) if fields else ("", "")
 
     def fate(self, pid: int, start: str) -> Literal["alive", "gone", "unknown"]:
         """Whether the process ``pid`` of this PID namespace that began at ``start`` is alive."""

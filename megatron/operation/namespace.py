@@ -6,7 +6,7 @@ the attempt before have written, and gloo would connect to those ("connectFullMe
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -33,30 +33,24 @@ def fresh_namespace(store: Store, rank: int, world_size: int, timeout: timedelta
     Raises :class:`TimeoutError`, with the ranks that are missing, after ``timeout``.
     """
     deadline = time.monotonic() + timeout.total_seconds()
-    lead_or_follow = _lead if rank == 0 else _follow
-    return PrefixStore(f"attempt/{lead_or_follow(store, rank, world_size, deadline)}", store)
+    name = _lead(store, world_size, deadline) if rank == 0 else _follow(store, rank, world_size, deadline)
+    return PrefixStore(f"attempt/{name}", store)
 
 
-def _lead(store: Store, rank: int, world_size: int, deadline: float) -> str:
-    name, others = secrets.token_hex(8), range(1, world_size)
-    joined = [f"join/{other}" for other in others]
-    ready = [f"ready/{name}/{other}" for other in others]
-    longest = _longest(_FIRST_WAIT, _LONGEST_WAIT, world_size)
-    wait = _FIRST_WAIT
-    while not _wait(store, joined, wait, world_size):
-        _check_deadline(store, joined, others, deadline)
-        wait = min(2 * wait, longest)
-    wait = _FIRST_WAIT
+def _lead(store: Store, world_size: int, deadline: float) -> str:
+    name = secrets.token_hex(8)
+    joined = [f"join/{other}" for other in range(1, world_size)]
+    ready = [f"ready/{name}/{other}" for other in range(1, world_size)]
     answered: set[bytes] = set()
-    while True:
+
+    def answer() -> None:
         for token in store.multi_get(joined) if joined else []:
             if token not in answered:
                 store.set(f"answer/{token.decode()}", name)
                 answered.add(token)
-        if _wait(store, ready, wait, world_size):
-            break
-        _check_deadline(store, ready, others, deadline)
-        wait = min(2 * wait, longest)
+
+    _wait_for_ranks(store, joined, deadline)
+    _wait_for_ranks(store, ready, deadline, answer)
     store.set(f"start/{name}", "")
     return name
 
@@ -94,11 +88,20 @@ def _wait(store: Store, keys: Sequence[str], seconds: float, world_size: int) ->
     return found
 
 
-def _check_deadline(store: Store, keys: Sequence[str], ranks: Sequence[int], deadline: float) -> None:
-    if time.monotonic() < deadline:
-        return
-    missing = [str(rank) for key, rank in zip(keys, ranks) if not store.check([key])]
+def _wait_for_ranks(
+    store: Store, keys: Sequence[str], deadline: float, before: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until the ranks from 1 on have set their ``keys``; calls ``before`` each wait, which grow."""
+    world_size, wait = len(keys) + 1, _FIRST_WAIT
+    while True:
+        before()
+        if _wait(store, keys, wait, world_size):
+            return
+        if time.monotonic() >= deadline:
+            break
+        wait = min(2 * wait, _longest(_FIRST_WAIT, _LONGEST_WAIT, world_size))
+    missing = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
     raise TimeoutError(
-        f"{len(missing)} of {len(ranks) + 1} ranks are missing after --distributed-timeout-minutes, the first are rank "
+        f"{len(missing)} of {world_size} ranks are missing after --distributed-timeout-minutes, the first are rank "
         f"{', '.join(missing[:8])}: start WORLD_SIZE processes, and check which have ended."
     )

@@ -10,7 +10,7 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -237,8 +237,13 @@ class NamedNodes:
 
     def refresh(self) -> None:
         """Read the file again: another launcher may have added to it."""
-        if self._directory is not None:
-            self.add(read_namings(self._directory / NAMED_NODES))
+        if self._directory is None:
+            return
+        with suppress(OSError):
+            for line in (self._directory / NAMED_NODES).read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, RecursionError):  # a damaged line must not stop a job
+                    naming = Naming.from_json(json.loads(line))
+                    self.add([] if naming is None else [naming])
 
     @property
     def namings(self) -> list[Naming]:
@@ -265,17 +270,6 @@ class NamedNodes:
         for naming in sorted(self._namings.values(), key=lambda naming: naming.time):
             reasons.setdefault(naming.host, []).append(naming.reason)
         return {host: found for host, found in reasons.items() if len(found) >= TIMES}
-
-
-def read_namings(path: Path) -> list[Naming]:
-    """The content of the file; lines that are damaged are left out, which must not stop a job."""
-    found = []
-    with suppress(OSError):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, RecursionError):
-                naming = Naming.from_json(json.loads(line))
-                found += [naming] if naming is not None else []
-    return found
 
 
 # --- the order of the ranks ----------------------------------------------------------------------------------
@@ -315,7 +309,7 @@ class NodeOrder:
 
 
 def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
-    """The order of the nodes, by the reports of all launchers, whose namings are added to ``named``."""
+    """The order of the nodes, suspects last, by the reports of all launchers, whose namings are added to ``named``."""
     for report in reports:
         named.add(report.namings)
     hosts = {report.host for report in reports}
@@ -325,18 +319,16 @@ def order_nodes(reports: Sequence[NodeReport], named: NamedNodes) -> NodeOrder:
         "spares if there are any."
         for host, reasons in suspects.items()
     )
-    return NodeOrder(secrets.token_hex(8), first_ranks(reports, suspects), tuple(named.namings), sentences)
-
-
-def first_ranks(nodes: Sequence[NodeReport], suspects: Collection[str]) -> tuple[int, ...]:
-    """The global rank of the first process of each node; the ranks of ``suspects`` are the last."""
-    order = sorted(range(len(nodes)), key=lambda place: nodes[place].host in suspects)
-    starts = accumulate((nodes[place].num_ranks for place in order), initial=0)
-    first = dict(zip(order, starts))
-    return tuple(first[place] for place in range(len(nodes)))
+    order = sorted(range(len(reports)), key=lambda place: reports[place].host in suspects)
+    first = dict(zip(order, accumulate((reports[place].num_ranks for place in order), initial=0)))
+    first_ranks = tuple(first[place] for place in range(len(reports)))
+    return NodeOrder(secrets.token_hex(8), first_ranks, tuple(named.namings), sentences)
 
 
 # --- waits ---------------------------------------------------------------------------------------------------
+
+# Seconds of a pause, of which the first is one and each further one doubles.
+_LONGEST_PAUSE = 30.0
 
 
 @dataclass
@@ -348,9 +340,6 @@ class Backoff:
     (megatron/operation/attempts.py), if it saves any.
     """
 
-    first_s: float = 1.0
-    """The first pause, which doubles with every further failure."""
-    longest_s: float = 30.0
     failures: int = 0
     """Consecutive attempts that failed without progress."""
 
@@ -359,7 +348,7 @@ class Backoff:
         self.failures = 0 if made_progress else self.failures + 1
         if self.failures < 2:
             return 0.0
-        return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))
+        return min(_LONGEST_PAUSE, 2.0 ** (self.failures - 2))
 
 
 # Seconds between two questions.

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.errors import ConfigError
@@ -71,6 +72,15 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass  # a process of another user
     return True
+
+
+def stat_of(pid: int | str, proc: str = "/proc") -> list[str]:
+    """What the kernel says of a process: its state, its parent, and so on (proc(5), from the third field on); empty if
+    it has gone, or the system does not tell."""
+    with suppress(OSError):
+        # "pid (name) state parent ...": the name may contain blanks and parentheses.
+        return Path(f"{proc}/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
 
 
 # --- environment ---------------------------------------------------------------------------------------------

@@ -90,10 +90,10 @@ class RankProcesses:
 
     def made_progress(self, started_at: float) -> bool:
         """Whether an attempt that began at ``started_at`` of the monotonic clock has finished an iteration."""
-        snapshots = [self._heartbeats.read(rank) for rank in range(self._heartbeats.num_ranks)]
-        if not any(snapshots):
+        snapshots = [snapshot for snapshot in self._heartbeats.snapshots() if snapshot is not None]
+        if not snapshots:
             return time.monotonic() - started_at > _LONG_ATTEMPT_SECONDS
-        return any(snapshot is not None and snapshot.section_ns[Section.OPTIMIZER] > 0 for snapshot in snapshots)
+        return any(snapshot.section_ns[Section.OPTIMIZER] > 0 for snapshot in snapshots)
 
     def end(self, seconds: int, death_signal: signal.Signals = signal.SIGTERM) -> None:
         """Signal the running ranks, and kill those that have not ended after ``seconds``, or :data:`CRASH_SECONDS`
@@ -129,6 +129,6 @@ class RankProcesses:
         while self.are_running() and now < min(give_up, latest):
             time.sleep(0.05)
             now = time.monotonic()
-            snapshots = [self._heartbeats.read(rank) for rank in range(self._heartbeats.num_ranks)]
+            snapshots = self._heartbeats.snapshots()
             if any(snapshot is not None and snapshot.section == Section.SAVE for snapshot in snapshots):
                 give_up = now + JOIN_SECONDS

@@ -180,8 +180,6 @@ class RunSummary:
     num_attempts: int
     interruptions: int
     """Attempts that failed although the same command could continue."""
-    running_s: float
-    """Wall time of all attempts, without the gaps."""
     gpu_hours: float
     mtbf_s: float | None
     """Mean time between failures, of the time in attempts; None without a failure."""
@@ -230,7 +228,6 @@ def summarize(run: RecordedRun) -> RunSummary:
         time=time,
         num_attempts=len(attempts),
         interruptions=interruptions,
-        running_s=running_s,
         gpu_hours=sum(attempt.wall_s * attempt.world_size for attempt in attempts) / 3600.0,
         mtbf_s=mtbf_s,
         mtbf_bounds_s=mean_bounds(running_s, interruptions),
@@ -324,9 +321,8 @@ def _worst_hosts(run: RecordedRun) -> list[HostRecord]:
 
 
 def to_json(summary: RunSummary) -> dict[str, Any]:
-    intervals, rate = summary.intervals, None
-    if summary.interruptions:
-        rate = summary.gpu_hours / summary.interruptions
+    intervals = summary.intervals
+    rate = summary.gpu_hours / summary.interruptions if summary.interruptions else None
     names = ("interruptions", "causes", "gpu_hours", "mtbf_s", "restart_s", "save_s", "saves", "iterations")
     found: dict[str, Any] = {
         "schema": 1,
@@ -342,19 +338,16 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
     }
     if intervals is None:
         return found
-    choices: dict[str, Any] = {
-        "mtbf_s": intervals.costs.mtbf_s,
-        "mtbf_is_assumed": summary.has_assumed_mtbf,
-        **dict.fromkeys(name for name, _ in interval_choices(intervals)),
-    }
-    for name, seconds in interval_choices(intervals):
-        if seconds is not None:
-            choices[name] = {
-                "seconds": seconds,
-                "iterations": in_iterations(seconds, summary.iteration_s),
-                "effective_time": intervals.share(seconds),
-            }
-    return {**found, "save_interval": choices}
+
+    def choice(seconds: float | None) -> dict[str, Any] | None:
+        if seconds is None:
+            return None
+        iterations = in_iterations(seconds, summary.iteration_s)
+        return {"seconds": seconds, "iterations": iterations, "effective_time": intervals.share(seconds)}
+
+    found["save_interval"] = {"mtbf_s": intervals.costs.mtbf_s, "mtbf_is_assumed": summary.has_assumed_mtbf}
+    found["save_interval"] |= {name: choice(seconds) for name, seconds in interval_choices(intervals)}
+    return found
 
 
 def interval_choices(intervals: SaveIntervals) -> list[tuple[str, float | None]]:

@@ -45,13 +45,11 @@ def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
     """
     watch = SignalWatch()
     names = {"SIGINT", "SIGTERM", config.exit_signal} if config.exit_signal_handler else set()
-    numbers = [signal.Signals[name] for name in names]
-    previous = {number: signal.signal(number, watch.note) for number in numbers}
-    watch.previous = dict(previous)
+    watch.previous = {signal.Signals[name]: signal.signal(signal.Signals[name], watch.note) for name in names}
     try:
         yield watch
     finally:
-        for number, handler in previous.items():
+        for number, handler in watch.previous.items():
             signal.signal(number, handler)
 
 

@@ -6,58 +6,45 @@ of waits.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator
-from megatron.core.topology import RankGrid, Topology
+from megatron.core.topology import Topology
 from megatron.core.transport.torch_distributed import Message, Reduction, Transport
 from megatron.metrics.timers import Timers
-from megatron.operation.heartbeat import Heartbeat, Section, Span
+from megatron.operation.heartbeat import Heartbeat, Section
 
 
-class Stopwatch(Protocol):
-    """Measures waits."""
+class Stopwatch:
+    """Adds the time for which the host is blocked to the heartbeat, always and immediately."""
 
-    is_on: bool
+    is_on = True
     """Whether waits are measured."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
 
     def collect(self) -> None:
         """Add to the heartbeat what was measured since the last call."""
 
     def measure(self, wait: Callable[[], object]) -> None:
         """Call ``wait`` and add its time."""
-
-
-class HostStopwatch:
-    """Adds the time for which the host is blocked to the heartbeat, always and immediately."""
-
-    is_on = True
-
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
-
-    def collect(self) -> None:
-        pass
-
-    def measure(self, wait: Callable[[], object]) -> None:
         started = time.perf_counter_ns()
         wait()
         self._heartbeat.add_waited(time.perf_counter_ns() - started)
 
 
-class StreamStopwatch:
+class StreamStopwatch(Stopwatch):
     """Measures for how long the current stream is blocked, while :attr:`is_on`."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
-        self._heartbeat = heartbeat
+        super().__init__(heartbeat)
         self._spans: list[tuple[Section, Any, Any]] = []
         self.is_on = False
 
@@ -148,18 +135,12 @@ class MeteredCommunicator(Communicator):
 
 
 class MeteredTopology(Topology):
-    def __init__(
-        self,
-        heartbeat: Heartbeat,
-        grid: RankGrid,
-        rank: int,
-        device: torch.device,
-        timeout: timedelta | None = None,
-        shares_memory: bool = True,
-    ) -> None:
-        super().__init__(grid, rank, device, timeout, shares_memory)
+    """A topology of :class:`MeteredCommunicator`; the other arguments are those of :class:`Topology`."""
+
+    def __init__(self, heartbeat: Heartbeat, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._heartbeat = heartbeat
-        self.stopwatch: Stopwatch = HostStopwatch(heartbeat) if device.type == "cpu" else StreamStopwatch(heartbeat)
+        self.stopwatch = (Stopwatch if self.device.type == "cpu" else StreamStopwatch)(heartbeat)
 
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
@@ -189,22 +170,11 @@ class Sections(Timers):
     def __call__(self, name: str, level: int = 1) -> AbstractContextManager[None]:
         timer = super().__call__(name, level)
         section = SECTION_OF_TIMER.get(name)
-        return timer if section is None else _TimedSpan(self._heartbeat, section, timer)
+        return timer if section is None else self._timed(section, timer)
 
-
-class _TimedSpan(Span):
-    __slots__ = ("_timer",)
-
-    def __init__(self, heartbeat: Heartbeat, section: Section, timer: AbstractContextManager[None]) -> None:
-        super().__init__(heartbeat, section)
-        self._timer = timer
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        self._timer.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._timer.__exit__(kind, error, trace)
-        super().__exit__(kind, error, trace)
+    @contextmanager
+    def _timed(self, section: Section, timer: AbstractContextManager[None]) -> Iterator[None]:
+        previous = self._heartbeat.enter(section)
+        with timer:
+            yield
+        self._heartbeat.enter(previous)  # as after Heartbeat.section

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -111,12 +112,11 @@ class Standby:
         own, other = socket.socketpair()
         paths = [str(_REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
         variables = {name: value for name, value in environment.items() if name not in _OF_ONE_RANK}
+        words = [*command.prefix, sys.executable, "-u", "-m", __name__, str(other.fileno())]
+        words += ["module" if command.is_module else "script", command.script]
         with other:
             self.process = subprocess.Popen(
-                [
-                    *(*command.prefix, sys.executable, "-u", "-m", __name__),
-                    *(str(other.fileno()), "module" if command.is_module else "script", command.script),
-                ],
+                words,
                 env={**variables, "PYTHONPATH": os.pathsep.join(paths)},
                 pass_fds=[other.fileno()],
                 start_new_session=True,
@@ -160,8 +160,7 @@ class WarmProcesses:
     def prepare_when_training(self, heartbeats: "HeartbeatMemory") -> None:
         """:meth:`prepare`, once all ranks have trained for a moment: before, they need the cores themselves."""
         begun = time.monotonic_ns() - int(_AFTER_SECONDS * 1e9)
-        for rank in range(heartbeats.num_ranks):
-            snapshot = heartbeats.read(rank)
+        for snapshot in heartbeats.snapshots():
             if snapshot is None or snapshot.attached_ns > begun or snapshot.section.label in ("start", "load"):
                 return
         self.prepare()
@@ -229,21 +228,15 @@ def main(arguments: Sequence[str]) -> None:
 
 def _import_at_low_priority(execute: Execute) -> None:
     """Import in a thread of its own: on Linux a thread has a priority, and without privileges only lowers it."""
-    errors: list[BaseException] = []
 
     def import_all() -> None:
-        try:
-            with suppress(OSError, AttributeError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-            execute(run_name="warm")[HOOK]()
-        except BaseException as error:
-            errors.append(error)
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        execute(run_name="warm")[HOOK]()
 
-    thread = threading.Thread(target=import_all)
-    thread.start()
-    thread.join()
-    if errors:
-        os._exit(1)  # silently: the rank that starts instead says what is wrong
+    with ThreadPoolExecutor(1) as thread:
+        if thread.submit(import_all).exception() is not None:
+            os._exit(1)  # silently: the rank that starts instead says what is wrong
 
 
 if __name__ == "__main__":

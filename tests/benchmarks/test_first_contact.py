@@ -9,10 +9,10 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,31 +62,22 @@ from benchmarks.gpu_lines.table import MOST_ROWS, MOST_WIDTH, as_text, verdict_o
 from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.errors import ConfigError
-from tests.forked import fork_context
+from tests.forked import ForkedProcess, fork_context
 
 CPU = torch.device("cpu")
 COLD = "tiny"
 """The line of the rehearsal that starts a Python of its own, as all do on a GPU."""
 
 
-class Forked:
+def start_forked(session: Session, line: Line, seconds: float, log: Path) -> ForkedProcess:
+    return start_fork_of(run_forked, session, line, seconds, log)
+
+
+def start_fork_of(run: Callable[..., None], *arguments: Any) -> ForkedProcess:
     """A line in a fork of a process that has imported torch."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        assert process.pid is not None
-        self._process, self.pid = process, process.pid
-
-    def wait(self, timeout: float) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a fork", timeout)
-        return self._process.exitcode
-
-
-def start_forked(session: Session, line: Line, seconds: float, log: Path) -> Forked:
-    process = fork_context().Process(target=run_forked, args=(session, line, seconds, log))
+    process = fork_context().Process(target=run, args=arguments)
     process.start()
-    forked = Forked(process)
+    forked = ForkedProcess(process)
     # On a busy machine the time of a line may end before its fork begins.
     with suppress(ProcessLookupError):
         while os.getpgid(forked.pid) != forked.pid:
@@ -454,14 +445,8 @@ def test_last():
 def run_four_tests(out: Path, file: Path) -> list[Result]:
     arguments = f"'' -p tests.conftest --rootdir {file.parent} {file}"
     line = Line("tests", "benchmarks.gpu_lines.pytest_lines.run", arguments, 5.0, 120.0, resumes=True)
-    run_lines(Session(out, "cpu", False, 120.0, "a test"), [line], start_with_broken_device)
+    run_lines(Session(out, "cpu", False, 120.0, "a test"), [line], partial(start_fork_of, run_with_broken_device))
     return read_results(out)["tests"]
-
-
-def start_with_broken_device(session: Session, line: Line, seconds: float, log: Path) -> Forked:
-    process = fork_context().Process(target=run_with_broken_device, args=(session, line, seconds, log))
-    process.start()
-    return Forked(process)
 
 
 def run_with_broken_device(session: Session, line: Line, seconds: float, log: Path) -> None:

@@ -39,11 +39,11 @@ from megatron.features.faults.listener import (
     SAVE_FAULTS,
     FaultInjection,
     InjectedError,
-    Site,
     flip,
 )
 from megatron.operation.attempts import read_attempts
 from megatron.operation.heartbeat import Heartbeat
+from megatron.operation.processes import stat_of
 from tests.data.corpora import load
 from tests.end_to_end.run_process import (
     TINY_RUN,
@@ -57,7 +57,6 @@ from tests.end_to_end.run_process import (
     words_of,
 )
 from tests.forked import fork_context
-from tests.operation.jobs import stat_of
 
 pytestmark = pytest.mark.processes
 PATIENCE = 60.0
@@ -149,7 +148,7 @@ def test_reads_of_the_loader_stop_or_fail_until_the_run_ends(spec: str, sentence
     loader = load(MockDataset(0, 8, 1000, 1000), num_workers=1, patience=Patience(1.0))
     next(loader)
     try:
-        ITERATION_FAULTS[spec.partition("@")[0]](parse_fault(spec), SITE)
+        ITERATION_FAULTS[spec.partition("@")[0]](parse_fault(spec), NO_TRAINER)
         with pytest.raises(LoaderError, match=sentence):
             list(loader)
     finally:
@@ -173,17 +172,17 @@ def test_exactly_one_bit_is_flipped(dtype: torch.dtype) -> None:
         assert int(changed[3]) & (1 << 8 * dtype.itemsize) - 1 == 1 << bit
 
 
-SITE: Any = SimpleNamespace()
-"""A site for faults that act on nothing in it."""
+NO_TRAINER: Any = None
+"""For faults that act on no part of the run."""
 
 
-def site_of(info: ParameterInfo, weight: torch.Tensor, start: int = 0) -> Site:
-    """A site with one parameter."""
+def trainer_of(info: ParameterInfo, weight: torch.Tensor, start: int = 0) -> Any:
+    """A trainer of a model with one parameter."""
     part = SimpleNamespace(info=info, start=start, tensor=weight, gradient=weight, weight=weight)
     states = [SimpleNamespace(kind="exp_avg", info=info, start=start, tensor=weight)]
     data_parallel = SimpleNamespace(local_params=[part], param_shards=[part])
     optimizer = SimpleNamespace(state=lambda: iter(states))
-    return Site(None, torch.device("cpu"), data_parallel, optimizer)  # type: ignore[arg-type]
+    return SimpleNamespace(module=SimpleNamespace(data_parallel=data_parallel, optimizer=optimizer))
 
 
 def info_of(local_shape: tuple[int, ...], global_shape: tuple[int, ...], boxes: tuple[object, ...]) -> ParameterInfo:
@@ -199,28 +198,28 @@ def test_padding_is_never_changed(rows: int, rank: int, columns: int, iteration:
     real = (boxes[0].shape[0] * columns if boxes else 0) - start
     weight = torch.zeros(numel - start)
     fault = parse_fault(f"nan@{iteration}")
-    site = site_of(info_of(local_shape, global_shape, boxes), weight, start)
+    trainer = trainer_of(info_of(local_shape, global_shape, boxes), weight, start)
     if real <= 0:
         with pytest.raises(InjectedError, match="no gradient"):
-            ITERATION_FAULTS["nan"](fault, site)
+            ITERATION_FAULTS["nan"](fault, trainer)
         return
-    ITERATION_FAULTS["nan"](fault, site)
+    ITERATION_FAULTS["nan"](fault, trainer)
     (place,) = weight.isnan().nonzero().flatten().tolist()
     assert place < real
 
 
 def test_a_flip_needs_what_it_flips() -> None:
     _, local_shape, boxes = sharded_boxes([8], [4], 0, 1)
-    site = site_of(info_of(local_shape, (8, 4), boxes), torch.ones(32, dtype=torch.bfloat16))
+    trainer = trainer_of(info_of(local_shape, (8, 4), boxes), torch.ones(32, dtype=torch.bfloat16))
     with pytest.raises(InjectedError, match="16 bits"):
-        ITERATION_FAULTS["flip"](parse_fault("flip@1:weight:29"), site)
+        ITERATION_FAULTS["flip"](parse_fault("flip@1:weight:29"), trainer)
     with pytest.raises(InjectedError, match="no master"):
-        ITERATION_FAULTS["flip"](parse_fault("flip@1:master:9"), site)
+        ITERATION_FAULTS["flip"](parse_fault("flip@1:master:9"), trainer)
     for target in ("weight", "gradient", "moment"):
         weight = torch.ones(32)
         _, local_shape, boxes = columns_box(8, 4, 0, 1)
         ITERATION_FAULTS["flip"](
-            parse_fault(f"flip@1:{target}:3"), site_of(info_of(local_shape, (8, 4), boxes), weight)
+            parse_fault(f"flip@1:{target}:3"), trainer_of(info_of(local_shape, (8, 4), boxes), weight)
         )
         assert (weight != 1.0).sum() == 1
 

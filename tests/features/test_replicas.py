@@ -20,16 +20,16 @@ from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replicas.listener import RankReport, StateCheck, raise_findings
 from megatron.features.replicas.state import (
     HOLDERS,
-    HolderGroups,
     OddRanks,
     TensorKey,
     digest,
+    disagreeing_groups,
     find_odd,
     fold,
     key_of,
-    list_ranks,
 )
 from megatron.flags import IntervalSchedule
+from megatron.operation.failure import list_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e4m3fn)
 SIZES = st.one_of(st.integers(1, 40), st.sampled_from((1023, 2048, 2049, 5000, 9217)))
@@ -94,9 +94,7 @@ def test_keys_are_odd_and_the_same_in_every_process() -> None:
     ],
 )
 def test_the_odd_ranks_are_named_by_vote(values: list[int], odd: OddRanks | None) -> None:
-    found = find_odd(dict(enumerate(values)))
-    assert found == odd
-    assert found is None or found.is_by_vote == bool(odd and odd.others)
+    assert find_odd(dict(enumerate(values))) == odd
 
 
 def test_ranks_in_words() -> None:
@@ -120,11 +118,10 @@ def test_the_state_is_checked_at_the_interval_and_at_saves(
 
 def test_replicas_of_experts_are_compared_without_sharding() -> None:
     """Two data-parallel ranks of each expert, four of the dense parameters: no class has four replicas of experts."""
-    groups = HolderGroups(RankGrid(dp=4, ep=2, dp_replicas=4))
-    folds = torch.zeros((4, len(HOLDERS), 2), dtype=torch.int64)
-    assert groups.disagreeing(folds) == []
+    grid, folds = RankGrid(dp=4, ep=2, dp_replicas=4), torch.zeros((4, len(HOLDERS), 2), dtype=torch.int64)
+    assert disagreeing_groups(grid, folds) == []
     folds[2, HOLDERS.index(("edp",))] += 1
-    assert groups.disagreeing(folds) == [(("edp",), (0, 2))]
+    assert disagreeing_groups(grid, folds) == [(("edp",), (0, 2))]
 
 
 WEIGHT, MOMENT = TensorKey("weight", "layers.0.w", 0), TensorKey("exp_avg", "layers.0.w", 0)

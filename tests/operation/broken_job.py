@@ -1,9 +1,7 @@
 """One job of two ranks that is broken again and again: what the launcher reports of ranks that hang, and how long it
 takes until new ones train (``python -m tests.operation.campaign``).
 
-Hangs are random: kind, rank, and section of the iteration. With ``--anywhere`` the limits are those without flags,
-every second fault is a kill, and half of the faults come in a save, an evaluation, the loading or the start, or in the
-first iterations after a restart. A hang that is reported wrongly or late is a failure.
+Hangs are random: kind, rank, and section of the iteration. A hang that is reported wrongly or late is a failure.
 
 Kills come at random moments, under each rendezvous in turn, sometimes with another one while the ranks start. A restart
 fails if the launcher ends, if the ranks are not back in time, or if it takes more than one attempt.
@@ -25,17 +23,13 @@ from typing import Any
 from megatron.operation.heartbeat import Section, Snapshot
 from tests.end_to_end.run_process import REPOSITORY, Flags
 from tests.operation.campaign_checks import CAUSES
-from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes, started_at
+from tests.operation.jobs import Job, ended, has_imported, rendezvous, standby_processes
 
 # --- hangs ---------------------------------------------------------------------------------------------------
 
 KINDS = ("stop", "sleep", "gil", "fifo", "stoploader")
 SECTIONS = ("step", "data", "forward-backward", "grads-reduce", "optimizer")
-PLACES = ("start", "load", "evaluation", "save", "first iterations")
-"""Where half of the faults of ``--anywhere`` come."""
 LIMIT = 2.0
-LEARNED_LIMIT = 60.0
-"""Without flags the limits are learned, and at least so long."""
 START_LIMIT = 180.0
 """Limit of the watchdog for a start and the first iterations: shorter than the patience, so that it reports first."""
 _QUIET_ITERATIONS = 20
@@ -53,30 +47,14 @@ class Break:
     rank: int
     section: str
     """Where; a loader that does not read is noticed in the section ``data``."""
-    before: int = 0
-    """How often the rank has entered the section in its attempt."""
-    is_next_attempt: bool = False
-    """Whether it comes in the attempt that the last fault has caused, however early."""
 
     @staticmethod
     def draw(chance: random.Random) -> "Break":
         kind = chance.choice(KINDS)
         return Break(kind, chance.randrange(2), "data" if kind == "stoploader" else chance.choice(SECTIONS))
 
-    @staticmethod
-    def draw_anywhere(chance: random.Random, number: int) -> "Break":
-        """Of two faults one is a kill, of four two come outside of quiet iterations."""
-        kind, rank = "kill" if number % 2 else chance.choice(KINDS[:-1]), chance.randrange(2)
-        if number % 4 < 2:  # not data: a rank that waits for data has ten minutes
-            return Break(kind, rank, chance.choice([one for one in SECTIONS if one != "data"]))
-        place = chance.choice(PLACES)
-        if place == "first iterations":
-            return Break(kind, rank, "forward-backward", chance.randrange(5), is_next_attempt=True)
-        return Break(kind, rank, place, is_next_attempt=place in ("start", "load"))
-
     def __str__(self) -> str:
-        when = f", {self.before} times after a restart" if self.is_next_attempt else ""
-        return f"{self.kind} of rank {self.rank} in {self.section}{when}"
+        return f"{self.kind} of rank {self.rank} in {self.section}"
 
 
 @dataclass(frozen=True)
@@ -107,15 +85,11 @@ class Report:
 class BreakableJob(Job):
     """A job whose ranks train until :meth:`inject` breaks one."""
 
-    def __init__(self, directory: Path, faults: int, limit: float | None = LIMIT, forks: bool = True) -> None:
-        """``limit`` is that of the flags; without one, limits are learned, and the ranks also save and evaluate."""
+    def __init__(self, directory: Path, faults: int, limit: float = LIMIT, forks: bool = True) -> None:
         self._directory, self._read = directory, 0
         flags: Flags = {"num_workers": 1, "run_dir": directory / "run", "max_failed_attempts": 0}
-        if limit is None:
-            flags |= {"save_interval": 5, "eval_interval": 5, "eval_iters": 1}
-        else:
-            flags |= {"hang_limit_s": limit, "hang_limit_data_s": limit, "hang_limit_start_s": START_LIMIT}
-            flags |= {"save": None, "load": None}
+        flags |= {"hang_limit_s": limit, "hang_limit_data_s": limit, "hang_limit_start_s": START_LIMIT}
+        flags |= {"save": None, "load": None}
         launcher = ["--standalone", "--max-restarts", str(faults)]
         super().__init__(directory, launcher, forks=forks, script=[_SCRIPT, str(directory)], flags=flags)
 
@@ -137,8 +111,7 @@ class BreakableJob(Job):
         began = self._directory / "began"
         began.unlink(missing_ok=True)
         draft = self._directory / "draft"
-        attempt = len(reports) if fault.is_next_attempt else 0
-        draft.write_text(f"{fault.kind} {fault.section} {fault.before if attempt else 0} {attempt}")
+        draft.write_text(f"{fault.kind} {fault.section}")
         draft.replace(self._directory / f"fault.{fault.rank}")
         self.wait_for(lambda: len(self.reports()) > len(reports))
         (new,) = self.reports()[len(reports) :]
@@ -151,15 +124,10 @@ class BreakableJob(Job):
         return sorted((self._directory / "run" / "failures").glob("[0-9]*.json"))
 
 
-def break_one_after_the_other(job: BreakableJob, faults: Sequence[Break], quiet_seconds: float = 0.0) -> list[Report]:
-    """Inject the faults; with ``quiet_seconds`` of training before, in which nothing may be reported."""
+def break_one_after_the_other(job: BreakableJob, faults: Sequence[Break]) -> list[Report]:
     reports: list[Report] = []
-    if quiet_seconds:
-        job.wait_until_quiet()
-        time.sleep(quiet_seconds)
     for fault in faults:
-        if not (fault.is_next_attempt and reports):
-            job.wait_until_quiet()
+        job.wait_until_quiet()
         assert len(job.reports()) == len(reports), job.reports()[-1].read_text()
         reports.append(job.inject(fault))
         print(reports[-1], flush=True)
@@ -168,14 +136,13 @@ def break_one_after_the_other(job: BreakableJob, faults: Sequence[Break], quiet_
 
 def run_hangs(options: argparse.Namespace, base: Path) -> bool:
     """The campaign of hangs; whether all were reported rightly and in time."""
-    chance, numbers = random.Random(options.seed), range(options.count)
-    faults = [Break.draw_anywhere(chance, one) if options.anywhere else Break.draw(chance) for one in numbers]
+    chance = random.Random(options.seed)
+    faults = [Break.draw(chance) for _ in range(options.count)]
     with ended() as jobs:
-        jobs.append(job := BreakableJob(base, len(faults), None if options.anywhere else LIMIT, not options.no_fork))
-        reports = break_one_after_the_other(job, faults, options.quiet_seconds)
+        jobs.append(job := BreakableJob(base, len(faults), forks=not options.no_fork))
+        reports = break_one_after_the_other(job, faults)
     wrong = [str(report.fault) for report in reports if not report.is_right]
-    least = LEARNED_LIMIT if options.anywhere else 0.0
-    beyond = sorted(report.seconds - max(report.limit, least) for report in reports)
+    beyond = sorted(report.seconds - report.limit for report in reports)
     late = sum(seconds > 2.0 for seconds in beyond)
     print(f"right: {len(reports) - len(wrong)} of {len(reports)}; wrong: {wrong}")
     print(f"seconds beyond the limit: median {statistics.median(beyond):.2f}, longest {beyond[-1]:.2f}; {late} above 2")
@@ -197,7 +164,7 @@ class RestartFailed(Exception):
 
 def kill_some(
     options: argparse.Namespace, directory: Path, chance: random.Random, kind: str, kills: int
-) -> Iterator[list[float]]:
+) -> Iterator[float]:
     """Kill ranks of one job, each time after up to three seconds of training; the seconds of the restarts."""
     flags = [*rendezvous(kind), "--max-restarts", str(2 * _BLOCK + 10)]
     flags += ["--warm-processes" if options.warm else "--no-warm-processes"]
@@ -212,9 +179,9 @@ def kill_some(
             yield kill(job, chance)
 
 
-def kill(job: Job, chance: random.Random) -> list[float]:
-    """Kill one rank and wait until both have finished an iteration. In some cases kill another one meanwhile, from
-    which the time then counts."""
+def kill(job: Job, chance: random.Random) -> float:
+    """Kill one rank and wait until both have finished an iteration; the seconds. In some cases kill another one
+    meanwhile, from which the time then counts."""
 
     def kill_one() -> float:
         os.kill(chance.choice(sorted(job.ranks().values())), signal.SIGKILL)
@@ -230,7 +197,7 @@ def kill(job: Job, chance: random.Random) -> list[float]:
         if len(seen) > 2:
             raise RestartFailed("the first attempt failed")
         if len(found) == 2 and all(has_finished_an_iteration(beat) for beat in found):
-            return phases(found[0], at, now)
+            return now - at
         if again is not None and now > again and set(job.ranks().values()) - ours:
             ours |= set(job.ranks().values())
             at, again, seen = kill_one(), None, set()
@@ -243,26 +210,6 @@ def has_finished_an_iteration(beat: Snapshot) -> bool:
     return beat.section_ns[Section.OPTIMIZER] > 0 and beat.section != Section.OPTIMIZER
 
 
-PHASES = ("total", "spawn", "attach", "start", "load", "step")
-"""From the kill to the end of the first new iteration; to the start of the new process (detect, end the others,
-rendezvous); the interpreter and the imports of the flags; the flags, the import of torch, process groups, building the
-model and the data; loading; the first iteration, and whatever is in no other phase."""
-
-
-def phases(beat: Snapshot, killed: float, now: float) -> list[float]:
-    """The seconds of the phases of a restart, by the heartbeat of a rank."""
-    # Ticks count from the boot, as this clock does.
-    started = (
-        float(started_at(beat.pid)) / os.sysconf("SC_CLK_TCK")
-        - time.clock_gettime(time.CLOCK_BOOTTIME)
-        + time.monotonic()
-    )
-    # A warm process was started long before.
-    known = [max(0.0, started - killed), beat.attached_ns / 1e9 - max(started, killed)]
-    known += [beat.section_ns[section] / 1e9 for section in (Section.START, Section.LOAD)]
-    return [now - killed, *known, now - killed - sum(known)]
-
-
 def run_kills(options: argparse.Namespace, base: Path) -> bool:
     """The campaign of kills; whether all ranks came back."""
     chance, restarts, failures = random.Random(options.seed), [], 0
@@ -272,12 +219,12 @@ def run_kills(options: argparse.Namespace, base: Path) -> bool:
             kills = min(_BLOCK, options.count - number * _BLOCK)
             for seconds in kill_some(options, base / str(number), chance, kind, kills):
                 restarts.append(seconds)
-                print(f"{kind}: back after {seconds[0]:.2f} s", flush=True)
+                print(f"{kind}: back after {seconds:.2f} s", flush=True)
         except RestartFailed as failure:
             failures += 1
             print(f"{kind}: {failure}; see {base}/{number}/log", flush=True)
-    for phase, values in zip(PHASES, zip(*restarts)):
-        late = sorted(values)[-(-len(values) * 95 // 100) - 1]
-        print(f"{phase:>6}: median {statistics.median(values):5.2f} s, p95 {late:5.2f} s, max {max(values):5.2f} s")
+    if restarts:
+        late = sorted(restarts)[-(-len(restarts) * 95 // 100) - 1]
+        print(f"median {statistics.median(restarts):.2f} s, p95 {late:.2f} s, max {max(restarts):.2f} s")
     print(f"{len(restarts)} restarts, {failures} failures", flush=True)
     return not failures

@@ -169,36 +169,7 @@ KILL_SECONDS = 20
 """KillWait: from SIGTERM to SIGKILL."""
 GRACE_SECONDS = 60
 """GraceTime of a preemption."""
-_CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=controller
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={directory}/munge.socket
-CryptoType=crypto/munge
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool.%n
-SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.%n.pid
-SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=1,sched_interval=2,bf_interval=2,sched_min_interval=0
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-KillWait={kill_seconds}
-SlurmdTimeout=20
-MessageTimeout=10
-ReturnToService=2
-GresTypes=gpu
-NodeName=node[1-2] CPUs=2 Gres=gpu:8 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime={grace_seconds}
-PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
-"""
+_CONFIGURATION = Path(__file__).with_name("slurm.conf")
 # slurmstepd of a batch script resolves these names, and sbatch passes its own variables on
 _KEPT = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "PYTHONPATH")
 
@@ -219,7 +190,7 @@ class Cluster:
         for name in ("state", "spool.node1", "spool.node2"):
             (self.directory / name).mkdir()
         values = {"directory": self.directory, "kill_seconds": KILL_SECONDS, "grace_seconds": GRACE_SECONDS}
-        (self.directory / "slurm.conf").write_text(_CONFIGURATION.format(**values))
+        (self.directory / "slurm.conf").write_text(_CONFIGURATION.read_text().format(**values))
         for number in range(8):
             (self.directory / f"gpu{number}").touch()
         (self.directory / "gres.conf").write_text(f"Name=gpu File={self.directory}/gpu[0-7]\n")

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatron.operation import agent, heartbeat, launch
 from megatron.operation.heartbeat import Snapshot
+from megatron.operation.processes import stat_of
 from megatron.torch_compat import redirected_to
 from tests.end_to_end.run_process import (
     REPOSITORY,
@@ -34,7 +34,7 @@ from tests.end_to_end.run_process import (
     wait_until,
     words_of,
 )
-from tests.forked import fork_context
+from tests.forked import ForkedProcess, fork_context
 
 PATIENCE = 240.0
 """For a start of all ranks, on a machine that does much else."""
@@ -64,19 +64,13 @@ class Launcher:
         variables: Mapping[str, str] | None = None,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        """Without ``forks`` its ranks are started as usual, and so is a launcher that is not ours. ``prepare`` is
-        called in its process first."""
+        """Without ``forks`` its ranks are started as usual, and so are those of a launcher that is not ours.
+        ``prepare`` is called in its process first."""
         self.log, variables = log, environment() if variables is None else variables
         log.touch()  # it may be killed before it opens it
-        self.process: BaseProcess | _Started
-        if module == LAUNCH:
-            arguments = (words, variables, log, forks, prepare)
-            forked = fork_context().Process(target=_run_launcher, args=arguments)
-            forked.start()
-            self.process = forked
-        else:
-            with log.open("wb") as file:
-                self.process = _Started([sys.executable, "-m", module, *words], variables, file)
+        arguments = (module, words, variables, log, forks, prepare)
+        self.process: BaseProcess = fork_context().Process(target=_run_launcher, args=arguments)
+        self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
 
@@ -210,15 +204,6 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
-def stat_of(pid: int) -> list[str]:
-    """What the kernel says of a process: its state, its parent, and so on (proc(5), from the third field on); empty for
-    a process that has gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def started_at(pid: int) -> str:
     """When a process was started, in ticks since the boot; empty if it has gone."""
     return "".join(stat_of(pid)[19:20])
@@ -257,77 +242,44 @@ def has_imported(pid: int) -> bool:
         return False  # it has just ended
 
 
-class _Started:
-    """The part of a multiprocessing process that :class:`Launcher` uses, for one that is started as usual."""
-
-    def __init__(self, words: Sequence[str], variables: Mapping[str, str], output: Any) -> None:
-        self._process = subprocess.Popen(
-            words, cwd=REPOSITORY, env=variables, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        self.pid = self._process.pid
-
-    @property
-    def exitcode(self) -> int | None:
-        return self._process.poll()
-
-    def join(self, timeout: float | None = None) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout)
-
-
 def _run_launcher(
-    words: Sequence[str], variables: Mapping[str, str], log: Path, forks: bool, prepare: Callable[[], object] | None
+    module: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    log: Path,
+    forks: bool,
+    prepare: Callable[[], object] | None,
 ) -> None:
     os.setsid()
     with log.open("wb") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
+    if module != LAUNCH:
+        os.chdir(REPOSITORY)
+        os.execve(sys.executable, [sys.executable, "-m", module, *words], variables)
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1) for descriptor in (1, 2))
     os.environ.clear()
     os.environ.update(variables)
     tempfile.tempdir = None
     if forks:
-        vars(agent)["start_rank"] = lambda handler, rank_words, rank_variables: ForkedRank(
-            rank_words, rank_variables, redirected_to(handler)
-        )
+        vars(agent)["start_rank"] = lambda handler, *rank: fork_rank(*rank, redirected_to(handler))
     if prepare is not None:
         prepare()
     sys.exit(launch.main(words))
 
 
-class ForkedRank:
-    """The part of :class:`subprocess.Popen` that torch's agent uses, for a forked process."""
-
-    def __init__(self, words: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str | None]) -> None:
-        context = multiprocessing.get_context("fork")
-        is_ready, reports_ready = os.pipe()
-        self._process = context.Process(target=_run_script, args=(words, variables, outputs))
-        self._process.start()
-        # Python would wait for it at the end of the launcher, which has no record of it if a signal comes now.
-        vars(multiprocessing.process)["_children"].discard(self._process)
-        assert self._process.pid is not None
-        # Signals are for its session, which a started process has at once.
-        os.close(reports_ready)
-        os.read(is_ready, 1)
-        os.close(is_ready)
-        self.pid: int = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+def fork_rank(words: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str | None]) -> ForkedProcess:
+    """Start a rank as torch's agent would."""
+    is_ready, reports_ready = os.pipe()
+    process = multiprocessing.get_context("fork").Process(target=_run_script, args=(words, variables, outputs))
+    process.start()
+    # Python would wait for it at the end of the launcher, which has no record of it if a signal comes now.
+    vars(multiprocessing.process)["_children"].discard(process)
+    # Signals are for its session, which a started process has at once.
+    os.close(reports_ready)
+    os.read(is_ready, 1)
+    os.close(is_ready)
+    return ForkedProcess(process)
 
 
 def _run_script(words: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str | None]) -> None:
@@ -341,7 +293,7 @@ def _run_script(words: Sequence[str], variables: Mapping[str, str], outputs: Seq
         if path is not None:
             with open(path, "ab") as file:
                 os.dup2(file.fileno(), descriptor)
-    os.closerange(3, 4096)  # also the pipe of ForkedRank: this process is ready for signals
+    os.closerange(3, 4096)  # also the pipe of fork_rank: this process is ready for signals
     # sys.stdout and sys.stderr write to the same descriptors as before.
     os.environ.clear()
     os.environ.update(variables)

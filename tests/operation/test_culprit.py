@@ -187,7 +187,7 @@ def test_ranks_in_different_collectives_are_reported_with_their_numbers() -> Non
     evidence = [rank(0), rank(1), rank(2, stack=elsewhere, collectives=501)]
     failure = failure_of_hang(find_culprit(evidence), evidence, 61.0, 60.0)
     assert failure.rank == 2
-    assert "ranks 0, 1 at megatron/training/loop/step.py:88 in train_step (collective 500)" in failure.message
+    assert "ranks 0 and 1 at megatron/training/loop/step.py:88 in train_step (collective 500)" in failure.message
     assert "rank 2 at megatron/training/loop/listeners.py:9 in extra (collective 501)" in failure.message
     assert [group["ranks"] for group in failure.groups] == [[0, 1], [2]]
 

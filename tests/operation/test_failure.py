@@ -94,7 +94,7 @@ def test_an_error_of_all_ranks_names_none() -> None:
 def test_nodes_that_do_not_answer_are_named() -> None:
     failure = failure_of_lost_nodes({"b": [4, 5]})
     assert (failure.cause, failure.host, failure.rank) == (Cause.NODE_LOST, "b", 4)
-    assert "b (ranks 4, 5)" in failure.message
+    assert "b (ranks 4 and 5)" in failure.message
     assert failure_of_lost_nodes({"b": [4], "c": [6]}).host is None
 
 
@@ -124,7 +124,6 @@ class OutOfMemoryError(RuntimeError):
         (DirectoryInUseError("out is in use"), Cause.IN_USE),
         (DataError("corpus"), Cause.DATA),
         (LoaderError("loader"), Cause.DATA),
-        # torch's handler of SIGCHLD raises it wherever the rank is, as a bare RuntimeError.
         (NotFiniteError("nan"), Cause.NOT_FINITE),
         (NoProgressError("3 attempts"), Cause.NO_PROGRESS),
     ],
@@ -173,7 +172,7 @@ FIELDS |= {"message", "stack", "groups", "last_checkpoint", "advice", "exit_code
 
 def test_the_files_have_every_field(tmp_path: Path) -> None:
     failure = failure_of_ends([end(1, text=BUG, committed_iteration=5)], 1, False)
-    assert write_failure(tmp_path, failure, 3)
+    write_failure(tmp_path, failure, 3)
     found = read_failure(tmp_path / FILE)
     assert found == read_failure(tmp_path / "failures" / "0003.json")
     assert found is not None and found.keys() == FIELDS

@@ -246,43 +246,6 @@ def test_one_report_names_the_rank_of_the_other_node(tmp_path: Path, kind: str, 
     assert (found["rank"], found["cause"]) == (1, cause)
 
 
-SILENT = f"""{WATCHED}
-open(f"{{DIRECTORY}}/pid.{{RANK}}", "w").write(str(os.getpid()))
-wait_in(Section.SAVE)
-"""
-"""In a save, of which nothing is known; no rank has an error."""
-LOST = f"""{WATCHED}
-open(f"{{DIRECTORY}}/pid.{{RANK}}", "w").write(str(os.getpid()))
-if RANK:
-    wait_in(Section.GRADS_REDUCE)
-touch("waits.0")
-wait_for_file("lost")
-fail("... Connection closed by peer")
-"""
-"""Rank 0 has an error when its node has lost the other one."""
-
-
-@pytest.mark.slow(reason="launchers on two nodes, and 45 s")
-@pytest.mark.parametrize(("kind", "body"), [("static", SILENT), ("c10d", SILENT), ("static", LOST)])
-def test_a_node_that_is_lost_is_named_within_a_minute(tmp_path: Path, kind: str, body: str) -> None:
-    """Also if no rank fails."""
-    nodes = start_nodes(tmp_path, kind, body, restarts=0)
-    wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
-    first = int((tmp_path / "pid.0").read_text())
-    (lost,) = [node for node in nodes if first not in descendants(node.pid)]
-    lost.end()
-    (tmp_path / "lost").touch()
-    began = time.monotonic()
-    wait_until(lambda: len(failures(tmp_path)) == 1, PATIENCE)
-    assert time.monotonic() - began < 60.0
-    assert body == LOST or time.monotonic() - began > hang.LOST_SECONDS - 10.0
-    (found,) = failures(tmp_path)
-    assert (found["cause"], found["rank"]) == (Cause.NODE_LOST, 1)
-    assert "rank 1" in found["message"] and found["host"] in found["message"]
-    for node in nodes:
-        node.end()
-
-
 TRAINS = f"""{WATCHED.replace("hang_limit_s=1.0", "hang_limit_s=20.0")}
 heartbeat.enter(Section.OPTIMIZER)
 touch(f"waits.{{RANK}}")

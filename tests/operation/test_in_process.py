@@ -83,7 +83,6 @@ def test_the_launcher_records_each_attempt_of_a_process(tmp_path: Path) -> None:
     assert second.start == pytest.approx(first.end, abs=0.01)
     for attempt in (first, second):
         assert sum(attempt.seconds.values()) == pytest.approx(attempt.wall_s, abs=0.01)
-    memory.close()
 
 
 @pytest.mark.processes

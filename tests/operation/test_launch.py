@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing import SignalException
 
 from megatron.errors import ExitCode
 from megatron.operation import agent, ranks
@@ -16,7 +15,6 @@ from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
 from megatron.operation.signals import StopSignals
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
-from tests.forked import fork_context
 from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
@@ -99,30 +97,6 @@ def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_pa
     assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
 
 
-class SignalledAtItsEnd:
-    """Receives a signal in its finalizer, whose exceptions Python only prints."""
-
-    def __del__(self) -> None:
-        signal.raise_signal(signal.SIGUSR2)
-
-
-def stop_in_a_finalizer() -> None:
-    signals = StopSignals("SIGUSR2")
-    SignalledAtItsEnd()
-    try:
-        signals.raise_received()
-    except SignalException as error:
-        sys.exit(int(error.sigval))
-
-
-def test_a_signal_whose_exception_python_discards_still_stops_the_job() -> None:
-    """As one that arrives while the launcher forks."""
-    launcher = fork_context().Process(target=stop_in_a_finalizer)
-    launcher.start()
-    launcher.join(PATIENCE)
-    assert launcher.exitcode == signal.SIGUSR2
-
-
 def send_a_signal_while_ranks_are_forked() -> None:
     def stop() -> None:
         if getattr(signal.getsignal(signal.SIGTERM), "__qualname__", "").startswith(StopSignals.__name__):
@@ -132,6 +106,7 @@ def send_a_signal_while_ranks_are_forked() -> None:
 
 
 def test_a_signal_that_arrives_while_ranks_are_forked_stops_the_job(tmp_path: Path) -> None:
+    """Python only prints the exception of a hook of ``os.fork``."""
     node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2", prepare=send_a_signal_while_ranks_are_forked)
     assert node.exit_code() == ExitCode.STOPPED
 

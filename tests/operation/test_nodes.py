@@ -16,9 +16,7 @@ from megatron.operation.nodes import (
     Naming,
     NodeOrder,
     NodeReport,
-    first_ranks,
     order_nodes,
-    read_namings,
 )
 
 
@@ -38,7 +36,7 @@ def test_a_node_is_a_suspect_when_two_attempts_have_named_it(tmp_path: Path) -> 
     later = NamedNodes(tmp_path)
     later.name(naming("a", "2", "silent_corruption", 1.0))
     assert later.suspects() == {"a": ["hang", "silent_corruption"]}
-    assert len(read_namings(tmp_path / NAMED_NODES)) == 3
+    assert len(NamedNodes(tmp_path).namings) == 3
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -52,8 +50,9 @@ def test_a_directory_that_cannot_be_written_does_not_end_the_job(tmp_path: Path)
 def test_ranks_of_suspects_are_the_last(chance: random.Random) -> None:
     """Every rank once, in consecutive numbers on each node, and in the order of the others."""
     reports = [NodeReport(host, chance.randint(1, 4), ()) for host in "abcde"]
-    suspects = {"b", "d"}
-    first = first_ranks(reports, suspects)
+    named = NamedNodes()
+    named.add(naming(host, attempt) for host in "bd" for attempt in "12")
+    first = order_nodes(reports, named).first_ranks
     ranks = [list(range(start, start + report.num_ranks)) for start, report in zip(first, reports)]
     assert sorted(chain.from_iterable(ranks)) == list(range(sum(report.num_ranks for report in reports)))
     assert [report.host for _, report in sorted(zip(first, reports), key=lambda pair: pair[0])] == list("acebd")
@@ -73,7 +72,7 @@ def test_launchers_share_what_they_know() -> None:
 
 def test_pauses() -> None:
     """None before the first restart, then doubling up to a limit; progress starts the count anew."""
-    backoff = Backoff(first_s=1.0, longest_s=30.0)
+    backoff = Backoff()
     assert [backoff.pause_after_failure(False) for _ in range(9)] == [0, 1, 2, 4, 8, 16, 30, 30, 30]
     assert backoff.pause_after_failure(True) == 0
     assert [backoff.pause_after_failure(False) for _ in range(3)] == [0, 1, 2]

@@ -23,7 +23,6 @@ from megatron.operation.attempts import (
     failures_without_progress,
     read_attempts,
     read_current,
-    settle,
 )
 from megatron.operation.failure import DIRECTORY, FILE, read_failure
 from tests.checkpoint.directories import acquire
@@ -177,15 +176,7 @@ def test_a_job_whose_rank_is_killed(tmp_path: Path) -> None:
     assert first.committed_iteration is not None and first.committed_iteration % 5 == 0
     assert first.saves == first.committed_iteration // 5
     # The kill may come after a checkpoint is complete on disk and before rank 0 has noted that.
-    noted, kept = first.committed_iteration, second.first_iteration
-    assert kept in (noted, noted + 5)
-    settled = settle(attempts)[0]
-    if kept == noted:
-        assert settled == first
-    else:
-        assert kept == first.last_iteration
-        assert settled.second("step") == pytest.approx(first.second("step") + first.second("lost"))
-    check_sums([settled])
+    assert second.first_iteration in (first.committed_iteration, first.committed_iteration + 5)
     assert second.committed_iteration == second.last_iteration
     assert second.second("step") > 0 and second.second("lost") == 0.0
     assert begun <= first.start <= first.end <= second.start <= second.end <= ends

@@ -33,11 +33,6 @@ def room_of(fault: Fault) -> str:
     return parts[1] if len(parts) > 2 else parts[0]
 
 
-def chosen(room: str | None) -> list[tuple[Fault, Sequence[str]]]:
-    """The chosen faults with their tests."""
-    return [(fault, fault.tests) for fault in CHOSEN if room in (None, room_of(fault))]
-
-
 def drawn(count: int, seed: int, place: Path, pytest: Sequence[str]) -> list[tuple[Fault, Sequence[str]]]:
     """Drawn faults, with the test files that reach them."""
     clone = make_clone(place / "traced")
@@ -76,7 +71,8 @@ def main() -> int:
             workers = ["-n", str(options.jobs), "--dist", "loadfile", "--no-loadscope-reorder"]
             faults = drawn(options.drawn, options.seed, Path(directory), workers)
         else:
-            faults = [one for one in chosen(options.room) if options.match in one[0].kind]
+            chosen = [one for one in CHOSEN if options.room in (None, room_of(one)) and options.match in one.kind]
+            faults = [(fault, fault.tests) for fault in chosen]
         for outcome in try_faults(faults, Path(directory), options.jobs, options.most_seconds):
             outcomes.append(outcome)
             verdict = "NOT SEEN" if outcome.seen_by is None else f"seen by {outcome.seen_by}"

@@ -193,8 +193,8 @@ BORDERS = (
     ),
     Fault(
         "the pause before a restart doubles a failure late",
-        "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 2))",
-        "return min(self.longest_s, self.first_s * 2.0 ** (self.failures - 3))",
+        "return min(_LONGEST_PAUSE, 2.0 ** (self.failures - 2))",
+        "return min(_LONGEST_PAUSE, 2.0 ** (self.failures - 3))",
         ("operation/test_nodes.py",),
     ),
     Fault(
@@ -831,8 +831,8 @@ LAUNCHER = (
     ),
     Fault(
         "nodes that were named are the first, and not the spares",
-        "key=lambda place: nodes[place].host in suspects)",
-        "key=lambda place: nodes[place].host not in suspects)",
+        "key=lambda place: reports[place].host in suspects)",
+        "key=lambda place: reports[place].host not in suspects)",
         ("operation/test_nodes.py",),
     ),
     Fault(

@@ -16,7 +16,6 @@ their effects. The faults that were injected are recorded in the run directory, 
 """
 
 import json
-import os
 import re
 import sys
 import time
@@ -56,13 +55,13 @@ class Number:
 
 _SECONDS = Number("seconds", 0.0, 1e6, default=None)
 _FACTOR = Number("factor", 1.0, 1e6, default=None)
+_BIT = Number("bit", 0, 63, default=None, is_whole=True)
 
 
 @dataclass(frozen=True)
 class FaultKind:
     """One kind of fault."""
 
-    effect: str
     moments: frozenset[str] = _ANYWHERE
     can_last: bool = False
     """Whether ``+COUNT`` iterations or saves can be given."""
@@ -73,39 +72,30 @@ class FaultKind:
 
 
 KINDS: Mapping[str, FaultKind] = {
-    "kill": FaultKind("SIGKILL to the rank"),
-    "stop": FaultKind("SIGSTOP to the rank"),
-    "sigterm": FaultKind("SIGTERM to the rank"),
-    "exit": FaultKind("the rank exits at once", number=Number("exit code", 1, 255, default=1, is_whole=True)),
-    "exception": FaultKind("an exception in the rank"),
-    "oom": FaultKind("an allocation on the rank's device that fails"),
-    "sleep": FaultKind(
-        "the rank sleeps, without seconds for ever", number=Number("seconds", 0.0, 1e6, default=None, is_optional=True)
-    ),
-    "gil": FaultKind("a thread of the rank holds Python's interpreter lock for ever"),
-    "fifo": FaultKind("the rank reads a file that never answers"),
-    "collective": FaultKind("the rank calls an all-reduce that no other rank calls", _IN_ITERATION),
-    "slow": FaultKind("the rank takes so many times as long", _IN_ITERATION, can_last=True, number=_FACTOR),
-    "delay": FaultKind("the rank sleeps after its backward pass", _IN_ITERATION, can_last=True, number=_SECONDS),
-    "nan": FaultKind("NaN in a gradient of the rank, before the reduction", _IN_ITERATION, can_last=True),
-    "flip": FaultKind(
-        "a flipped bit in one element: a weight, a moment or a master weight before the forward pass, a gradient "
-        "before the reduction",
-        _IN_ITERATION,
-        can_last=True,
-        has_target=True,
-        number=Number("bit", 0, 63, default=None, is_whole=True),
-    ),
-    "spike": FaultKind(
-        "the learning rate times a factor", _IN_ITERATION, can_last=True, number=_FACTOR, is_on_all_ranks=True
-    ),
-    "stoploader": FaultKind("reads of the rank's loader threads do not return", _IN_ITERATION),
-    "failloader": FaultKind("reads of the rank's loader threads fail with an input/output error", _IN_ITERATION),
-    "stopwriter": FaultKind("SIGSTOP to the rank's background writer (--async-save)", _IN_ITERATION),
-    "killwriter": FaultKind("SIGKILL to the rank's background writer (--async-save)", _IN_ITERATION),
-    "enospc": FaultKind("no space left on the device, in a synchronous save", _IN_SAVE, can_last=True),
-    "eio": FaultKind("an input/output error, in a synchronous save", _IN_SAVE, can_last=True),
-    "slowsave": FaultKind("a synchronous save takes longer", _IN_SAVE, can_last=True, number=_SECONDS),
+    "kill": FaultKind(),  # SIGKILL to the rank
+    "stop": FaultKind(),  # SIGSTOP to the rank
+    "sigterm": FaultKind(),  # SIGTERM to the rank
+    "exit": FaultKind(number=Number("exit code", 1, 255, default=1, is_whole=True)),
+    "exception": FaultKind(),
+    "oom": FaultKind(),  # an allocation on the rank's device that fails
+    "sleep": FaultKind(number=Number("seconds", 0.0, 1e6, default=None, is_optional=True)),  # without seconds for ever
+    "gil": FaultKind(),  # a thread of the rank holds Python's interpreter lock for ever
+    "fifo": FaultKind(),  # the rank reads a file that never answers
+    "collective": FaultKind(_IN_ITERATION),  # the rank calls an all-reduce that no other rank calls
+    "slow": FaultKind(_IN_ITERATION, can_last=True, number=_FACTOR),  # the rank takes so many times as long
+    "delay": FaultKind(_IN_ITERATION, can_last=True, number=_SECONDS),  # the rank sleeps after its backward pass
+    "nan": FaultKind(_IN_ITERATION, can_last=True),  # in a gradient of the rank, before the reduction
+    # A flipped bit in one element: of a weight, a moment or a master weight before the forward pass, of a gradient
+    # before the reduction.
+    "flip": FaultKind(_IN_ITERATION, can_last=True, has_target=True, number=_BIT),
+    "spike": FaultKind(_IN_ITERATION, can_last=True, number=_FACTOR, is_on_all_ranks=True),  # of the learning rate
+    "stoploader": FaultKind(_IN_ITERATION),  # reads of the rank's loader threads do not return
+    "failloader": FaultKind(_IN_ITERATION),  # or fail with an input/output error
+    "stopwriter": FaultKind(_IN_ITERATION),  # SIGSTOP to the rank's background writer (--async-save)
+    "killwriter": FaultKind(_IN_ITERATION),  # SIGKILL
+    "enospc": FaultKind(_IN_SAVE, can_last=True),  # no space left on the device, in a synchronous save
+    "eio": FaultKind(_IN_SAVE, can_last=True),  # an input/output error
+    "slowsave": FaultKind(_IN_SAVE, can_last=True, number=_SECONDS),
 }
 
 
@@ -205,19 +195,12 @@ class FaultInjector:
                 if self._is_active[fault]:
                     # Recorded before it is injected, since it may end this process.
                     entry = {"fault": str(fault), "rank": self.rank, "number": number}
-                    append(path, entry | {"time": time.time(), "monotonic": time.monotonic()})
+                    entry |= {"time": time.time(), "monotonic": time.monotonic()}
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("a", encoding="utf-8") as file:  # of all ranks: each line is one write, at the end
+                        file.write(f"{json.dumps(entry)}\n")
                     print(f"INJECTED FAULT: {fault} on rank {self.rank}", file=sys.stderr, flush=True)
         return [fault for fault in found if self._is_active[fault]]
-
-
-def append(path: Path, entry: Mapping[str, object]) -> None:
-    """Add a line to the record, which all ranks share: one write, at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        os.write(descriptor, f"{json.dumps(entry)}\n".encode())
-    finally:
-        os.close(descriptor)
 
 
 def injected(path: Path) -> Iterator[tuple[str, int]]:

@@ -20,14 +20,12 @@ from torch import Tensor
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.run import RunConfig
-from megatron.core.communication import Communicator
-from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.optimizer import Optimizer
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.data import loader
 from megatron.features.faults.flags import ITERATION, SAVE, Fault, FaultInjector, parse_faults
 from megatron.operation.evidence import BACKGROUND_WRITER, child_processes
 from megatron.operation.heartbeat import Section
+from megatron.training.context import TrainModule
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
 _READ = loader.read_sample
@@ -36,16 +34,6 @@ _TOO_MUCH = 1 << 60  # bytes; more than an address space
 
 class InjectedError(RuntimeError):
     """The exception of the fault ``exception``, and of a fault that cannot be injected."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """What faults of an iteration act on: a rank's parts of the run."""
-
-    world: Communicator
-    device: torch.device
-    data_parallel: DataParallel
-    optimizer: Optimizer
 
 
 def build_fault_injector(config: RunConfig, rank: int) -> FaultInjector:
@@ -123,9 +111,9 @@ EVENT_FAULTS: Mapping[str, Callable[[Fault], object]] = {
 # --- faults of an iteration ----------------------------------------------------------------------------------
 
 
-def flip_bit(fault: Fault, site: Site) -> None:
+def flip_bit(fault: Fault, trainer: Trainer) -> None:
     assert fault.number is not None and fault.target is not None
-    tensor, index = _choose_element(fault, fault.target, site)
+    tensor, index = _choose_element(fault, fault.target, trainer.module)
     if fault.number >= 8 * tensor.itemsize:
         raise InjectedError(f"{fault}: an element has {8 * tensor.itemsize} bits.")
     flip(tensor, index, int(fault.number))
@@ -138,17 +126,17 @@ def flip(tensor: Tensor, index: int, bit: int) -> None:
     octet.bitwise_xor_(1 << bit)
 
 
-def spoil_gradient(fault: Fault, site: Site) -> None:
-    tensor, index = _choose_element(fault, "gradient", site)
+def spoil_gradient(fault: Fault, trainer: Trainer) -> None:
+    tensor, index = _choose_element(fault, "gradient", trainer.module)
     tensor[index] = float("nan")
 
 
-def _choose_element(fault: Fault, target: str, site: Site) -> tuple[Tensor, int]:
+def _choose_element(fault: Fault, target: str, module: TrainModule) -> tuple[Tensor, int]:
     """A 1-D tensor and the index of an element, which is not padding. The choice depends on the fault alone."""
     chance = random.Random(str(fault))
     ranges = [
         (tensor, begin - start, end - start)
-        for info, start, tensor in _tensors(target, site)
+        for info, start, tensor in _tensors(target, module)
         for _, begin, end in flat_range_boxes(info, start, start + tensor.numel())
     ]
     if not ranges:
@@ -157,22 +145,22 @@ def _choose_element(fault: Fault, target: str, site: Site) -> tuple[Tensor, int]
     return tensor, chance.randrange(begin, end)
 
 
-def _tensors(target: str, site: Site) -> list[tuple[ParameterInfo, int, Tensor]]:
+def _tensors(target: str, module: TrainModule) -> list[tuple[ParameterInfo, int, Tensor]]:
     """Parts of flattened parameters that this rank stores: (parameter, first element, 1-D tensor)."""
     if target == "weight":
-        return [(local.info, local.start, local.tensor) for local in site.data_parallel.local_params]
+        return [(local.info, local.start, local.tensor) for local in module.data_parallel.local_params]
     if target == "gradient":
-        return [(shard.info, shard.start, shard.gradient) for shard in site.data_parallel.param_shards]
-    states = [state for state in site.optimizer.state() if (state.kind == "master") == (target == "master")]
+        return [(shard.info, shard.start, shard.gradient) for shard in module.data_parallel.param_shards]
+    states = [state for state in module.optimizer.state() if (state.kind == "master") == (target == "master")]
     return [(state.info, state.start, state.tensor.view(-1)) for state in states]
 
 
-def spoil_reads(effect: Callable[[Fault], object], fault: Fault, site: Site) -> None:
+def spoil_reads(effect: Callable[[Fault], object], fault: Fault, trainer: Trainer) -> None:
     """Later reads of samples have this effect; microbatches that are read ahead are still delivered."""
     vars(loader)["read_sample"] = lambda *arguments: effect(fault)
 
 
-def signal_writer(number: signal.Signals, fault: Fault, site: Site) -> None:
+def signal_writer(number: signal.Signals, fault: Fault, trainer: Trainer) -> None:
     pids = [child.pid for child in child_processes(os.getpid()) if child.role == BACKGROUND_WRITER]
     if not pids:
         raise InjectedError(f"{fault}: this rank has no background writer yet.")
@@ -180,8 +168,13 @@ def signal_writer(number: signal.Signals, fault: Fault, site: Site) -> None:
         os.kill(pid, number)
 
 
-ITERATION_FAULTS: Mapping[str, Callable[[Fault, Site], object]] = {
-    "collective": lambda fault, site: site.world.all_reduce(torch.zeros(7, device=site.device)),
+def call_collective(fault: Fault, trainer: Trainer) -> None:
+    topology = trainer.context.topology
+    topology.world.all_reduce(torch.zeros(7, device=topology.device))
+
+
+ITERATION_FAULTS: Mapping[str, Callable[[Fault, Trainer], object]] = {
+    "collective": call_collective,
     "flip": flip_bit,
     "nan": spoil_gradient,
     "stoploader": partial(spoil_reads, sleep),
@@ -296,17 +289,11 @@ class FaultInjection(Listener):
         self._end_save()
 
     def _inject(self, trainer: Trainer, is_now: Callable[[Fault], bool]) -> None:
-        site = Site(
-            trainer.context.topology.world,
-            trainer.context.topology.device,
-            trainer.module.data_parallel,
-            trainer.module.optimizer,
-        )
         for fault in filter(is_now, self._due):
             if fault.kind in EVENT_FAULTS:
                 EVENT_FAULTS[fault.kind](fault)
             elif fault.kind in ITERATION_FAULTS:
-                ITERATION_FAULTS[fault.kind](fault, site)
+                ITERATION_FAULTS[fault.kind](fault, trainer)
 
     def _end_save(self) -> None:
         if self._saves is not None:

@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -40,22 +41,21 @@ class MissingRanksError(Exception):
 
 
 class Board:
-    """Small JSON values that the ranks exchange through the store of the job, under ``prefix``.
+    """Small JSON values that the ranks exchange through the store of the job.
 
     No collective: a rank that hangs or is missing is known by its number, and the others do not wait longer than a
     limit. No earlier attempt may have used the store.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, prefix: str = "preflight") -> None:
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._prefix = prefix
         # A store answers some 10^5 requests per second: many ranks ask less often.
         self._pause = min(0.5, max(0.002, world_size / 20_000))
 
     def key(self, *parts: str | int) -> str:
-        return "/".join(map(str, (self._prefix, *parts)))
+        return "/".join(map(str, ("preflight", *parts)))
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))
@@ -319,20 +319,13 @@ def found(measured: Sequence[Any]) -> Iterator[tuple[int, Any]]:
 def within(seconds: float, action: Callable[[], T]) -> T:
     """The result of ``action``; raises :class:`TimeoutError` if it takes longer, for example in a file system that does
     not answer. Its thread, a daemon, is then left behind."""
-    outcome: list[T] = []
-    errors: list[BaseException] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(action())
+            outcome.set_result(action())
         except BaseException as error:
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True, name="preflight")
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not outcome:
-        raise TimeoutError
-    return outcome[0]
+    threading.Thread(target=run, daemon=True, name="preflight").start()
+    return outcome.result(seconds)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.features.known_product.listener import expected_product, operands
 from megatron.features.preflight.check import Check, Node, Place, Result, Site, Verdict, found
+from megatron.features.stragglers.flags import ratios
 from megatron.operation.causes import Cause
 from megatron.operation.lease import THIS_HOST
 
@@ -31,7 +32,6 @@ def this_place(device: torch.device) -> Place:
     return Place(socket.gethostname(), THIS_HOST.boot(), THIS_HOST.namespace(), name)
 
 
-@dataclass(frozen=True)
 class Identity(Check):
     """Two machines must not have the same name, by which locks, reports and the launcher distinguish them."""
 
@@ -302,12 +302,10 @@ class Product(Check):
 
 def ratios_of(measured: Sequence[dict[str, Any]]) -> list[float]:
     """The time of each rank over the median of the ranks with the same device."""
-    times: dict[str, list[float]] = {}
-    for one in measured:
-        times.setdefault(one["device"], []).append(one["seconds"])
-    # The lower median: of two ranks the slower one is slow.
-    medians = {device: statistics.median_low(seconds) for device, seconds in times.items()}
-    return [one["seconds"] / medians[one["device"]] for one in measured]
+    peers: dict[str, list[int]] = {}
+    for rank, one in enumerate(measured):
+        peers.setdefault(one["device"], []).append(rank)
+    return ratios([one["seconds"] for one in measured], list(peers.values()))
 
 
 CHECKPOINTS = 2
@@ -357,7 +355,10 @@ class Disk(Check):
             # Read from the disk, not from the page cache.
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            is_same = _digest(file) == written
+            file.seek(0)
+            digest = xxhash.xxh3_128()
+            while block := file.read(_BLOCK):
+                digest.update(block)
             done = time.perf_counter()
         return {
             "directory": str(directory),
@@ -365,7 +366,7 @@ class Disk(Check):
             "needed": site.needs.checkpoint_bytes,
             "write": size / (synced - started),
             "read": size / (done - synced),
-            "is_same": is_same,
+            "is_same": digest.hexdigest() == written,
         }
 
     def judge(self, measured: Sequence[Any], nodes: Sequence[Node]) -> list[Result]:
@@ -399,12 +400,4 @@ def _write(file: IO[bytes], size: int, seed: int) -> str:
         digest.update(block)
         while block:
             block = block[file.write(block) :]
-    return digest.hexdigest()
-
-
-def _digest(file: IO[bytes]) -> str:
-    file.seek(0)
-    digest = xxhash.xxh3_128()
-    while block := file.read(_BLOCK):
-        digest.update(block)
     return digest.hexdigest()

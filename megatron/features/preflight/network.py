@@ -7,6 +7,7 @@ every cable of a node and every link between groups of neighbouring nodes is in 
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,6 @@ def named_by_bits(is_right: Sequence[Sequence[bool]], world_size: int) -> int | 
     return rank if rank < world_size else None
 
 
-@dataclass(frozen=True)
 class Sums(Check):
     """An all-reduce of known values. Names the ranks that receive a wrong sum or, if all do, the rank whose addend is
     wrong."""
@@ -179,10 +179,9 @@ class Suspect:
     """The smallest explanation of slow pairs."""
 
     vertices: tuple[int, ...]
-    """One vertex: its own connection. Two: the link between them. See ``is_group`` for more."""
-    is_group: bool = False
-    """Whether the connection of these vertices to all others is slow, for example an uplink of their switch."""
+    """One or more: their connection to all others is slow, for example an uplink of their switch."""
     is_link: bool = False
+    """Whether it is the link between two vertices."""
 
 
 def rounds_of(count: int) -> list[list[Pair]]:
@@ -249,38 +248,29 @@ def explain(measured: Collection[Pair], slow: Collection[Pair]) -> list[Suspect]
     largest = max(groups, key=len)
     suspects = []
     if 2 * len(largest) > len(vertices):
-        suspects = [Suspect(group, is_group=len(group) > 1) for group in groups if group is not largest]
+        suspects = [Suspect(group) for group in groups if group is not largest]
         slow = [pair for pair in slow if set(pair) <= set(largest)]
     return suspects + _inside(measured, slow)
 
 
 def _groups(vertices: Sequence[int], pairs: Collection[Pair]) -> list[tuple[int, ...]]:
     """The connected components."""
-    root = {vertex: vertex for vertex in vertices}
-
-    def find(vertex: int) -> int:
-        while root[vertex] != vertex:
-            root[vertex] = root[root[vertex]]
-            vertex = root[vertex]
-        return vertex
-
+    group_of = {vertex: {vertex} for vertex in vertices}
     for one, other in pairs:
-        root[find(one)] = find(other)
-    groups: dict[int, list[int]] = {}
-    for vertex in vertices:
-        groups.setdefault(find(vertex), []).append(vertex)
-    return [tuple(group) for group in groups.values()]
+        small, large = sorted((group_of[one], group_of[other]), key=len)
+        if small is not large:
+            large |= small
+            group_of.update(dict.fromkeys(small, large))
+    groups = {id(group): group for group in group_of.values()}
+    return [tuple(sorted(group)) for group in groups.values()]
 
 
 def _inside(measured: Collection[Pair], slow: Collection[Pair]) -> list[Suspect]:
     """Vertices with at least two slow pairs that are half of their pairs; the other slow pairs are links."""
     suspects, left = [], sorted(slow)
     while left:
-        counts: dict[int, int] = {}
-        for vertex in (vertex for pair in left for vertex in pair):
-            counts[vertex] = counts.get(vertex, 0) + 1
-        worst = max(counts, key=lambda vertex: counts[vertex])
-        if counts[worst] < 2 or 2 * counts[worst] < sum(worst in pair for pair in measured):
+        ((worst, count),) = Counter(vertex for pair in left for vertex in pair).most_common(1)
+        if count < 2 or 2 * count < sum(worst in pair for pair in measured):
             break
         suspects.append(Suspect((worst,)))
         left = [pair for pair in left if worst not in pair]
@@ -312,7 +302,6 @@ def vertices_of(nodes: Sequence[Node], device: str) -> list[tuple[int, ...]]:
     return [(rank,) for rank in nodes[0].ranks] if device == "cuda" else []
 
 
-@dataclass(frozen=True)
 class Links(Check):
     """The ranks of two nodes exchange data in pairs, all at the same time: a rank with the one of the same place."""
 

@@ -22,7 +22,8 @@ from megatron.data.loader import Microbatch
 from megatron.errors import ConfigError, SilentCorruptionError
 from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replay.flags import INTERVAL
-from megatron.features.replicas.state import digest, key_of, list_ranks
+from megatron.features.replicas.state import digest, key_of
+from megatron.operation.failure import list_ranks
 from megatron.operation.heartbeat import Heartbeat, Section
 from megatron.training.checkpoints.state import random_tensors, restore_random
 from megatron.training.context import RunContext, TrainModule
@@ -263,14 +264,10 @@ class ReplayCheck(Listener):
         control = self.replay.control
         hosts = control.all_gather_object(socket.gethostname())
         named = ", ".join(dict.fromkeys(hosts[rank] for rank in verdict.ranks))
-        what = (
-            f"{list_ranks(verdict.ranks)} computed different bits from the same microbatch"
-            if verdict.kind == "transient"
-            else f"{list_ranks(verdict.ranks)} and another rank computed different bits from the same microbatch"
-        )
+        differing = list_ranks(verdict.ranks) + (" and another rank" if verdict.kind == "persistent" else "")
         raise SilentCorruptionError(
-            f"A replay {when} found a {verdict.kind} error: {what} (hosts: {named}). Start the same command again: it "
-            "continues from the last checkpoint. Leave the hosts out if they are named again, and continue from an "
-            "older checkpoint if the loss looks wrong.",
+            f"A replay {when} found a {verdict.kind} error: {differing} computed different bits from the same "
+            f"microbatch (hosts: {named}). Start the same command again: it continues from the last checkpoint. Leave "
+            "the hosts out if they are named again, and continue from an older checkpoint if the loss looks wrong.",
             verdict.ranks,
         )

@@ -18,15 +18,15 @@ from megatron.features.known_product.listener import KnownAnswer
 from megatron.features.replicas.state import (
     HOLDERS,
     HolderAxes,
-    HolderGroups,
     OddRanks,
     StateDigests,
     TensorKey,
     TrainingState,
+    disagreeing_groups,
     find_odd,
-    list_ranks,
 )
 from megatron.flags import IntervalSchedule
+from megatron.operation.failure import list_ranks
 from megatron.training.context import RunContext
 from megatron.training.loop.trainer import IterationResult, Listener, Trainer
 
@@ -66,14 +66,10 @@ class StateCheck(Listener):
     saves: IntervalSchedule | None
     is_saving: bool
     known_answer: KnownAnswer
-    _groups: HolderGroups = field(init=False)
     # The digests after the update of an iteration.
     _resting: tuple[int, StateDigests] | None = field(default=None, init=False)
     # The iteration whose state was checked for a save.
     _saved_at: int | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self._groups = HolderGroups(self.topology.grid)
 
     def before_update(self, trainer: Trainer) -> None:
         following = trainer.state.progress.iteration + 1
@@ -128,7 +124,7 @@ class StateCheck(Listener):
         table = self._gather(digests, changed, bool(not_finite))
         # [ranks, classes, 2], [ranks, 3]
         folds, flags = table[:, : 2 * len(HOLDERS)].view(-1, len(HOLDERS), 2), table[:, 2 * len(HOLDERS) :]
-        disagreeing = self._groups.disagreeing(folds)
+        disagreeing = disagreeing_groups(self.topology.grid, folds)
         if not disagreeing and not bool(flags.any()):
             return
         # All ranks have the same table, so all are here: the second round is a collective, too.
@@ -189,7 +185,7 @@ def raise_findings(
         ]
         for odd, tensors in differing.items():
             names, places = list_names(tensors), with_host(reports, odd.ranks)
-            if odd.is_by_vote:
+            if odd.others:
                 findings.append(f"{names} on {places} differs from {list_ranks(odd.others)}")
             else:
                 findings.append(f"{names} differs between {places}, any of which may be wrong")

@@ -13,7 +13,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -135,33 +135,23 @@ class TrainingState:
         return ("tp", *axes) if is_common else axes
 
 
-class HolderGroups:
-    """The groups of ranks that hold the same bits, for every class of :data:`HOLDERS`."""
+@cache
+def first_holders(grid: RankGrid) -> Tensor:
+    """The first holder of what each rank holds, ``[ranks, classes]``."""
+    first = torch.arange(grid.world_size).unsqueeze(1).repeat(1, len(HOLDERS))
+    for column, axes in enumerate(HOLDERS):
+        if axes == ("edp_replicate",) and not grid.divides_experts:
+            continue  # without shards of experts, no tensor is in this class
+        for group in grid.groups(axes):
+            first[list(group), column] = group[0]
+    return first
 
-    def __init__(self, grid: RankGrid) -> None:
-        self._grid = grid
 
-    @cached_property
-    def first_holders(self) -> Tensor:
-        """The first holder of what each rank holds, ``[ranks, classes]``."""
-        first = torch.arange(self._grid.world_size).unsqueeze(1).repeat(1, len(HOLDERS))
-        for column, axes in enumerate(HOLDERS):
-            if axes == ("edp_replicate",) and not self._grid.divides_experts:
-                continue  # without shards of experts, no tensor is in this class
-            for group in self._grid.groups(axes):
-                first[list(group), column] = group[0]
-        return first
-
-    def disagreeing(self, folds: Tensor) -> list[tuple[HolderAxes, tuple[int, ...]]]:
-        """The groups whose digests ``folds`` ``[ranks, classes, 2]`` differ, with their class."""
-        expected = folds.gather(0, self.first_holders.unsqueeze(2).expand_as(folds))
-        differs = (folds != expected).any(dim=2)  # [ranks, classes]
-        if not bool(differs.any()):
-            return []
-        found = dict.fromkeys(
-            (HOLDERS[column], self._grid.group(rank, HOLDERS[column])) for rank, column in differs.nonzero().tolist()
-        )
-        return list(found)
+def disagreeing_groups(grid: RankGrid, folds: Tensor) -> list[tuple[HolderAxes, tuple[int, ...]]]:
+    """The groups whose digests ``folds`` ``[ranks, classes, 2]`` differ, with their class."""
+    differs = (folds != folds.gather(0, first_holders(grid).unsqueeze(2).expand_as(folds))).any(dim=2)
+    places = differs.nonzero().tolist()  # [ranks, classes]
+    return list(dict.fromkeys((HOLDERS[column], grid.group(rank, HOLDERS[column])) for rank, column in places))
 
 
 @dataclass(frozen=True)
@@ -272,12 +262,7 @@ class OddRanks:
 
     ranks: tuple[int, ...]
     others: tuple[int, ...]
-    """The ranks that agree; none without a majority, and then ``ranks`` are the whole group."""
-
-    @property
-    def is_by_vote(self) -> bool:
-        """Whether more than half of the group agrees, so that ``ranks`` are the wrong ones."""
-        return bool(self.others)
+    """More than half of the group, which agree; none without a majority, and then ``ranks`` are the whole group."""
 
 
 def find_odd(values: Mapping[int, Hashable]) -> OddRanks | None:
@@ -293,13 +278,3 @@ def find_odd(values: Mapping[int, Hashable]) -> OddRanks | None:
         return OddRanks(ranks, ())
     odd = tuple(rank for rank in ranks if values[rank] != majority)
     return OddRanks(odd, tuple(rank for rank in ranks if rank not in odd))
-
-
-def list_ranks(ranks: Iterable[int], most: int = 8) -> str:
-    """``ranks`` in words: rank 3; ranks 1 and 2; ranks 1, 2, 3 and 40 more."""
-    numbers = [str(rank) for rank in ranks]
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > most:
-        return f"ranks {', '.join(numbers[: most - 1])} and {len(numbers) - most + 1} more"
-    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"

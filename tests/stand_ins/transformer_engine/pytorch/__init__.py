@@ -26,8 +26,6 @@ class _State:
     group: Any = None
     is_first_module: bool = False
     depth: int = 0
-    reductions: int = 0
-    """How often magnitudes became scales."""
     modules: dict[Any, list[Any]] = field(default_factory=dict)
     """Those whose magnitudes are reduced, by recipe and group."""
     autocasts: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
@@ -40,7 +38,6 @@ class _State:
         """Turn the magnitudes of one pass into scales, in all modules."""
         for key, modules in self.modules.items():
             recipe, group = self.autocasts[key]
-            self.reductions += 1
             metas = [module.fp8_meta["scaling_fwd" if forward else "scaling_bwd"] for module in modules]
             amax = torch.cat([meta.amax_history[0] for meta in metas])
             if recipe.reduce_amax and dist.is_initialized():
@@ -81,9 +78,7 @@ def is_fp8_available(return_reason: bool = False) -> Any:
     return (True, "") if return_reason else True
 
 
-def is_fp8_block_scaling_available(return_reason: bool = False) -> Any:
-    """As if on Hopper."""
-    return (True, "") if return_reason else True
+is_fp8_block_scaling_available = is_fp8_available
 
 
 def is_mxfp8_available(return_reason: bool = False) -> Any:
