@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,13 +19,12 @@ from megatron.core.activations import Recomputed
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
 from megatron.core.kernels.selection import LayerKernels
-from megatron.core.models.layer import BuildContext, NormLinear, RMSNorm, SwiGLULinear
+from megatron.core.models.layer import BuildContext, NormLinear, RMSNorm
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     LARGEST_SCALE,
-    DelayedQuantization,
     EagerQuantization,
     Fp8Format,
     Fp8Kernels,
@@ -42,7 +42,7 @@ from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear, SwiGLULinear
 
 CPU = torch.device("cpu")
 ALONE = Communicator((0,), 0)
@@ -146,8 +146,10 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
     with FakeTensorMode():
         layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, ())
         weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
-        inputs = layer.quantize_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
-        gradient = layer.quantize_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device), Layout.BOTH)
+        inputs = layer.quantize("input", torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
+        gradient = layer.quantize(
+            "output_gradient", torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device), Layout.BOTH
+        )
         assert layer.output(inputs, weight).shape == (4, 8, 32)
         assert layer.input_gradient(gradient, weight).shape == (4, 8, 48)
         assert layer.weight_gradient(gradient, inputs).value().shape == (32, 48)
@@ -224,9 +226,9 @@ def linear_layer(kind: str, scaling: Fp8Scaling) -> ColumnParallelLinear | RowPa
     context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
     linear: ColumnParallelLinear | RowParallelLinear
     if kind == "column":
-        linear = ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)
+        linear = ColumnParallelLinear(context.column_weight("linear", 48, (16, 16), 1.0), context)
     else:
-        linear = RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+        linear = RowParallelLinear(context.row_weight("linear", 48, 32, 1.0), context)
     torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(5))
     return linear
 
@@ -311,12 +313,14 @@ def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:
 class Segment(nn.Module):
     """A linear layer alone, as a segment that is recomputed."""
 
+    last_linear = "linear"
+
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
-        self.last_linear = linear
+        self.linear = linear
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(inputs)
+        output: Tensor = self.linear(inputs)
         return output
 
 
@@ -353,43 +357,19 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         assert torch.equal(one, two)
 
 
-class CountingSwiGLU(EagerSwiGLU):
-    """Notes the layouts in which it wrote quantised outputs."""
-
-    def __init__(self, layouts: list[Layout]) -> None:
-        self.layouts = layouts
-
-    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        self.layouts.append(quantization.target.layout)
-        return super().quantized(gate_and_up, quantization)
-
-
 class SwiGLUThenLinear(SwiGLULinear):
     """The definition: the output of SwiGLU exists, and the linear layer quantises it."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel))
+    def forward(self, gate_up: Tensor, *arguments: Any) -> Tensor:
+        output: Tensor = self.linear(swiglu(gate_up, self.kernel))
         return output
-
-
-class CountingRMSNorm(EagerRMSNorm):
-    """Notes the layouts in which it wrote quantised outputs."""
-
-    def __init__(self, layouts: list[Layout]) -> None:
-        self.layouts = layouts
-
-    def quantized(
-        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
-    ) -> tuple[QuantizedTensor, Tensor]:
-        self.layouts.append(quantization.target.layout)
-        return super().quantized(inputs, weight, epsilon, quantization)
 
 
 class NormThenLinear(NormLinear):
     """The definition: the output of the norm exists, and the linear layer quantises it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(self.norm(x))
+        output: Tensor = self.linear(self.norm(x))
         return output
 
 
@@ -420,19 +400,22 @@ def layouts_of_steps(config: PrecisionConfig, runs_again: bool) -> list[Layout]:
     return 2 * passes if config is HYBRID else []
 
 
-def swiglu_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool) -> SwiGLULinear:
-    kind = SwiGLULinear if is_fused else SwiGLUThenLinear
-    return kind(CountingSwiGLU(layouts), linear_layer("row", scaling))
+def swiglu_and_linear(scaling: Fp8Scaling, is_fused: bool) -> tuple[SwiGLULinear, Mock]:
+    """With the kernel, which notes its calls."""
+    kernel = Mock(wraps=EagerSwiGLU())
+    return (SwiGLULinear if is_fused else SwiGLUThenLinear)(kernel, linear_layer("row", scaling)), kernel
 
 
-def norm_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool, **flags: Any) -> NormLinear:
-    kernels = LayerKernels(rms_norm=CountingRMSNorm(layouts))
+def norm_and_linear(scaling: Fp8Scaling, is_fused: bool, **flags: Any) -> tuple[NormLinear, Mock]:
+    """With the kernel, which notes its calls."""
+    kernel = Mock(wraps=EagerRMSNorm())
+    kernels = LayerKernels(rms_norm=kernel)
     context = BuildContext(
         TensorParallel(ALONE), torch.bfloat16, CPU, ReferenceAttention(), fp8=scaling, kernels=kernels
     )
     norm = RMSNorm("norm", 48, TransformerConfig(1, 48, 64, 2, 1, 16, 64, 64, 16, **flags), context)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
-    return (NormLinear if is_fused else NormThenLinear)(norm, linear_layer("column", scaling))
+    return (NormLinear if is_fused else NormThenLinear)(norm, linear_layer("column", scaling)), kernel
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -443,13 +426,15 @@ def norm_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool, 
 )
 @pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_an_operation_that_quantises_is_bit_equal_to_the_operation_and_a_quantisation(
-    config: PrecisionConfig, build: Callable[..., SwiGLULinear | NormLinear], width: int, runs_again: bool
+    config: PrecisionConfig, build: Callable[..., tuple[SwiGLULinear | NormLinear, Mock]], width: int, runs_again: bool
 ) -> None:
     inputs = torch.randn(16, 1, width, generator=torch.Generator().manual_seed(8))
 
     def train(is_fused: bool) -> tuple[list[Tensor], list[Layout]]:
-        scaling, layouts = Fp8Scaling(config, ALONE, CPU), list[Layout]()
-        return train_steps(build(scaling, layouts, is_fused), scaling, inputs, runs_again), layouts
+        scaling = Fp8Scaling(config, ALONE, CPU)
+        layer, kernel = build(scaling, is_fused)
+        tensors = train_steps(layer, scaling, inputs, runs_again)
+        return tensors, [call.args[-1].target.layout for call in kernel.quantized.call_args_list]
 
     (fused, layouts), (apart, none) = train(is_fused=True), train(is_fused=False)
     for one, other in zip(fused, apart, strict=True):
