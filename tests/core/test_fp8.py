@@ -26,7 +26,6 @@ from megatron.core.ops.fp8 import (
     E5M2,
     LARGEST_SCALE,
     EagerQuantization,
-    Fp8Format,
     Fp8Kernels,
     ScaledGemm,
     amax_of,
@@ -462,27 +461,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(config: PrecisionConfig, wanted: li
 # Weights: how often they are quantised, by which kernel, and in which memory
 
 
-Call = tuple[torch.Size, Layout, Tensor | None]
-"""A call of a kernel of quantisation: shape, layout and output."""
-
-
-class RecordingQuantization(EagerQuantization):
-    """The definition; records its calls, and the shapes of the tensors that it transposes later."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.transposes: list[torch.Size] = []
-
-    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
-        self.calls.append((tensor.shape, target.layout, out))
-        return EAGER.quantize(tensor, target, amax, out)
-
-    def transpose(self, data: Tensor) -> Tensor:
-        self.transposes.append(data.shape)
-        return EAGER.transpose(data)
-
-
-def fp8_scaling(config: PrecisionConfig, kernel: RecordingQuantization, keeps_weights: bool = True) -> Fp8Scaling:
+def fp8_scaling(config: PrecisionConfig, kernel: EagerQuantization, keeps_weights: bool = True) -> Fp8Scaling:
     return Fp8Scaling(config, ALONE, CPU, keeps_weights, replace(Fp8Kernels.eager(widened_gemm), quantization=kernel))
 
 
@@ -497,34 +476,36 @@ def test_a_kept_weight_is_quantised_once_a_step_in_both_layouts(
 ) -> None:
     """A weight that is not kept is quantised for each GEMM, in the layout of that GEMM."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe)
-    kernel = RecordingQuantization()
+    kernel = Mock(wraps=EAGER)
     scaling = fp8_scaling(config, kernel, keeps_weights)
     linear = linear_layer("row", scaling)
     for _ in range(2):
         scaling.start_step()
-        kernel.calls.clear()
+        kernel.reset_mock()
         for _ in range(2):
             linear(torch.ones(16, 1, 48, dtype=torch.bfloat16).requires_grad_()).sum().backward()
         scaling.finish_step()
-        assert [layout for shape, layout, _ in kernel.calls if shape == linear.weight.shape] == layouts
-    assert not kernel.transposes
+        calls = [*kernel.quantize.call_args_list, *kernel.quantize_and_record.call_args_list]
+        operands = [call.args[:2] for call in calls]
+        assert [target.layout for tensor, target in operands if tensor.shape == linear.weight.shape] == layouts
+        kernel.transpose.assert_not_called()
 
 
 @pytest.mark.parametrize("numel", [32 * 48, 32 * 48 - 128, 77])
 def test_shards_are_quantised_in_their_memory_by_the_chosen_kernel(numel: int) -> None:
     """In one call for a matrix of the whole shard, whose rows have 64 elements if 64 divides the shard."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
-    kernel = RecordingQuantization()
+    kernel = Mock(wraps=EAGER)
     scaling = fp8_scaling(config, kernel)
     scaling.gemm("linear", torch.bfloat16, ALONE, ())
     master = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     buffer = torch.zeros(numel + 128, dtype=torch.uint8)
     numbers = buffer[64 : 64 + numel].view(E4M3)
     scaling.quantize_weights({"linear": (master, numbers)}, ALONE)
-    ((shape, layout, out),) = kernel.calls
+    (call,) = kernel.quantize.call_args_list
     width = math.gcd(numel, 64)
-    assert (shape, layout) == ((numel // width, width), Layout.ROWS)
-    assert out is not None and out.data_ptr() == numbers.data_ptr()
+    assert (call.args[0].shape, call.args[1].layout) == ((numel // width, width), Layout.ROWS)
+    assert call.kwargs["out"].data_ptr() == numbers.data_ptr()
     amax = master.abs().max()
     expected = quantize(master, 448.0 / amax, amax, E4M3)
     assert torch.equal(numbers.view(torch.uint8), expected.data.view(torch.uint8))
