@@ -26,13 +26,12 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.commands.tool import run_tool
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.kernels.selection import LayerKernels
-from megatron.core.models.layer import SwiGLULinear
 from megatron.core.moe.layer import Experts, ExpertShard
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.parameter import initialize_parameters
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear, SwiGLULinear
 from megatron.core.topology import single_process
 
 
@@ -79,8 +78,10 @@ class DenseMLP(nn.Module):
     def __init__(self, shape: Shape, context: LayerContext) -> None:
         super().__init__()
         width, hidden = shape.topk * shape.width, shape.hidden_size
-        self.linear_fc1 = ColumnParallelLinear("linear_fc1", hidden, (width, width), context, 0.02)
-        linear_fc2 = RowParallelLinear("linear_fc2", width, hidden, context, 0.02)
+        self.linear_fc1 = ColumnParallelLinear(
+            context.column_weight("linear_fc1", hidden, (width, width), 0.02), context
+        )
+        linear_fc2 = RowParallelLinear(context.row_weight("linear_fc2", width, hidden, 0.02), context)
         self.swiglu_fc2 = SwiGLULinear(LayerKernels().swiglu, linear_fc2)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def measure_parts(run: LineRun, inputs: int, outputs: int, tokens: int, flags: s
     buffer = torch.zeros(outputs, inputs, device=run.device)
 
     def quantized() -> tuple[QuantizedTensor, QuantizedTensor]:
-        return gemm.quantize_input(x, Layout.BOTH), gemm.quantize_gradient(dy, Layout.BOTH)
+        return gemm.quantize("input", x, Layout.BOTH), gemm.quantize("output_gradient", dy, Layout.BOTH)
 
     # The first step has no scales yet.
     for _ in range(2):
@@ -94,8 +94,8 @@ def measure_parts(run: LineRun, inputs: int, outputs: int, tokens: int, flags: s
     # Bytes: read once in bf16, written once or twice in FP8. FLOPs: a multiplication and an addition.
     flops = 2.0 * tokens * inputs * outputs
     parts: dict[str, tuple[Callable[[], object], float, str]] = {
-        "quantise rows": (partial(gemm.quantize_input, x, Layout.ROWS), 3.0 * x.numel(), "GB/s"),
-        "quantise both layouts": (partial(gemm.quantize_input, x, Layout.BOTH), 4.0 * x.numel(), "GB/s"),
+        "quantise rows": (partial(gemm.quantize, "input", x, Layout.ROWS), 3.0 * x.numel(), "GB/s"),
+        "quantise both layouts": (partial(gemm.quantize, "input", x, Layout.BOTH), 4.0 * x.numel(), "GB/s"),
         "transpose": (partial(kernels.quantization.transpose, a.data.flatten(0, -2)), 2.0 * x.numel(), "GB/s"),
         "output": (partial(gemm.output, a, weight), flops, "TFLOP/s"),
         "input gradient": (partial(gemm.input_gradient, b, weight), flops, "TFLOP/s"),

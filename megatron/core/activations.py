@@ -14,6 +14,7 @@ their own and host memory is pinned; elsewhere they are plain copies, which prov
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -44,13 +45,11 @@ class Recomputed(nn.Module):
     ranks with the same input; each saves an equal part, gathered in backward.
     """
 
+    last_linear = "segment"
+
     def __init__(self, segment: nn.Module, shards: Communicator | None = None) -> None:
         super().__init__()
         self.segment, self.shards = segment, shards
-
-    @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.segment)
 
     def forward(self, inputs: Tensor, *arguments: Any) -> Tensor:
         """The output of the segment; only ``inputs`` has a gradient."""
@@ -62,16 +61,19 @@ class Recomputed(nn.Module):
 
 
 def last_linear_of(segment: nn.Module) -> SkippableLinear | None:
-    """The linear layer whose output ``segment`` adds or returns, if its class says so.
+    """The linear layer whose output ``segment`` adds or returns, if its class says so: ``last_linear`` is the path of
+    the submodule that is this layer or ends with it.
 
     A class that overrides ``forward`` without ``last_linear`` has not said it: it may multiply the output, whose values
     are then needed.
     """
+    if hasattr(segment, "skip_output"):
+        return cast(SkippableLinear, segment)
     for kind in type(segment).__mro__:
         if "last_linear" in vars(kind) or "forward" in vars(kind):
             break
-    says_so = "last_linear" in vars(kind) or "last_linear" in segment._modules
-    return cast(SkippableLinear | None, segment.last_linear) if says_so else None
+    path = cast(str | None, segment.last_linear) if "last_linear" in vars(kind) else None
+    return None if path is None else last_linear_of(segment.get_submodule(path))
 
 
 @contextmanager
@@ -106,7 +108,7 @@ class _Recompute(Function):
         inputs = inputs.detach().requires_grad_()
         # The node of the graph may live longer than this pass; it must not keep the arguments alive.
         arguments, ctx.arguments = ctx.arguments, ()
-        with torch.enable_grad(), skipping_output(module.last_linear):
+        with torch.enable_grad(), skipping_output(last_linear_of(module)):
             root = get_gradient_edge(module.segment(inputs, *arguments))
         torch.autograd.backward(root, gradients[0])
         return inputs.grad, None, None
@@ -131,8 +133,8 @@ class LayerGroup(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.layers[-1])
+    def last_linear(self) -> str:
+        return f"layers.{len(self.layers) - 1}"
 
     def forward(self, hidden: Tensor, *arguments: Any) -> Tensor:
         for layer in self.layers:
@@ -207,13 +209,13 @@ class HostCopies:
             before.free_on_device()
 
 
+@dataclass(eq=False)
 class _OffloadedTensor:
     """A tensor that a layer saved, possibly several times."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.on_device: Tensor | None = tensor
-        self.on_host: Tensor | None = None
-        self.uses = 0
+    on_device: Tensor | None
+    on_host: Tensor | None = None
+    uses: int = 0
 
 
 class OffloadedTensors:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megatron.core.ops.fp8 import (
     DelayedQuantization,
     Fp8Format,
     Fp8Kernels,
+    Fp8Role,
     Fp8WeightGradientProduct,
     amax_of,
     gemm_for,
@@ -39,7 +40,6 @@ from megatron.core.ops.fp8 import (
 )
 from megatron.core.precision import Layout, QuantizedTensor
 
-Fp8Role = Literal["input", "weight", "output_gradient"]
 ROLES: tuple[Fp8Role, ...] = get_args(Fp8Role)
 _WEIGHT = ROLES.index("weight")
 
@@ -155,11 +155,6 @@ class Fp8Scaling(Fp8Layers):
 
         return _DelayedState(zeros(), zeros(self.config.fp8_amax_history_len), zeros())
 
-    @property
-    def gathers_weights(self) -> bool:
-        """Whether the parameters of the layers are FP8."""
-        return self.config.fp8_param_gather
-
     @cached_property
     def weight_state(self) -> _WeightState:
         shape = (2, len(self._layers))
@@ -202,7 +197,7 @@ class Fp8Scaling(Fp8Layers):
         self._drop_weights()
         if self.is_delayed:
             self.delayed_state.step_amax.zero_()
-            if self.gathers_weights:
+            if self.config.fp8_param_gather:
                 self.delayed_state.step_amax[:, _WEIGHT] = self.weight_state.amax
 
     def finish_step(self) -> None:
@@ -285,20 +280,28 @@ class Fp8Gemm:
     @property
     def needs_weight_memory(self) -> bool:
         """Whether a GEMM has yet to allocate a quantised weight that is kept for the step."""
-        if not (self._scaling.keeps_weights or self._scaling.gathers_weights):
+        if not (self._scaling.keeps_weights or self._scaling.config.fp8_param_gather):
             return False
         return self.weight is None or self.weight.transposed is None
 
-    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
-        return self._quantize("input", inputs, layout)
+    def quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
+        if self.has_scales:
+            return self._with_known_scale(role, layout).quantize(tensor)
+        scaling, amax = self._scaling, amax_of(tensor)
+        if scaling.is_delayed:
+            step_amax = scaling.delayed_state.step_amax[self._number, ROLES.index(role)]
+            torch.maximum(step_amax, amax, out=step_amax)
+        # All shards of a tensor have one scale.
+        whole_amax = self.tensor_parallel.all_reduce(amax.clone(), "max") if role in self._sharded else amax
+        quantization, margin = scaling.kernels.quantization, scaling.config.fp8_margin
+        scale = quantization.current_scale(whole_amax, scaling.formats[role], margin)
+        target = Fp8Format(scale, scaling.formats[role], layout)
+        return quantization.quantize(tensor, target, amax)
 
     def input_quantization(self, layout: Layout) -> DelayedQuantization | None:
         if not self.has_scales:
             return None
         return self._with_known_scale("input", layout)
-
-    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
-        return self._quantize("output_gradient", grad_outputs, layout)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         # Only this GEMM may accumulate fast, as in Transformer Engine.
@@ -327,7 +330,7 @@ class Fp8Gemm:
 
     def _quantized_weight(self, weight: Tensor, layout: Layout) -> QuantizedTensor:
         """``weight`` ``[n, k]`` in ``layout``; with ``keeps_weights`` quantised once a step, in both layouts."""
-        if self._scaling.gathers_weights:
+        if self._scaling.config.fp8_param_gather:
             if self.weight is None:
                 inverse_scale = self._scaling.weight_state.inverse_scale[self._number]
                 self.weight = QuantizedTensor(weight.detach(), inverse_scale)
@@ -335,31 +338,13 @@ class Fp8Gemm:
                 self.weight = replace(self.weight, transposed=self._transpose(self.weight).data)
             return self.weight
         if not self._scaling.keeps_weights:
-            return self._quantize("weight", weight, layout)
+            return self.quantize("weight", weight, layout)
         if self.weight is None:
-            self.weight = self._quantize("weight", weight, Layout.BOTH)
+            self.weight = self.quantize("weight", weight, Layout.BOTH)
         return self.weight
-
-    def _quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
-        if self.has_scales:
-            return self._with_known_scale(role, layout).quantize(tensor)
-        scaling, amax = self._scaling, amax_of(tensor)
-        if scaling.is_delayed:
-            step_amax = scaling.delayed_state.step_amax[self._number, ROLES.index(role)]
-            torch.maximum(step_amax, amax, out=step_amax)
-        scale = self._current_scale(role, amax)
-        target = Fp8Format(scale, scaling.formats[role], layout)
-        return scaling.kernels.quantization.quantize(tensor, target, amax)
 
     def _with_known_scale(self, role: Fp8Role, layout: Layout) -> DelayedQuantization:
         scaling, index = self._scaling, (self._number, ROLES.index(role))
         state = scaling.delayed_state
         target = Fp8Format(state.scale[index], scaling.formats[role], layout)
         return DelayedQuantization(scaling.kernels.quantization, target, state.step_amax[index])
-
-    def _current_scale(self, role: Fp8Role, amax: Tensor) -> Tensor:
-        """The scale of a tensor, or of this rank's shard of it, from its own ``amax``."""
-        scaling = self._scaling
-        if role in self._sharded:
-            amax = self.tensor_parallel.all_reduce(amax.clone(), "max")
-        return scaling.kernels.quantization.current_scale(amax, scaling.formats[role], scaling.config.fp8_margin)

@@ -34,6 +34,14 @@ class GradientProduct(Protocol):
 Gradient = Tensor | GradientProduct
 
 
+def add_or_overwrite(buffer: Tensor, gradient: Tensor, accumulate: bool) -> None:
+    """Add ``gradient`` to ``buffer``, whose dtype may be another, or overwrite it."""
+    if accumulate:
+        buffer.add_(gradient)
+    else:
+        buffer.copy_(gradient)
+
+
 class MainGrad:
     """A parameter's view of a gradient buffer: permanent (ZeRO-1), or allocated by the first gradient of a microbatch
     (ZeRO-2 and 3)."""
@@ -57,12 +65,10 @@ class MainGrad:
         return self.storage
 
     def add(self, gradient: Gradient) -> None:
-        if not isinstance(gradient, Tensor):
-            gradient.write_to(self.buffer, accumulate=self.is_filled)
-        elif self.is_filled:
-            self.buffer.add_(gradient)
+        if isinstance(gradient, Tensor):
+            add_or_overwrite(self.buffer, gradient, self.is_filled)
         else:
-            self.buffer.copy_(gradient)
+            gradient.write_to(self.buffer, accumulate=self.is_filled)
         self._accumulated()
 
     def add_rows(self, rows: Tensor, values: Tensor) -> None:

@@ -218,11 +218,6 @@ def random_bits(key: int, index: Tensor) -> Tensor:
     return bits ^ _shift_right(bits, 31)
 
 
-def normal_numbers(key: int, index: Tensor) -> Tensor:
-    """Standard normal fp64 numbers for the global indices ``index`` (int64)."""
-    return normal_of_bits(random_bits(key, index))
-
-
 def normal_of_bits(bits: Tensor) -> Tensor:
     """A standard normal fp64 number from the upper 52 bits of each int64 number; always finite."""
     # The middle of one of 2^52 equal intervals, so neither 0 nor 1, where the inverse is infinite.
@@ -270,7 +265,7 @@ def _global_index(info: ParameterInfo, box: Box, device: torch.device) -> Tensor
 
 def normal(std: float) -> InitialValues:
     """Normal values of mean 0."""
-    return lambda key, index: normal_numbers(key, index) * std
+    return lambda key, index: normal_of_bits(random_bits(key, index)) * std
 
 
 def constant(value: float) -> InitialValues:

@@ -104,14 +104,14 @@ class ActionRecorder:
 
     def spans(self) -> tuple[Span, ...]:
         """Everything recorded; waits for the device."""
-        origin, marks = self._origin, self._marks
-        if not self._on_gpu:
-            return tuple(Span(stage, action, start - origin, end - origin) for stage, action, start, end in marks)
-        torch.cuda.synchronize()
-        return tuple(
-            Span(stage, action, origin.elapsed_time(start) / 1e3, origin.elapsed_time(end) / 1e3)
-            for stage, action, start, end in marks
-        )
+        origin = self._origin
+
+        def seconds(mark: Any) -> float:
+            return origin.elapsed_time(mark) / 1e3 if self._on_gpu else mark - origin
+
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        return tuple(Span(stage, action, seconds(start), seconds(end)) for stage, action, start, end in self._marks)
 
 
 @dataclass(eq=False)

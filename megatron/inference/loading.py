@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.checkpoint.checkpointing import load_checkpoint
@@ -25,7 +25,7 @@ from megatron.config.precision import PrecisionConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.data_parallel.strategy import whole_params
 from megatron.core.key_value_cache import KeyValueCache
-from megatron.core.models.layer import BuildContext, LocalProvider, NormLinear, RMSNorm
+from megatron.core.models.layer import BuildContext, LocalProvider, RMSNorm
 from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.ops.attention_kernels import choose_attention_kernel
@@ -234,13 +234,4 @@ class _Norm(RMSNorm):
 class ForwardProvider(LocalProvider):
     """The layers of :class:`LocalProvider` for passes without gradients or sequence parallelism."""
 
-    def norm_linear(
-        self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: BuildContext
-    ) -> nn.Module:
-        return NormLinear(
-            _Norm(norm, config.hidden_size, config, context),
-            _Column(name, config.hidden_size, output_sections, context, config.init_method_std),
-        )
-
-    def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: BuildContext) -> nn.Module:
-        return _Row(name, input_size, config.hidden_size, context, config.residual_init_std)
+    norm, column, row = _Norm, _Column, _Row

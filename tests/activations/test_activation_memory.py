@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.config.activations import ActivationConfig, RecomputeMethod, RecomputeModule
+from megatron.config.activations import ActivationConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import HostCopies, Offloaded, PlainCopies, TensorPair
 from megatron.core.data_parallel.buffer import ParameterBuffer
@@ -22,6 +22,7 @@ from megatron.core.models.transformer import TransformerChunk, TransformerModel
 from megatron.core.topology import single_process
 from megatron.schedules.stages import VirtualStage
 from tests.parallel.layout_run import CPU, Layout, context
+from tests.parallel.tasks import full, selective
 from tests.storage_watch import PeakWatch, StorageWatch
 
 LAYERS, LENGTH, ROWS, ITEM = 4, 32, 2, 8
@@ -48,23 +49,8 @@ ALL = 4 * H + 2 * Q + 2 * G + 3 * F + N + 2
 norm; what attention attends with and to, and a number for each head; both sides of SwiGLU."""
 
 
-def selective(*modules: RecomputeModule, host: int = 0) -> ActivationConfig:
-    return ActivationConfig(
-        recompute_granularity="selective", recompute_modules=modules, cpu_offloading_num_layers=host
-    )
-
-
-def full(method: RecomputeMethod, layers: int, host: int = 0) -> ActivationConfig:
-    return ActivationConfig(
-        recompute_granularity="full",
-        recompute_method=method,
-        recompute_num_layers=layers,
-        cpu_offloading_num_layers=host,
-    )
-
-
-def on_host(layers: int) -> ActivationConfig:
-    return ActivationConfig(cpu_offloading_num_layers=layers)
+def on_host(layers: int, activations: ActivationConfig | None = None) -> ActivationConfig:
+    return replace(activations or ActivationConfig(), cpu_offloading_num_layers=layers)
 
 
 FP8 = PrecisionConfig(bf16=True, fp8_format="hybrid")
@@ -155,7 +141,7 @@ def test_in_fp8_the_inputs_of_linear_layers_are_bytes(mode: str) -> None:
         _, gradient = forward(chunk, hidden)
     expected = LAYERS * LENGTH * ROWS * (ITEM * numbers_kept + bytes_kept) - hidden.nbytes
     assert watch.live_bytes() - gradient.nbytes == expected + LAYERS * scales * 4
-    _, chunk, _ = build(replace(activations, cpu_offloading_num_layers=LAYERS), FP8)
+    _, chunk, _ = build(on_host(LAYERS, activations), FP8)
     sent: list[int] = []
     copy_with(chunk, HostCopies(CPU, WatchedCopies(sent.append), PlainCopies()))
     forward(chunk, hidden)
@@ -264,10 +250,10 @@ class WatchedCopies(PlainCopies):
         (on_host(1), ALL, (LAYERS - 1) * ALL),
         (on_host(3), 3 * ALL, ALL),
         (on_host(4), 4 * ALL, 0),
-        (selective("mlp_act", "layernorm", host=2), 2 * (ALL - F - 2 * H - 2), 2 * (ALL - F - 2 * H - 2)),
-        (full("uniform", 1, host=3), 3 * H, H),
-        (full("uniform", 3, host=1), H, H),
-        (full("block", 1, host=2), H + ALL, 2 * ALL),
+        (on_host(2, selective("mlp_act", "layernorm")), 2 * (ALL - F - 2 * H - 2), 2 * (ALL - F - 2 * H - 2)),
+        (on_host(3, full("uniform", 1)), 3 * H, H),
+        (on_host(1, full("uniform", 3)), H, H),
+        (on_host(2, full("block", 1)), H + ALL, 2 * ALL),
     ],
 )
 def test_what_is_on_the_host_is_not_on_the_device(activations: ActivationConfig, moved: int, stays: int) -> None:
@@ -299,7 +285,7 @@ def test_a_layer_comes_back_while_the_one_behind_it_goes_backward(count: int) ->
         layer = unit.module if isinstance(unit, Offloaded) else unit
         assert isinstance(layer, TransformerLayer)
         # The first product to go backward, and what is last.
-        last_linear = layer.get_submodule("mlp.swiglu_fc2.last_linear")
+        last_linear = layer.get_submodule("mlp.swiglu_fc2.linear")
         for part, word in ((last_linear, "begin"), (layer.get_submodule("self_attention.norm_qkv.norm"), "end")):
             part.register_full_backward_pre_hook(lambda *_, event=f"{word} {number}": events.append(event))
     edge, gradient = forward(chunk, received())
@@ -355,7 +341,7 @@ def gradients(activations: ActivationConfig, copies: HostCopies | None) -> Tenso
     return torch.cat([buffer.gradients, *(gradient.flatten() for gradient in found if gradient is not None)])
 
 
-@pytest.mark.parametrize("activations", [on_host(2), on_host(4), full("uniform", 1, host=3)])
+@pytest.mark.parametrize("activations", [on_host(2), on_host(4), on_host(3, full("uniform", 1))])
 def test_copies_that_take_their_time_are_waited_for(activations: ActivationConfig) -> None:
     """Nobody reads what is not there yet; what has hardly left when it is needed is not copied back."""
     out, back = LazyStream(), LazyStream()

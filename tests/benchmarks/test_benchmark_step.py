@@ -117,7 +117,7 @@ def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
     assert isinstance(fp8, Fp8Scaling)
     gemms = fp8._layers
     assert len(gemms) == 8
-    quantized = recorded(monkeypatch, type(gemms[0]), "_quantize")
+    quantized = recorded(monkeypatch, type(gemms[0]), "quantize")
     for step in range(2):
         contender.step()
         assert all(gemm.has_scales for gemm in gemms)

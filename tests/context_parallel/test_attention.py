@@ -251,35 +251,31 @@ class Case:
     def inputs(self, dtype: torch.dtype, positions: Tensor | None = None) -> tuple[AttentionInputs, Tensor]:
         """The inputs at these positions, and the gradient of their output."""
         positions = torch.arange(self.shape[3]) if positions is None else positions
-        query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in inputs(self.shape))
+        query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in self.tensors())
         return AttentionInputs(query, key, value, attention_spans(self.starts, self.marks, self.chunk)), grad
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Query, key, value and the gradient of the output, in fp64."""
+        batch, heads, groups, length, size = self.shape
+        generator = torch.Generator().manual_seed(0)
+        query, key, value, grad = (
+            torch.randn(batch, number, length, size, dtype=torch.float64, generator=generator)
+            for number in (heads, groups, groups, heads)
+        )
+        return query, key, value, grad
+
     def definition(self, dtype: torch.dtype) -> tuple[Tensor, Gradients]:
-        """With a mask that is built pair by pair."""
-        visible = visible_pairs(self.starts, *(self.marks or (False, False)), chunk_size=self.chunk)
-        return definition(self.shape, visible[:, None], dtype)
-
-
-def inputs(shape: Shape) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value and the gradient of the output, in fp64."""
-    batch, heads, groups, length, size = shape
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (
-        torch.randn(batch, number, length, size, dtype=torch.float64, generator=generator)
-        for number in (heads, groups, groups, heads)
-    )
-    return query, key, value, grad
-
-
-def definition(shape: Shape, visible: Tensor, dtype: torch.dtype) -> tuple[Tensor, Gradients]:
-    """Output and gradients by autograd on the whole matrix of scores, of inputs that are rounded to ``dtype``."""
-    query, key, value, grad = (tensor.to(dtype).double() for tensor in inputs(shape))
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    keys, values = (tensor.repeat_interleave(shape[1] // shape[2], dim=1) for tensor in leaves[1:])
-    scores = (query @ keys.transpose(-1, -2) / math.sqrt(shape[4])).masked_fill(~visible, -math.inf)
-    output = scores.softmax(dim=-1) @ values
-    grad_query, grad_key, grad_value = torch.autograd.grad(output, leaves, grad)
-    return output.detach(), (grad_query, grad_key, grad_value)
+        """Output and gradients of inputs that are rounded to ``dtype``, by autograd on the whole matrix of scores with
+        a mask that is built pair by pair."""
+        _, heads, groups, _, size = self.shape
+        visible = visible_pairs(self.starts, *(self.marks or (False, False)), chunk_size=self.chunk)[:, None]
+        query, key, value, grad = (tensor.to(dtype).double() for tensor in self.tensors())
+        leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+        keys, values = (tensor.repeat_interleave(heads // groups, dim=1) for tensor in leaves[1:])
+        scores = (query @ keys.transpose(-1, -2) / math.sqrt(size)).masked_fill(~visible, -math.inf)
+        output = scores.softmax(dim=-1) @ values
+        grad_query, grad_key, grad_value = torch.autograd.grad(output, leaves, grad)
+        return output.detach(), (grad_query, grad_key, grad_value)
 
 
 def assert_all_close(
@@ -315,20 +311,22 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     size: int,
     cut: float,
 ) -> None:
-    shape = (batch, groups * repeats, groups, length, size)
-    expected = definition(shape, torch.ones(length, length, dtype=torch.bool).tril(), dtype)
-    query, key, value, grad = (tensor.to(dtype) for tensor in inputs(shape))
+    case = Case((batch, groups * repeats, groups, length, size))
+    whole, grad = case.inputs(dtype)
+    key, value = whole.key, whole.value
     middle = max(1, min(length - 1, int(cut * length)))
     rows, early, late = slice(None), slice(0, middle), slice(middle, length)
     diagonal = [Tile(rows, early, early, True), Tile(rows, late, late, True)]
     before = [Tile(rows, late, early, False)]
-    tiled = TiledAttention(kernel, AttentionInputs(query, key, value))
+    tiled = TiledAttention(kernel, whole)
     tiled.add(diagonal, key, value, is_first=True)
     tiled.add(before, key, value)
     grads = TiledGradients(kernel, grad, tiled.result())
     grad_key, grad_value = (torch.zeros_like(tensor, dtype=grads.dtype) for tensor in (key, value))
     grads.add([*diagonal, *before], key, value, grad_key, grad_value)
-    assert_all_close((tiled.output, (grads.query, grad_key, grad_value)), expected, dtype, torch.arange(length))
+    assert_all_close(
+        (tiled.output, (grads.query, grad_key, grad_value)), case.definition(dtype), dtype, torch.arange(length)
+    )
 
 
 IN_DOCUMENTS = (True, False)
@@ -355,7 +353,7 @@ ALONE = [Case((1, 1, 1, 8, 2), (1, 4, 5, 7), IN_DOCUMENTS), Case((1, 6, 2, 40, 1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("kernel", [*KERNELS, TorchAttention()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [*KERNELS, TorchAttention()], ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("case", [*CASES, *ALONE], ids=str)
 def test_one_rank_attends_inside_documents_and_chunks(kernel: AttentionKernel, case: Case, dtype: torch.dtype) -> None:
     """The reference computes all spans in one varlen call, the other kernels a tile for each."""

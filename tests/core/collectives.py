@@ -4,8 +4,10 @@ The inputs are small integers, so that sums are exact in every precision and arr
 """
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.communication import Communicator
@@ -14,6 +16,12 @@ SHAPE = (12, 5)
 """Divisible by two, three and four ranks along dim 0."""
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 Results = dict[str, Tensor]
+
+
+def everyone(timeout: float | None = None) -> Communicator:
+    """All ranks, which wait ``timeout`` seconds for each other."""
+    limit = None if timeout is None else timedelta(seconds=timeout)
+    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all", timeout=limit)
 
 
 def part_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE, device: str = "cpu") -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ShardingStrategy
 from megatron.core.communication import Communicator, Work
-from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
+from megatron.core.data_parallel.bucket import InFlight, ShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import MainGrad, accumulate_main_grad
@@ -214,8 +214,8 @@ def test_whole_gradients_are_freed_before_the_sum_of_their_rows_is_allocated() -
 
     members = [(info, main_grad, number * NUMBERS) for number, (info, main_grad) in enumerate(zip(infos, main_grads))]
     view = GradientView(2 * NUMBERS, None, torch.zeros(NUMBERS), members)
-    reduction = GradientReduction(Watching([]), Communicator((0,), 0))
-    bucket = RowShardedGradientBucket(view, reduction, InFlight(0), False, [NUMBERS // 2] * 2)
+    alone = Communicator((0,), 0)
+    bucket = ShardedGradientBucket(view, Watching([]), alone, InFlight(0), part_sizes=[NUMBERS // 2] * 2)
     bucket.expect(2)
     for _ in range(2):
         for main_grad in main_grads:

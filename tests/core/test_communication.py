@@ -15,6 +15,7 @@ from tests.core.collectives import (
     Results,
     assert_results,
     collectives_of,
+    everyone,
     expected_results,
     part_of,
     rows_between,
@@ -24,10 +25,6 @@ from tests.rank_pool import RankPool
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 WORLDS = [2, 3, 4]
 WIDE_SHAPE = (24, 3)
-
-
-def everyone() -> Communicator:
-    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all")
 
 
 def over_gloo() -> Communicator:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,15 +19,13 @@ from megatron.core.activations import Recomputed
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import ROLES, Fp8Scaling
 from megatron.core.kernels.selection import LayerKernels
-from megatron.core.models.layer import BuildContext, NormLinear, RMSNorm, SwiGLULinear
+from megatron.core.models.layer import BuildContext, NormLinear, RMSNorm
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     LARGEST_SCALE,
-    DelayedQuantization,
     EagerQuantization,
-    Fp8Format,
     Fp8Kernels,
     ScaledGemm,
     amax_of,
@@ -42,7 +41,7 @@ from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.swiglu import EagerSwiGLU, swiglu
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear, SwiGLULinear
 
 CPU = torch.device("cpu")
 ALONE = Communicator((0,), 0)
@@ -146,8 +145,10 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
     with FakeTensorMode():
         layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, ())
         weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
-        inputs = layer.quantize_input(torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
-        gradient = layer.quantize_gradient(torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device), Layout.BOTH)
+        inputs = layer.quantize("input", torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
+        gradient = layer.quantize(
+            "output_gradient", torch.empty(4, 8, 32, dtype=torch.bfloat16, device=device), Layout.BOTH
+        )
         assert layer.output(inputs, weight).shape == (4, 8, 32)
         assert layer.input_gradient(gradient, weight).shape == (4, 8, 48)
         assert layer.weight_gradient(gradient, inputs).value().shape == (32, 48)
@@ -224,9 +225,9 @@ def linear_layer(kind: str, scaling: Fp8Scaling) -> ColumnParallelLinear | RowPa
     context = LayerContext(TensorParallel(ALONE), torch.bfloat16, CPU, fp8=scaling)
     linear: ColumnParallelLinear | RowParallelLinear
     if kind == "column":
-        linear = ColumnParallelLinear("linear", 48, (16, 16), context, init_std=1.0)
+        linear = ColumnParallelLinear(context.column_weight("linear", 48, (16, 16), 1.0), context)
     else:
-        linear = RowParallelLinear("linear", 48, 32, context, init_std=1.0)
+        linear = RowParallelLinear(context.row_weight("linear", 48, 32, 1.0), context)
     torch.nn.init.normal_(linear.weight, generator=torch.Generator().manual_seed(5))
     return linear
 
@@ -311,12 +312,14 @@ def test_evaluations_and_repeated_forward_passes_leave_no_trace() -> None:
 class Segment(nn.Module):
     """A linear layer alone, as a segment that is recomputed."""
 
+    last_linear = "linear"
+
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
-        self.last_linear = linear
+        self.linear = linear
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(inputs)
+        output: Tensor = self.linear(inputs)
         return output
 
 
@@ -353,43 +356,19 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
         assert torch.equal(one, two)
 
 
-class CountingSwiGLU(EagerSwiGLU):
-    """Notes the layouts in which it wrote quantised outputs."""
-
-    def __init__(self, layouts: list[Layout]) -> None:
-        self.layouts = layouts
-
-    def quantized(self, gate_and_up: Tensor, quantization: DelayedQuantization) -> QuantizedTensor:
-        self.layouts.append(quantization.target.layout)
-        return super().quantized(gate_and_up, quantization)
-
-
 class SwiGLUThenLinear(SwiGLULinear):
     """The definition: the output of SwiGLU exists, and the linear layer quantises it."""
 
-    def forward(self, gate_up: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(swiglu(gate_up, self.kernel))
+    def forward(self, gate_up: Tensor, *arguments: Any) -> Tensor:
+        output: Tensor = self.linear(swiglu(gate_up, self.kernel))
         return output
-
-
-class CountingRMSNorm(EagerRMSNorm):
-    """Notes the layouts in which it wrote quantised outputs."""
-
-    def __init__(self, layouts: list[Layout]) -> None:
-        self.layouts = layouts
-
-    def quantized(
-        self, inputs: Tensor, weight: Tensor, epsilon: float, quantization: DelayedQuantization
-    ) -> tuple[QuantizedTensor, Tensor]:
-        self.layouts.append(quantization.target.layout)
-        return super().quantized(inputs, weight, epsilon, quantization)
 
 
 class NormThenLinear(NormLinear):
     """The definition: the output of the norm exists, and the linear layer quantises it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.last_linear(self.norm(x))
+        output: Tensor = self.linear(self.norm(x))
         return output
 
 
@@ -420,19 +399,22 @@ def layouts_of_steps(config: PrecisionConfig, runs_again: bool) -> list[Layout]:
     return 2 * passes if config is HYBRID else []
 
 
-def swiglu_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool) -> SwiGLULinear:
-    kind = SwiGLULinear if is_fused else SwiGLUThenLinear
-    return kind(CountingSwiGLU(layouts), linear_layer("row", scaling))
+def swiglu_and_linear(scaling: Fp8Scaling, is_fused: bool) -> tuple[SwiGLULinear, Mock]:
+    """With the kernel, which notes its calls."""
+    kernel = Mock(wraps=EagerSwiGLU())
+    return (SwiGLULinear if is_fused else SwiGLUThenLinear)(kernel, linear_layer("row", scaling)), kernel
 
 
-def norm_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool, **flags: Any) -> NormLinear:
-    kernels = LayerKernels(rms_norm=CountingRMSNorm(layouts))
+def norm_and_linear(scaling: Fp8Scaling, is_fused: bool, **flags: Any) -> tuple[NormLinear, Mock]:
+    """With the kernel, which notes its calls."""
+    kernel = Mock(wraps=EagerRMSNorm())
+    kernels = LayerKernels(rms_norm=kernel)
     context = BuildContext(
         TensorParallel(ALONE), torch.bfloat16, CPU, ReferenceAttention(), fp8=scaling, kernels=kernels
     )
     norm = RMSNorm("norm", 48, TransformerConfig(1, 48, 64, 2, 1, 16, 64, 64, 16, **flags), context)
     torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
-    return (NormLinear if is_fused else NormThenLinear)(norm, linear_layer("column", scaling))
+    return (NormLinear if is_fused else NormThenLinear)(norm, linear_layer("column", scaling)), kernel
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -443,13 +425,15 @@ def norm_and_linear(scaling: Fp8Scaling, layouts: list[Layout], is_fused: bool, 
 )
 @pytest.mark.parametrize("config", [HYBRID, TENSORWISE], ids=["delayed", "tensorwise"])
 def test_an_operation_that_quantises_is_bit_equal_to_the_operation_and_a_quantisation(
-    config: PrecisionConfig, build: Callable[..., SwiGLULinear | NormLinear], width: int, runs_again: bool
+    config: PrecisionConfig, build: Callable[..., tuple[SwiGLULinear | NormLinear, Mock]], width: int, runs_again: bool
 ) -> None:
     inputs = torch.randn(16, 1, width, generator=torch.Generator().manual_seed(8))
 
     def train(is_fused: bool) -> tuple[list[Tensor], list[Layout]]:
-        scaling, layouts = Fp8Scaling(config, ALONE, CPU), list[Layout]()
-        return train_steps(build(scaling, layouts, is_fused), scaling, inputs, runs_again), layouts
+        scaling = Fp8Scaling(config, ALONE, CPU)
+        layer, kernel = build(scaling, is_fused)
+        tensors = train_steps(layer, scaling, inputs, runs_again)
+        return tensors, [call.args[-1].target.layout for call in kernel.quantized.call_args_list]
 
     (fused, layouts), (apart, none) = train(is_fused=True), train(is_fused=False)
     for one, other in zip(fused, apart, strict=True):
@@ -477,27 +461,7 @@ def test_layers_at_the_ends_may_stay_in_bf16(config: PrecisionConfig, wanted: li
 # Weights: how often they are quantised, by which kernel, and in which memory
 
 
-Call = tuple[torch.Size, Layout, Tensor | None]
-"""A call of a kernel of quantisation: shape, layout and output."""
-
-
-class RecordingQuantization(EagerQuantization):
-    """The definition; records its calls, and the shapes of the tensors that it transposes later."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.transposes: list[torch.Size] = []
-
-    def quantize(self, tensor: Tensor, target: Fp8Format, amax: Tensor, out: Tensor | None = None) -> QuantizedTensor:
-        self.calls.append((tensor.shape, target.layout, out))
-        return EAGER.quantize(tensor, target, amax, out)
-
-    def transpose(self, data: Tensor) -> Tensor:
-        self.transposes.append(data.shape)
-        return EAGER.transpose(data)
-
-
-def fp8_scaling(config: PrecisionConfig, kernel: RecordingQuantization, keeps_weights: bool = True) -> Fp8Scaling:
+def fp8_scaling(config: PrecisionConfig, kernel: EagerQuantization, keeps_weights: bool = True) -> Fp8Scaling:
     return Fp8Scaling(config, ALONE, CPU, keeps_weights, replace(Fp8Kernels.eager(widened_gemm), quantization=kernel))
 
 
@@ -512,34 +476,36 @@ def test_a_kept_weight_is_quantised_once_a_step_in_both_layouts(
 ) -> None:
     """A weight that is not kept is quantised for each GEMM, in the layout of that GEMM."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe=recipe)
-    kernel = RecordingQuantization()
+    kernel = Mock(wraps=EAGER)
     scaling = fp8_scaling(config, kernel, keeps_weights)
     linear = linear_layer("row", scaling)
     for _ in range(2):
         scaling.start_step()
-        kernel.calls.clear()
+        kernel.reset_mock()
         for _ in range(2):
             linear(torch.ones(16, 1, 48, dtype=torch.bfloat16).requires_grad_()).sum().backward()
         scaling.finish_step()
-        assert [layout for shape, layout, _ in kernel.calls if shape == linear.weight.shape] == layouts
-    assert not kernel.transposes
+        calls = [*kernel.quantize.call_args_list, *kernel.quantize_and_record.call_args_list]
+        operands = [call.args[:2] for call in calls]
+        assert [target.layout for tensor, target in operands if tensor.shape == linear.weight.shape] == layouts
+        kernel.transpose.assert_not_called()
 
 
 @pytest.mark.parametrize("numel", [32 * 48, 32 * 48 - 128, 77])
 def test_shards_are_quantised_in_their_memory_by_the_chosen_kernel(numel: int) -> None:
     """In one call for a matrix of the whole shard, whose rows have 64 elements if 64 divides the shard."""
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
-    kernel = RecordingQuantization()
+    kernel = Mock(wraps=EAGER)
     scaling = fp8_scaling(config, kernel)
     scaling.gemm("linear", torch.bfloat16, ALONE, ())
     master = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     buffer = torch.zeros(numel + 128, dtype=torch.uint8)
     numbers = buffer[64 : 64 + numel].view(E4M3)
     scaling.quantize_weights({"linear": (master, numbers)}, ALONE)
-    ((shape, layout, out),) = kernel.calls
+    (call,) = kernel.quantize.call_args_list
     width = math.gcd(numel, 64)
-    assert (shape, layout) == ((numel // width, width), Layout.ROWS)
-    assert out is not None and out.data_ptr() == numbers.data_ptr()
+    assert (call.args[0].shape, call.args[1].layout) == ((numel // width, width), Layout.ROWS)
+    assert call.kwargs["out"].data_ptr() == numbers.data_ptr()
     amax = master.abs().max()
     expected = quantize(master, 448.0 / amax, amax, E4M3)
     assert torch.equal(numbers.view(torch.uint8), expected.data.view(torch.uint8))

@@ -148,13 +148,6 @@ def same(one: list[list[LocalTensor]], other: list[list[LocalTensor]]) -> bool:
     )
 
 
-def assert_same_run(traces: list[Trace], expected: list[Trace]) -> None:
-    for trace, twin in zip(traces, expected, strict=True):
-        assert (trace.losses, trace.grad_norms) == (twin.losses, twin.grad_norms)
-        assert same(trace.gradients, twin.gradients)
-        assert same(trace.weights, twin.weights)
-
-
 FP32 = PrecisionConfig()
 
 
@@ -175,7 +168,10 @@ def test_scale_by_a_power_of_two_changes_no_bit(
         four_ranks.run(train, replace(task, precision=one), layout, world_size=layout.world_size)
         for one in (precision, replace(precision, loss_scale=2.0**20))
     )
-    assert_same_run(scaled, plain)
+    for trace, twin in zip(scaled, plain, strict=True):
+        assert (trace.losses, trace.grad_norms) == (twin.losses, twin.grad_norms)
+        assert same(trace.gradients, twin.gradients)
+        assert same(trace.weights, twin.weights)
 
 
 @pytest.mark.parametrize(

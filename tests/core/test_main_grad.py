@@ -1,28 +1,24 @@
 """Gradients accumulated in ``main_grad`` are those that autograd would have given; products that add to it are those of
 a product and a sum, without memory for the product."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.core.communication import Communicator, Work
-from megatron.core.data_parallel.buffer import ParameterBuffer
 from megatron.core.gradient import MainGrad, WeightGradStore, accumulate_main_grad, attach_main_grad, compute_deferred
-from megatron.core.models.parallelize import build_model
 from megatron.core.ops.matmul import (
     InPlaceWeightGradient,
     SeparateWeightGradient,
     WeightGradientKernel,
     WeightGradientProduct,
 )
-from megatron.core.parameter import info_of
 from megatron.core.precision import QuantizedTensor
 from megatron.core.tensor_parallel.collectives import TensorParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, LayerContext, RowParallelLinear
-from megatron.core.topology import single_process
-from tests.parallel.layout_run import MODEL, SEED, TIED_MODEL, Layout, context, microbatches
 from tests.storage_watch import StorageWatch
-from tests.whole_model import token_losses_of
 
 STALE = 1e6
 """What the last step left in the buffer."""
@@ -116,29 +112,6 @@ def test_what_autograd_computes_goes_to_the_slot_at_once_and_nothing_of_a_frozen
     assert accumulate_main_grad(parameter, NeverComputed()) is None
 
 
-# A whole model
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_slots_collect_over_microbatches_what_autograd_would(tied: bool) -> None:
-    """Two microbatches, over the last step's leftovers; a tied weight gets both of its contributions."""
-    config = TIED_MODEL if tied else MODEL
-    plain, slotted = (build_model(config, context(single_process(), Layout()), SEED) for _ in range(2))
-    buffer = ParameterBuffer(list(slotted.parameters()), torch.float64, shards=1)
-    buffer.gradients.fill_(STALE)
-    for microbatch in microbatches(0, Layout(microbatches=2), 0):
-        for model in (plain, slotted):
-            token_losses_of(model, microbatch["tokens"], microbatch["labels"]).sum().backward()
-    assert all(parameter.grad is None for parameter in slotted.parameters())
-    found = {info_of(one).name: main_grad.buffer for one, main_grad in zip(buffer.parameters, buffer.main_grads)}
-    expected = {info_of(parameter).name: parameter.grad for parameter in plain.parameters()}
-    assert found.keys() == expected.keys()
-    assert ("output_layer.weight" in found) is not tied
-    for name, gradient in expected.items():
-        assert gradient is not None and gradient.any(), name
-        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12, msg=name)
-
-
 # Products that add to their buffer
 
 KERNELS: list[WeightGradientKernel] = [SeparateWeightGradient(), InPlaceWeightGradient()]
@@ -194,28 +167,16 @@ def test_torch_has_products_of_half_precision_that_add_to_fp32() -> None:
         assert names[-1] == "out" and "out_dtype" in names
 
 
-class Recorder:
-    """Notes what it is given."""
-
-    def __init__(self) -> None:
-        self.accumulated: list[bool] = []
-
-    def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        """As another."""
-        self.accumulated.append(accumulate)
-        SeparateWeightGradient().write(buffer, grad_outputs, inputs, accumulate)
-
-
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_linear_layers_use_the_kernel_of_their_context_at_once_or_deferred(kind: str, is_deferred: bool) -> None:
-    recorder = Recorder()
-    context = LayerContext(ALONE, torch.float64, torch.device("cpu"), weight_gradient=recorder)
+    kernel = Mock(wraps=SeparateWeightGradient())
+    context = LayerContext(ALONE, torch.float64, torch.device("cpu"), weight_gradient=kernel)
     layer: nn.Module
     if kind == "column":
-        layer = ColumnParallelLinear("linear", 6, (4,), context, 0.02)
+        layer = ColumnParallelLinear(context.column_weight("linear", 6, (4,), 0.02), context)
     else:
-        layer = RowParallelLinear("linear", 6, 4, context, 0.02)
+        layer = RowParallelLinear(context.row_weight("linear", 6, 4, 0.02), context)
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)
     nn.init.normal_(weight)
@@ -229,11 +190,11 @@ def test_linear_layers_use_the_kernel_of_their_context_at_once_or_deferred(kind:
         if is_deferred:
             with context.weight_gradients.deferring() as deferred:
                 output.backward(grad_outputs)
-            assert len(recorder.accumulated) == seed
+            assert kernel.write.call_count == seed
             compute_deferred(deferred)
         else:
             output.backward(grad_outputs)
-    assert recorder.accumulated == [False, True]
+    assert [call.args[-1] for call in kernel.write.call_args_list] == [False, True]
     torch.testing.assert_close(main_grad.buffer, expected)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ from megatron.core.ops.rope import (
     rotary_frequencies,
     rotary_table,
     rotate_,
-    rotate_reference,
 )
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu
 from megatron.core.tensor_parallel.cross_entropy import (
     CompiledCrossEntropy,
     EagerCrossEntropy,
+    VocabularyShard,
     vocab_parallel_cross_entropy,
 )
 from tests.rank_pool import RankPool
@@ -53,7 +53,7 @@ DTYPES = list(TOLERANCE)
 KERNELS: list[AttentionKernel] = [ReferenceAttention(), CpuFlashAttention(), TorchAttention()]
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -103,9 +103,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def normed(
     inputs: Tensor, weight: Tensor, epsilon: float, is_zero_centered: bool = False, kernel: RMSNormKernel | None = None
 ) -> Tensor:
-    output = rms_norm(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered)
-    assert isinstance(output, Tensor)
-    return output
+    return cast(Tensor, rms_norm(inputs, weight, epsilon, kernel or EagerRMSNorm(), is_zero_centered))
 
 
 @every_dtype
@@ -160,32 +158,32 @@ def test_swiglu(shape: tuple[int, ...], kernel: SwiGLUKernel, dtype: torch.dtype
         gate, up = x[..., : shape[-1] // 2], x[..., shape[-1] // 2 :]
         return gate / (1 + torch.exp(-gate)) * up
 
-    compare(lambda x: swiglu(x, kernel), definition, [inputs])
+    compare(lambda x: cast(Tensor, swiglu(x, kernel)), definition, [inputs])
 
 
 # Rotary embedding
 
 
+def rotated(heads: Tensor, positions: Tensor) -> Tensor:
+    """``[s, b, n, d]``, of which pair (2i, 2i+1) of position p turns by p * 100^(-2i/d)."""
+    even, odd = heads.unflatten(-1, (-1, 2)).unbind(-1)
+    turns = [100.0 ** (-2 * pair / heads.shape[-1]) for pair in range(even.shape[-1])]
+    angles = (positions[:, None] * torch.tensor(turns, dtype=torch.float64))[:, None, None]
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1).flatten(-2)
+
+
 @every_dtype
 @pytest.mark.parametrize(("length", "batch", "heads", "size"), [(1, 1, 1, 2), (9, 2, 3, 8), (33, 1, 5, 4)])
 def test_rotation_is_written_out(length: int, batch: int, heads: int, size: int, dtype: torch.dtype) -> None:
-    """Pair (2i, 2i+1) of position p turns by p * base^(-2i/size): one number at a time."""
-    frequencies, positions = rotary_frequencies(size, 100.0), torch.arange(length) + 5
+    positions = torch.arange(length) + 5
     activations = random(length, batch, heads * size, dtype=dtype)
-    expected = activations.double().view(length, batch, heads, size).clone()
-    for place, position in enumerate(positions.tolist()):
-        for pair in range(size // 2):
-            angle = position * 100.0 ** (-2 * pair / size)
-            even, odd = expected[place, :, :, 2 * pair].clone(), expected[place, :, :, 2 * pair + 1].clone()
-            expected[place, :, :, 2 * pair] = even * math.cos(angle) - odd * math.sin(angle)
-            expected[place, :, :, 2 * pair + 1] = even * math.sin(angle) + odd * math.cos(angle)
-    reference = rotate_reference(activations.view(length, batch, heads, size), frequencies, positions)
-    assert_close(reference, expected, dtype)
-    table = rotary_table(frequencies, positions, dtype)
+    expected = rotated(activations.double().view(length, batch, heads, size), positions)
+    table = rotary_table(rotary_frequencies(size, 100.0), positions, dtype)
     for rotate in (rotate_, CompiledRotation(uncompiled)):
-        rotated = rotate(activations.clone(), table)
-        assert_close(rotated.view_as(expected), expected, dtype)
-        back = rotate(rotated.clone(), table.conj())
+        found = rotate(activations.clone(), table)
+        assert_close(found.view_as(expected), expected, dtype)
+        back = rotate(found.clone(), table.conj())
         assert_close(back, activations.double(), dtype)
 
 
@@ -249,20 +247,20 @@ def test_fused_attention_rotates_and_attends(
 ) -> None:
     batch, heads, groups, length, size = shape
     assert kernel.supports(CPU, dtype)
-    frequencies, positions = rotary_frequencies(size, 100.0), torch.arange(length)
-    table = rotary_table(frequencies, positions, dtype)
+    positions = torch.arange(length)
+    table = rotary_table(rotary_frequencies(size, 100.0), positions, dtype)
 
     def definition(fused: Tensor) -> Tensor:
         query, key, value = fused.unflatten(-1, (-1, size)).split((heads, groups, groups), dim=2)
-        query, key = (rotate_reference(part, frequencies, positions) for part in (query, key))
-        attended = attention_by_rows(*(part.permute(1, 2, 0, 3) for part in (query, key, value)))
+        turned = rotated(query, positions), rotated(key, positions), value
+        attended = attention_by_rows(*(part.permute(1, 2, 0, 3) for part in turned))
         return attended.permute(2, 0, 1, 3).flatten(2)
 
     def fresh(fused: Tensor) -> Tensor:
         # The operation overwrites its input, which must be somebody's fresh result.
         attention_shape = AttentionShape(heads, groups, size)
-        rotated = apply_rotary(fused * 1.0, table, attention_shape.rotated_size)
-        return fused_attention(rotated, attention_shape, LocalAttention(kernel))
+        turned = apply_rotary(fused * 1.0, table, attention_shape.rotated_size)
+        return fused_attention(turned, attention_shape, LocalAttention(kernel))
 
     compare(fresh, definition, [random(length, batch, (heads + 2 * groups) * size, dtype=dtype)])
 
@@ -277,35 +275,22 @@ def test_large_scores_do_not_overflow(kernel: AttentionKernel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "device", "dtype", "expected"),
+    ("backend", "device", "dtype", "expected", "merged"),
     [
-        *((backend, "cpu", torch.float32, CpuFlashAttention) for backend in ("auto", "flash", "fused")),
-        *((backend, "cpu", torch.float32, ReferenceAttention) for backend in ("unfused", "local")),
-        ("auto", "cuda", torch.bfloat16, TorchAttention),
-        ("flash", "cuda", torch.bfloat16, CudaFlashAttention),
-        ("fused", "cuda", torch.bfloat16, CudnnAttention),
-        ("fused", "cuda", torch.float32, TorchAttention),
+        *((backend, "cpu", torch.float32, *[CpuFlashAttention] * 2) for backend in ("auto", "flash", "fused")),
+        *((backend, "cpu", torch.float32, *[ReferenceAttention] * 2) for backend in ("unfused", "local")),
+        ("auto", "cuda", torch.bfloat16, TorchAttention, CudaFlashAttention),
+        ("flash", "cuda", torch.bfloat16, CudaFlashAttention, CudaFlashAttention),
+        ("fused", "cuda", torch.bfloat16, CudnnAttention, CudnnAttention),
+        ("fused", "cuda", torch.float32, TorchAttention, ReferenceAttention),
     ],
 )
 def test_the_attention_backend_chooses_the_kernel(
-    backend: str, device: str, dtype: torch.dtype, expected: type
+    backend: str, device: str, dtype: torch.dtype, expected: type, merged: type
 ) -> None:
-    assert type(choose_attention_kernel(backend, torch.device(device), dtype)) is expected
-
-
-@pytest.mark.parametrize(
-    ("backend", "device", "dtype", "expected"),
-    [
-        ("auto", "cpu", torch.float32, CpuFlashAttention),
-        ("auto", "cuda", torch.bfloat16, CudaFlashAttention),
-        ("fused", "cuda", torch.bfloat16, CudnnAttention),
-        ("auto", "cuda", torch.float32, ReferenceAttention),
-    ],
-)
-def test_only_kernels_whose_results_can_be_merged_are_chosen_where_they_must_be(
-    backend: str, device: str, dtype: torch.dtype, expected: type
-) -> None:
-    assert type(choose_attention_kernel(backend, torch.device(device), dtype, needs_log_sum_exp=True)) is expected
+    """Where results are merged, one that returns the log-sum-exp."""
+    for needs_log_sum_exp, kernel in ((False, expected), (True, merged)):
+        assert type(choose_attention_kernel(backend, torch.device(device), dtype, needs_log_sum_exp)) is kernel
 
 
 # Cross entropy
@@ -330,9 +315,9 @@ def run_cross_entropy(
     ranks = Communicator(range(dist.get_world_size()), dist.get_rank())
     kernel = CompiledCrossEntropy(uncompiled) if is_compiled else EagerCrossEntropy()
     part = whole_logits(vocab_size, padded, dtype).chunk(ranks.size, dim=-1)[ranks.rank].clone().requires_grad_()
-    loss, log_sum_exp = vocab_parallel_cross_entropy(
-        part * 1.0, labels_of(vocab_size), ranks.rank * part.shape[-1], vocab_size, ranks, kernel
-    )
+    first = ranks.rank * part.shape[-1]
+    shard = VocabularyShard(first, min(part.shape[-1], max(0, vocab_size - first)), ranks, kernel)
+    loss, log_sum_exp = vocab_parallel_cross_entropy(part * 1.0, labels_of(vocab_size), shard)
     weighted(loss, log_sum_exp, with_log_sum_exp).backward()
     assert part.grad is not None
     return loss.detach(), log_sum_exp.detach(), part.grad
@@ -379,11 +364,15 @@ def test_cross_entropy_is_torchs(
     assert not gradient[..., vocab_size:].any(), "padding ids get a gradient"
 
 
+def alone(width: int) -> VocabularyShard:
+    return VocabularyShard(0, width, Communicator((0,), 0), EagerCrossEntropy())
+
+
 def test_cross_entropy_needs_no_memory_of_the_size_of_the_logits() -> None:
     logits = torch.randn(2048, 4096).bfloat16()
     product = (logits.requires_grad_(True) * 1.0).detach().requires_grad_(True)
     with PeakWatch() as watch:
-        loss, _ = vocab_parallel_cross_entropy(product, torch.arange(2048), 0, 4096, Communicator((0,), 0))
+        loss, _ = vocab_parallel_cross_entropy(product, torch.arange(2048), alone(4096))
         loss.sum().backward()
     assert product.grad is not None and product.grad.data_ptr() == product.data_ptr()
     assert watch.peak < logits.nbytes / 2
@@ -391,7 +380,7 @@ def test_cross_entropy_needs_no_memory_of_the_size_of_the_logits() -> None:
 
 def test_cross_entropy_of_large_logits_does_not_overflow() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
-    loss, _ = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([1]), 0, 3, Communicator((0,), 0))
+    loss, _ = vocab_parallel_cross_entropy(logits * 1.0, torch.tensor([1]), alone(3))
     loss.sum().backward()
     assert loss.tolist() == [2e4]
     assert logits.grad is not None

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord, Communicator, add_in_order
 from megatron.core.gradient import Gradient
+from megatron.core.ops.fp8 import Fp8Role
 from megatron.core.ops.matmul import Gemm, PlainGemm
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.collectives import (
@@ -65,8 +66,8 @@ def run_layers(edges: Edges | None, dtype: torch.dtype = torch.float64, gemm: Ge
     inputs, first, second, gradient = whole_tensors(dtype)
     rank, size = ranks.rank, ranks.size
     context = LayerContext(parallel, dtype, CPU)
-    column = ColumnParallelLinear("column", WIDTH, (12,), context, 1.0)
-    row = RowParallelLinear("row", 12, OUTPUTS, context, 1.0)
+    column = ColumnParallelLinear(context.column_weight("column", WIDTH, (12,), 1.0), context)
+    row = RowParallelLinear(context.row_weight("row", 12, OUTPUTS, 1.0), context)
     column.weight.data.copy_(first.chunk(size)[rank])
     row.weight.data.copy_(second.chunk(size, dim=1)[rank])
     if gemm is not None:
@@ -142,12 +143,9 @@ class RowScaledGemm(PlainGemm):
 
     is_plain = False
 
-    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
-        amax = inputs.abs().amax(dim=-1, keepdim=True)  # [s, b, 1]
-        return QuantizedTensor(inputs / amax, amax)
-
-    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
-        return self.quantize_input(grad_outputs, layout)
+    def quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
+        amax = tensor.abs().amax(dim=-1, keepdim=True)  # [s, b, 1]
+        return QuantizedTensor(tensor / amax, amax)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         return super().output(inputs, weight) * scales_of(inputs)

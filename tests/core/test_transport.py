@@ -8,7 +8,6 @@ import signal
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,13 @@ from megatron.core.topology import RankGrid, Topology
 from megatron.core.transport import open_transport, shared_memory
 from megatron.core.transport.shared_memory import SharedMemoryTransport
 from megatron.core.transport.torch_distributed import Transport
-from tests.core.collectives import Results, assert_results, collectives_of, expected_results, part_of
+from tests.core.collectives import Results, assert_results, collectives_of, everyone, expected_results, part_of
 from tests.forked import fork_context
-from tests.late_transport import LateCommunicator
+from tests.late_transport import LateCommunicator, LateTopology
 from tests.rank_pool import RankPool
 from tests.staged_transport import StagedTopology
 
 CPU = torch.device("cpu")
-
-
-def everyone(timeout: float | None = None) -> Communicator:
-    limit = None if timeout is None else timedelta(seconds=timeout)
-    return Communicator(range(dist.get_world_size()), dist.get_rank(), "all", timeout=limit)
 
 
 def slots_of(ranks: Communicator) -> Any:
@@ -302,13 +296,16 @@ def test_the_plain_transport_serves_other_machines(monkeypatch: pytest.MonkeyPat
         dist.destroy_process_group()
 
 
-def late_collectives() -> Results:
-    ranks = LateCommunicator(range(dist.get_world_size()), dist.get_rank(), "world")
-    return collectives_of(ranks, part_of(ranks.rank, torch.float32))
+def collectives_over(kind: type[Topology], device: str) -> Results:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ranks = kind(RankGrid(dp=size), rank, torch.device(device)).data_parallel
+    return collectives_of(ranks, part_of(rank, torch.float32, device=device))
 
 
-def test_late_results_are_those_of_the_definition(four_ranks: RankPool) -> None:
-    for rank, results in enumerate(four_ranks.run(late_collectives, world_size=3)):
+@pytest.mark.parametrize("kind", [LateTopology, StagedTopology])
+def test_results_are_those_of_the_definition(four_ranks: RankPool, kind: type[Topology], device_name: str) -> None:
+    device = device_name if kind is StagedTopology else "cpu"
+    for rank, results in enumerate(four_ranks.run(collectives_over, kind, device, world_size=3)):
         assert_results(results, expected_results(torch.float32, range(3), rank))
 
 
@@ -345,17 +342,6 @@ def change_before_the_wait(of_output: bool) -> str:
 def test_a_change_before_the_wait_is_seen(four_ranks: RankPool, of_output: bool, told: str) -> None:
     for message in four_ranks.run(change_before_the_wait, of_output, world_size=2):
         assert message.startswith(told)
-
-
-def staged_collectives(device: str) -> Results:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    ranks = StagedTopology(RankGrid(dp=size), rank, torch.device(device)).data_parallel
-    return collectives_of(ranks, part_of(rank, torch.float32, device=device))
-
-
-def test_staged_results_are_those_of_the_definition(four_ranks: RankPool, device_name: str) -> None:
-    for rank, results in enumerate(four_ranks.run(staged_collectives, device_name, world_size=3)):
-        assert_results(results, expected_results(torch.float32, range(3), rank))
 
 
 def before_the_wait(device: str) -> list[float]:

@@ -13,7 +13,7 @@ from megatron.commands import checkpoints, convert_checkpoint
 from megatron.commands.checkpoints import Average, Progress
 from megatron.commands.convert_checkpoint import FromHuggingFace, ToHuggingFace, Upcycle
 from megatron.config.model import ModelConfig
-from megatron.core.parameter import normal_numbers, parameter_key
+from megatron.core.parameter import normal, parameter_key
 from megatron.errors import CheckpointError, ConfigError
 from tests.end_to_end.converted import DENSE_RUN, our_model, tensors_of
 from tests.end_to_end.run_process import Outcome, bytes_under, call_training, iterations, records, saving_in, words_of
@@ -69,8 +69,8 @@ def test_a_router_starts_as_in_a_new_run_with_the_seed(dense: Path, tmp_path: Pa
     upcycle(dense, tmp_path, seed=7)
     for number in range(3):
         name = f"layers.{number}.mlp.router.weight"
-        numbers = normal_numbers(parameter_key(7, name), torch.arange(EXPERTS * 32)).view(EXPERTS, 32)
-        assert torch.equal(tensors_of(tmp_path)[name], (numbers * 0.02).float())
+        numbers = normal(0.02)(parameter_key(7, name), torch.arange(EXPERTS * 32)).view(EXPERTS, 32)
+        assert torch.equal(tensors_of(tmp_path)[name], numbers.float())
 
 
 def test_the_flags_of_the_new_model_are_saved_and_advised(dense: Path, tmp_path: Path) -> None:

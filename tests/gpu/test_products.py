@@ -52,7 +52,7 @@ def test_fp8_products(device: torch.device, fp8_format: Literal["hybrid", "e4m3"
     results = []
     for chosen in (kernels, Fp8Kernels.eager(scaled_gemm_reference)):
         gemm = linear_layer(device, fp8_format, chosen)
-        x, dy = gemm.quantize_input(inputs, Layout.BOTH), gemm.quantize_gradient(grad, Layout.BOTH)
+        x, dy = gemm.quantize("input", inputs, Layout.BOTH), gemm.quantize("output_gradient", grad, Layout.BOTH)
         buffer = torch.ones(n, k, device=device)
         gemm.weight_gradient(dy, x).write_to(buffer, accumulate=True)
         results.append((gemm.output(x, weight), gemm.input_gradient(dy, weight), buffer))

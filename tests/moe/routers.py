@@ -1,20 +1,17 @@
 """Routers of tests: rules, logits, the balance of one rank, and the definition of the load balancing loss."""
 
 from collections.abc import Sequence
-from math import inf
 
 import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator
-from megatron.core.moe import routing
 from megatron.core.moe.routing import (
     BalanceRule,
     BalancingLoss,
     ExpertBalance,
     RouterBalance,
     RoutingRule,
-    balancing_probabilities,
     route,
 )
 
@@ -64,33 +61,8 @@ def defined_loss(kind: BalancingLoss, logits: Tensor, routing_rule: RoutingRule)
         for row in tokens:
             for expert in route(row[None], routing_rule).experts[0].tolist():
                 counts[expert] += 1
-            probabilities = balancing_probabilities(row[None], routing_rule.score_function)[0]
-            sums = [total + probability for total, probability in zip(sums, probabilities)]
+            scores = row.sigmoid() if routing_rule.score_function == "sigmoid" else row.exp()
+            sums = [total + score / scores.sum() for total, score in zip(sums, scores)]
         products = sum(count * total for count, total in zip(counts, sums))
         total = total + size * num_experts * products / (routing_rule.topk * size**2)
     return total
-
-
-def selection_margin(logits: Tensor, rule: RoutingRule, expert_bias: Tensor | None = None) -> Tensor:
-    """The smallest difference between the scores of a chosen and of another expert or group, over all rows of
-    ``logits`` ``[n, E]``: a scalar, infinite if nothing can be chosen otherwise. Noise below half of it changes no set
-    of chosen experts. It may change their order."""
-    scores = logits.detach()
-    if rule.score_function != "softmax":
-        scores = routing.SCORES[rule.score_function](scores)
-    elif rule.pre_softmax:
-        scores = scores.softmax(dim=1)
-    scores = scores if expert_bias is None else scores + expert_bias
-    margins = [scores.new_full((1,), inf), _margins(routing._exclude_groups(scores, rule), rule.topk)]
-    if rule.num_groups is not None and rule.group_topk is not None:
-        best = scores.unflatten(1, (rule.num_groups, -1)).topk(rule.topk // rule.group_topk, dim=2).values
-        margins.append(_margins(best.sum(dim=2), rule.group_topk))
-    return torch.cat(margins).min()
-
-
-def _margins(scores: Tensor, count: int) -> Tensor:
-    """The difference of the ``count``-th highest score of every row and the next: ``[n]``; empty if there is none."""
-    if count == scores.shape[1]:
-        return scores.new_empty(0)
-    best = scores.topk(count + 1, dim=1).values
-    return best[:, -2] - best[:, -1]

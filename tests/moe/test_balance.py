@@ -4,7 +4,7 @@ metrics, and exact updates of the expert bias."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,10 +114,10 @@ def test_only_the_loss_of_a_microbatch_depends_on_the_microbatch_size() -> None:
 
 
 def case_of_a_divided_sequence(
-    topology_class: type[Topology], grid: RankGrid, rank: int, rule: BalanceRule, routing_rule: RoutingRule
+    kind: type[Topology], grid: RankGrid, rule: BalanceRule, routing_rule: RoutingRule
 ) -> tuple[Tensor, Tensor, dict[str, float], Tensor]:
     """The loss of this rank, its gradient, the metrics and the expert bias after a step of two microbatches."""
-    topology = topology_class(grid, rank, CPU)
+    topology = kind(grid, torch.distributed.get_rank() if grid.world_size > 1 else 0, CPU)
     balance = ExpertBalance(routing_rule, rule, (3,), topology.communicator("tp", "cp"), topology.world, CPU)
     router = balance.add_router(3)
     balance.start_step(1.0)
@@ -134,21 +134,17 @@ def case_of_a_divided_sequence(
     return torch.stack(losses), torch.stack(parts), metrics, router.expert_bias
 
 
-def run_on_ranks(topology_name: str, grid: RankGrid, rule: BalanceRule, routing_rule: RoutingRule) -> object:
-    topology_class = {"late": LateTopology, "plain": Topology}[topology_name]
-    return case_of_a_divided_sequence(topology_class, grid, torch.distributed.get_rank(), rule, routing_rule)
-
-
 @pytest.mark.parametrize("grid", (RankGrid(tp=2), RankGrid(cp=2), RankGrid(tp=2, cp=2)), ids=("tp2", "cp2", "tp2 cp2"))
-@pytest.mark.parametrize("transport", ("plain", "late"))
+@pytest.mark.parametrize("kind", (Topology, LateTopology))
 def test_losses_do_not_depend_on_how_a_sequence_is_divided(
-    four_ranks: RankPool, grid: RankGrid, transport: str
+    four_ranks: RankPool, grid: RankGrid, kind: type[Topology]
 ) -> None:
     for rule in RULES:
         for routing_rule in (SOFTMAX, SIGMOID):
             biased = replace(rule, bias_update_rate=0.01, logs_layers=True)
-            losses, gradients, metrics, bias = case_of_a_divided_sequence(Topology, RankGrid(), 0, biased, routing_rule)
-            results = four_ranks.run(run_on_ranks, transport, grid, biased, routing_rule, world_size=grid.world_size)
+            losses, gradients, metrics, bias = case_of_a_divided_sequence(Topology, RankGrid(), biased, routing_rule)
+            case = case_of_a_divided_sequence, kind, grid, biased, routing_rule
+            results = four_ranks.run(*case, world_size=grid.world_size)
             torch.testing.assert_close(sum(result[0] for result in results), losses, rtol=1e-13, atol=0.0)
             divided = torch.cat([result[1] for result in results], dim=1)
             torch.testing.assert_close(divided, gradients, rtol=1e-11, atol=1e-15)
@@ -263,38 +259,6 @@ class Router(nn.Module):
         return (rows * factors.sum(dim=1, keepdim=True)).view_as(inputs)
 
 
-def test_every_stage_computes_the_gradient_of_its_own_loss() -> None:
-    """Two stages, of which the first one receives the gradient of its output alone, against one graph."""
-    rule = BalanceRule((SEQUENCE,), z_loss_coeff=0.125)
-    inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    scale = 1 / 64
-
-    def stages() -> tuple[ExpertBalance, Router, Router]:
-        balance = balance_of(rule, layers=(0, 1))
-        balance.start_step(scale)
-        return balance, Router(balance, 0, SOFTMAX), Router(balance, 1, SOFTMAX)
-
-    _, first, second = stages()
-    output = first(inputs.clone().requires_grad_())
-    received = output.detach().requires_grad_()
-    second(received).square().sum().mul(scale).backward()
-    output.backward(received.grad)
-
-    balance, whole_first, whole_second = stages()
-    losses: list[Tensor] = []
-
-    def keep(weights: Tensor, loss: Tensor) -> Tensor:
-        losses.append(loss)
-        return weights
-
-    balance.with_loss = keep  # type: ignore[method-assign]
-    tokens = whole_second(whole_first(inputs.clone().requires_grad_())).square().sum()
-    ((tokens + sum(losses)) * scale).backward()
-    assert len(losses) == 2
-    for stage, whole in ((first, whole_first), (second, whole_second)):
-        torch.testing.assert_close(stage.weight.grad, whole.weight.grad, rtol=1e-12, atol=1e-15)
-
-
 def train(recomputes: bool) -> tuple[list[Tensor | None], list[dict[str, float]]]:
     """Three steps of a router: expert bias, gradients of weight and inputs; metrics."""
     rule = BalanceRule((SEQUENCE, MICROBATCH), z_loss_coeff=0.125, bias_update_rate=0.01)
@@ -330,7 +294,8 @@ def test_observing_without_a_graph_is_an_error() -> None:
 
 
 def test_masked_tokens_count() -> None:
-    """The loss mask concerns token losses: the gradient of a balancing loss has no factor of masked tokens."""
+    """The loss mask concerns token losses: the gradient of a balancing loss has no factor of masked tokens. So the
+    router's stage alone computes it."""
     rule = BalanceRule((SEQUENCE,))
     balance = balance_of(rule)
     balance.start_step(1 / (LENGTH * SEQUENCES))
@@ -378,52 +343,26 @@ def test_the_bias_moves_by_the_sign_of_exact_counts(counts: Sequence[int], signs
     assert torch.equal(router.expert_bias, expected)
 
 
-class StepParts:
-    """Executor, data parallelism and optimizer of a step whose tokens all choose the last of three experts."""
-
-    def __init__(self, router: RouterBalance, loss: float, is_applied: bool) -> None:
-        self.router, self.loss, self.is_applied = router, loss, is_applied
-
-    def train(self, microbatches: object, num_microbatches: int, scale: float) -> Tensor:
-        self.router.observe(torch.zeros(9, 3), torch.full((9, 1), 2), num_sequences=1)
-        return torch.tensor([self.loss, 9.0])
-
-    def step(self, hyperparameters: object, gradient_factor: float, accepts: object) -> StepResult:
-        return StepResult(grad_norm=1.0, is_applied=self.is_applied, metrics={"num_zeros": 2.0})
-
-    def nothing(self, *arguments: object) -> None:
-        pass
-
-    start_grad_accumulation = finish_grad_sync = finish_skipped_step = nothing
-
-
 @pytest.mark.parametrize(("loss", "is_applied"), ((1.0, True), (1.0, False), (math.nan, True)))
 def test_a_skipped_step_changes_no_bias(loss: float, is_applied: bool) -> None:
     balance, router = biased_router((9, 9, 0))  # counts of the step before
-    parts: Any = StepParts(router, loss, is_applied)
+
+    def train(*arguments: object) -> Tensor:
+        """All tokens choose the last of three experts."""
+        router.observe(torch.zeros(9, 3), torch.full((9, 1), 2), num_sequences=1)
+        return torch.tensor([loss, 9.0])
+
+    result = StepResult(grad_norm=1.0, is_applied=is_applied, metrics={"num_zeros": 2.0})
+    parts = Mock(**{"train.side_effect": train, "step.return_value": result})
     scaler = build_loss_scaler(PrecisionConfig())
     module = TrainModule(parts, parts, parts, scaler, single_process(), experts=balance)
-    hyperparameters: Any = None
-    outcome = train_step(module, iter(()), hyperparameters, num_microbatches=1, expected_tokens=9, timers=Timers(0))
+    outcome = train_step(module, iter(()), Mock(), num_microbatches=1, expected_tokens=9, timers=Timers(0))
     assert router.expert_bias is not None
     is_updated = is_applied and loss == 1.0
     assert outcome.is_skipped is not is_updated
     expected = torch.tensor([1.0, 1.0, -1.0]) * 1e-3 if is_updated else torch.zeros(3)
     assert torch.equal(router.expert_bias, expected)
     assert outcome.metrics == ({} if math.isnan(loss) else {"num_zeros": 2.0, "expert_load_max": 3.0})
-
-
-def test_the_bias_is_fp32_when_the_model_is_bf16() -> None:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        balance, router = biased_router((300, 301, 299))  # equal counts in bf16
-        for _ in range(1000):
-            finish(balance)
-    finally:
-        torch.set_default_dtype(before)
-    assert router.expert_bias is not None and router.expert_bias.dtype == torch.float32
-    assert router.expert_bias.tolist() == pytest.approx([0.0, -1.0, 1.0], abs=1e-4)
 
 
 def test_the_state_is_the_biases_of_the_routers() -> None:

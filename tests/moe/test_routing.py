@@ -23,7 +23,6 @@ from megatron.core.moe.routing import (
     route,
     z_loss,
 )
-from tests.moe.routers import selection_margin
 
 MIXTRAL = RoutingRule(num_experts=8, topk=2)
 PRE_SOFTMAX = RoutingRule(num_experts=16, topk=4, pre_softmax=True)
@@ -122,32 +121,6 @@ def test_of_equal_scores_the_lowest_ids_are_chosen(rule: RoutingRule, dtype: tor
     assert (route(zeros, rule).experts == torch.arange(rule.topk)).all()
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_the_margin_bounds_the_noise_that_changes_no_choice(rule: RoutingRule) -> None:
-    logits, bias = random_logits(rule, tokens=16), random_bias(rule)
-    margin = selection_margin(logits, rule, bias).item()
-    assert margin > 0.0
-    if rule == ALL_EXPERTS:
-        assert margin == math.inf
-        return
-    counted = rule.topk // (rule.group_topk or rule.topk)  # scores whose noise adds up
-    noise = torch.rand(50, *logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) - 0.5
-    chosen = route(logits, rule, bias).experts.sort(dim=1).values
-    for sample in noise:
-        # Softmax and sigmoid change by less than their arguments.
-        noisy = route(logits + sample * margin / counted * 0.99, rule, bias).experts
-        assert torch.equal(noisy.sort(dim=1).values, chosen)
-
-
-def test_the_margin_is_the_smallest_of_all_tokens_and_kinds() -> None:
-    rule = RoutingRule(4, 1, num_groups=2, group_topk=1)
-    tokens = [[3.0, 0.0, 0.0, 0.0], [3.0, 0.0, 2.75, 0.0], [3.0, 2.875, 0.0, 0.0]]  # far, groups and experts close
-    assert [selection_margin(torch.tensor(tokens[:count]), rule).item() for count in (1, 2, 3)] == [3.0, 0.25, 0.125]
-    # Experts of a group that is not chosen do not count.
-    pairs = RoutingRule(6, 2, num_groups=2, group_topk=1)
-    assert selection_margin(torch.tensor([[3.0, 2.0, 0.0, 2.5, 0.0, 0.0]]), pairs).item() == 2.0
-
-
 @given(
     num_groups=st.integers(1, 4),
     group_size=st.integers(1, 6),
@@ -213,34 +186,6 @@ def test_counts() -> None:
     assert count_choices(torch.zeros(1, 1, dtype=torch.int64).expand(2**24 + 1, 1), 1).tolist() == [2**24 + 1]
 
 
-def test_load_balancing_loss_is_one_at_balance() -> None:
-    tokens = 16
-    counts = torch.full((8,), tokens * MIXTRAL.topk // 8)
-    assert load_balancing_loss(counts, torch.full((8,), tokens / 8), MIXTRAL.topk, tokens).item() == pytest.approx(1.0)
-    # All tokens to the same two experts with all probability: E / k.
-    concentrated = torch.tensor([tokens, tokens, 0, 0, 0, 0, 0, 0])
-    loss = load_balancing_loss(concentrated, concentrated.float() / 2, MIXTRAL.topk, tokens)
-    assert loss.item() == pytest.approx(8 / 2)
-
-
-@pytest.mark.parametrize("rule", (MIXTRAL, UNEVEN_GROUPS), ids=str)
-def test_losses_are_those_of_the_definition(rule: RoutingRule) -> None:
-    logits, tokens, size = random_logits(rule, tokens=20), 20, rule.num_experts
-    counts, sums, squares = [0] * size, [0.0] * size, 0.0
-    for row in logits.tolist():
-        for expert in slow_route(row, rule, [0.0] * size)[0]:
-            counts[expert] += 1
-        sigmoid = rule.score_function == "sigmoid"
-        scores = [1 / (1 + math.exp(-value)) if sigmoid else math.exp(value) for value in row]
-        sums = [total + score / sum(scores) for total, score in zip(sums, scores)]
-        squares += math.log(sum(math.exp(value) for value in row)) ** 2
-    expected = size * sum(count * total for count, total in zip(counts, sums)) / (rule.topk * tokens**2)
-    probabilities = balancing_probabilities(logits, rule.score_function)
-    chosen = count_choices(route(logits, rule).experts, size)
-    assert load_balancing_loss(chosen, probabilities.sum(dim=0), rule.topk, tokens).item() == pytest.approx(expected)
-    assert z_loss(logits).item() == pytest.approx(squares, rel=1e-12)
-
-
 class LargestOutput(TorchDispatchMode):
     """Records the largest number of elements of a tensor that an operator returns."""
 
@@ -263,7 +208,6 @@ def test_no_tensor_has_tokens_times_choices_times_experts_elements(rule: Routing
         probabilities = balancing_probabilities(logits, rule.score_function)
         balancing = load_balancing_loss(counts, probabilities.sum(dim=0), rule.topk, 32)
         torch.autograd.backward(routing.weights.sum() + balancing + z_loss(logits))
-        selection_margin(logits, rule)
     assert largest.elements == logits.numel()
 
 

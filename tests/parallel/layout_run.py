@@ -10,12 +10,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.activations import ActivationConfig
@@ -26,7 +25,6 @@ from megatron.config.training import OptimizerConfig
 from megatron.core.activations import HostCopies
 from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
 from megatron.core.context_parallel import ContextParallel, ContextSplit
-from megatron.core.data_parallel.buffer import ParamShard
 from megatron.core.data_parallel.buffered import wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
@@ -34,13 +32,13 @@ from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
 from megatron.core.moe.layer import Router
-from megatron.core.moe.routing import ExpertBalance, Routing
+from megatron.core.moe.routing import ExpertBalance, Routing, route
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer import Optimizer, StepResult
-from megatron.core.parameter import Box, flat_range_boxes
+from megatron.core.parameter import Box, ParameterInfo, flat_range_boxes
 from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.precision import build_loss_scaler, number_formats
 from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel, TPOverlap
@@ -52,7 +50,6 @@ from megatron.schedules.stages import split_by_layout, split_evenly
 from megatron.training.context import TrainModule
 from megatron.training.loop.step import StepOutcome, train_step
 from tests.late_transport import LateTopology, late_host_copies
-from tests.moe.routers import selection_margin
 from tests.parallel.symmetric_memory import symmetric_memory_overlap_on_cpu
 from tests.staged_transport import StagedTopology
 from tests.stand_ins import transformer_engine
@@ -187,8 +184,8 @@ class Trace:
     """The experts of this rank's tokens."""
     biases: list[dict[str, Tensor]] = field(default_factory=list)
     """Of the experts of each layer, after the step."""
-    margin: float = math.inf
-    """The smallest distance between the scores of an expert that was chosen and of one that was not."""
+    is_near_tie: bool = False
+    """Whether little noise of the logits changes the experts of a token."""
 
 
 class RecordingOptimizer(Optimizer):
@@ -206,24 +203,20 @@ class RecordingOptimizer(Optimizer):
         accepts: Callable[[float], bool] = lambda grad_norm: True,
     ) -> StepResult:
         """Record, then step."""
-        param_shards = [(shard, shard.gradient * gradient_factor) for shard in self._data_parallel.param_shards]
-        self.trace.gradients.append(_boxes(param_shards))
+        shards = self._data_parallel.param_shards
+        self.trace.gradients.append(boxes_of((one.info, one.start, one.gradient * gradient_factor) for one in shards))
         self.trace.zeros.append(self.count_zeros())
         result = super().step(hyperparameters, gradient_factor, accepts)
         self.trace.weight_norms.append(self.weight_norm())
         return result
 
 
-def _boxes(param_shards: list[tuple[ParamShard, Tensor]]) -> list[LocalTensor]:
+def boxes_of(parts: Iterable[tuple[ParameterInfo, int, Tensor]]) -> list[LocalTensor]:
+    """Of parts of flattened local parameters: the facts, the place of the first element, and the elements."""
     return [
-        (
-            shard.info.name,
-            shard.info.global_shape,
-            box,
-            tensor[begin - shard.start : end - shard.start].to("cpu", copy=True).view(box.shape),
-        )
-        for shard, tensor in param_shards
-        for box, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
+        (info.name, info.global_shape, box, part[begin - start : end - start].to("cpu", copy=True).view(box.shape))
+        for info, start, part in parts
+        for box, begin, end in flat_range_boxes(info, start, start + part.numel())
     ]
 
 
@@ -398,12 +391,12 @@ def place_in(layout: Layout) -> Topology:
 
 
 class ChoiceRecorder:
-    """Records which experts the routers of this rank choose for each token, and with what margin."""
+    """Records which experts the routers of this rank choose for each token, and whether a choice is near a tie."""
 
     def __init__(self, task: Task, layout: Layout, topology: Topology, chunks: Iterable[nn.Module]) -> None:
         self.task, self.layout, self.topology = task, layout, topology
         self.choices: list[Choices] = []
-        self.margin = math.inf
+        self.is_near_tie = False
         self._step = 0
         self._microbatches: Counter[int] = Counter()
         for module in (module for chunk in chunks for module in chunk.modules()):
@@ -435,7 +428,10 @@ class ChoiceRecorder:
         ]
         with torch.no_grad():
             logits = tokens.double() @ router.weight.double().t()
-        self.margin = min(self.margin, float(selection_margin(logits, router.rule, router.balance.expert_bias)))
+            noisy = logits + 1e-7 * torch.rand(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+            chosen = (route(one, router.rule, router.balance.expert_bias).experts for one in (logits, noisy))
+        first_choice, second = (experts.sort(dim=1).values for experts in chosen)
+        self.is_near_tie = self.is_near_tie or not torch.equal(first_choice, second)
 
 
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:
@@ -475,10 +471,12 @@ def make_steps(
                 {name: value for name, value in outcome.metrics.items() if name not in ("grad_norm", "lm_z_loss")}
             )
             trace.biases.append({name: bias.clone() for name, bias in optimizer.experts.state().items()})
-        trace.averages.append(_boxes(list(zip(data_parallel.param_shards, optimizer.averages))))
-        trace.weights.append(_boxes([(shard, shard.weight) for shard in data_parallel.param_shards]))
+        shards = data_parallel.param_shards
+        averages = zip(shards, optimizer.averages)
+        trace.averages.append(boxes_of((shard.info, shard.start, average) for shard, average in averages))
+        trace.weights.append(boxes_of((shard.info, shard.start, shard.weight) for shard in shards))
     data_parallel.finish_param_all_gather()
-    trace.margin = recorder.margin
+    trace.is_near_tie = recorder.is_near_tie
     return trace
 
 
@@ -496,20 +494,6 @@ def make_step(module: TrainModule, task: Task, layout: Layout, step: int, **opti
     )
 
 
-class _Overflow(Function):
-    """Passes losses on, and in backward an infinity."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor) -> Tensor:
-        return losses.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].clone()
-        gradient.view(-1)[gradient.view(-1).nonzero()[0]] = math.inf
-        return gradient
-
-
 def overflow_on_last_rank(at_call: int, executor: PipelineExecutor, topology: Topology) -> None:
     """Have the gradient of one token overflow on the last rank alone, in the microbatch number ``at_call`` of all."""
     plain = executor.token_losses
@@ -518,9 +502,16 @@ def overflow_on_last_rank(at_call: int, executor: PipelineExecutor, topology: To
     assert plain is not None
     calls = count(1)
 
+    def overflow(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        gradient.view(-1)[gradient.view(-1).nonzero()[0]] = math.inf
+        return gradient
+
     def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
         losses = plain(logits, labels)
-        return cast(Tensor, _Overflow.apply(losses)) if next(calls) == at_call else losses
+        if next(calls) == at_call:
+            losses.register_hook(overflow)
+        return losses
 
     executor.token_losses = token_losses
 

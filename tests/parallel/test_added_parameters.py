@@ -3,7 +3,6 @@ every layout equals one process, and one process equals autograd."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from megatron.core.models.parallelize import build_model, freeze
 from megatron.core.parameter import constant, info_of, initialize_range, normal, parameter_key, random_bits
 from megatron.core.topology import single_process
 from megatron.errors import ConfigError
-from tests.parallel.comparison import compare_traces
+from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     MODEL,
@@ -166,15 +165,9 @@ def train(task: Task, layout: Layout) -> Trace:
     return trace
 
 
-@cache
-def one_process(task: Task) -> Trace:
-    return train(task, Layout())
-
-
 @pytest.mark.parametrize(("task", "layout"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
 def test_every_layout_equals_one_process(four_ranks: RankPool, task: Task, layout: Layout) -> None:
-    traces: list[Trace] = four_ranks.run(train, task, layout, world_size=layout.world_size)
-    compare_traces(traces, one_process(task))
+    compare_with_one_process(four_ranks, task, layout, train)
 
 
 @pytest.mark.parametrize("task", [GATED, HEADS, FROZEN, FROZEN_HEAD], ids=["gated", "heads", "frozen", "frozen head"])

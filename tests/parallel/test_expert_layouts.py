@@ -28,7 +28,7 @@ from megatron.core.topology import Topology
 from megatron.schedules.catalog import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.comparison import TOLERANCE, compare_balance, compare_traces, compare_with_one_process, one_process
-from tests.parallel.layout_run import BATCH, Layout, Task, Trace, assemble, microbatches, train
+from tests.parallel.layout_run import BATCH, Layout, Task, assemble, microbatches, train
 from tests.parallel.rows import Case, identifier, rows_of
 from tests.parallel.tasks import (
     CHUNKS,
@@ -292,16 +292,9 @@ def test_llama4_equals_one_process(sixteen_ranks: RankPool, task: Task, layout: 
 
 @pytest.mark.parametrize("task", [*LLAMA4_TASKS, DEEP_CHUNKS], ids=identifier)
 def test_one_process_computes_what_the_definition_says(task: Task) -> None:
-    compare_with_definition(task, first_step(task))
-
-
-def first_step(task: Task) -> Trace:
-    """Without balancing losses, and without an update, so that the recorded weights are the initial ones."""
-    return train(replace(task, steps=1, learning_rate=0.0, moe=MoEConfig()), Layout())
-
-
-def compare_with_definition(task: Task, trace: Trace) -> None:
-    """Compare the loss and all gradients of :func:`first_step`."""
+    """The loss and all gradients; without balancing losses, and without an update, so that the recorded weights are the
+    initial ones."""
+    trace = train(replace(task, steps=1, learning_rate=0.0, moe=MoEConfig()), Layout())
     weights = assemble(trace.weights[0])
     (batch,) = microbatches(0, Layout(), 0)
     leaves = {name: weight.requires_grad_() for name, weight in weights.items()}

@@ -20,8 +20,8 @@ from tests.parallel.layout_run import (
     Layout,
     LocalTensor,
     Task,
-    _boxes,
     assemble,
+    boxes_of,
     build,
     grid_of,
     make_steps,
@@ -64,7 +64,11 @@ def weights_of_a_rank() -> tuple[list[LocalTensor], dict[str, tuple[Tensor, floa
         if weight.dtype == E4M3
     }
     return (
-        _boxes([(shard, shard.weight.double()) for shard in data_parallel.param_shards if shard.weight.itemsize > 2]),
+        boxes_of(
+            (shard.info, shard.start, shard.weight.double())
+            for shard in data_parallel.param_shards
+            if shard.weight.itemsize > 2
+        ),
         weights,
         gathered,
     )

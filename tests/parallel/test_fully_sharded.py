@@ -1,5 +1,6 @@
 """What is particular to ZeRO-3 on FSDP2: how rows are divided, and models that are built without memory."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -13,15 +14,12 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.fully_sharded import split_rows
-from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_model
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention_kernels import choose_attention_kernel
-from megatron.core.parameter import ParameterInfo, flat_range_boxes, info_of, sharded_boxes
+from megatron.core.parameter import ParameterInfo, info_of, sharded_boxes
 from megatron.core.precision import NumberFormats, number_formats
-from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.core.topology import RankGrid, single_process
-from tests.parallel.layout_run import CPU, MODEL, SEED, LocalTensor, assemble, topology_of
+from megatron.core.topology import single_process
+from tests.parallel.layout_run import MODEL, SEED, Layout, LocalTensor, assemble, boxes_of, context, place_in
 from tests.rank_pool import RankPool
 
 
@@ -47,37 +45,20 @@ def initial_weights(strategy: ShardingStrategy, formats: NumberFormats) -> tuple
     """This rank's part of the weights of a model built as a run builds it, the bytes it needed for weights until its
     shards were there, and whether it was built without memory."""
     config = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    grid = RankGrid(dp=4, dp_replicas=config.data_parallel_replicas(4))
-    topology = topology_of(grid)
+    layout = Layout(dp=4, strategy=strategy)
+    topology = place_in(layout)
     is_sharded = shards_weights(config, topology, has_experts=False)
-    kernel = choose_attention_kernel("auto", CPU, formats.weight)
-    context = BuildContext(
-        TensorParallel(topology.tensor_parallel),
-        formats.weight,
-        CPU,
-        kernel,
-        weights_device=torch.device("meta") if is_sharded else None,
-    )
-    model = TransformerModel(MODEL, context)
+    device = torch.device("meta") if is_sharded else None
+    model = TransformerModel(MODEL, replace(context(topology, layout, formats.weight), weights_device=device))
     allocated = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
     data_parallel = wrap_data_parallel(model, formats, topology, config)
     data_parallel.initialize(SEED)
-    parts = [
-        (weight.info.name, weight.info.global_shape, box, weight.tensor[begin - weight.start : end - weight.start])
-        for weight in data_parallel.local_params
-        for box, begin, end in flat_range_boxes(weight.info, weight.start, weight.start + weight.tensor.numel())
-    ]
-    return (
-        [(name, shape, box, part.double().view(box.shape)) for name, shape, box, part in parts],
-        allocated,
-        is_sharded,
-    )
+    parts = boxes_of((weight.info, weight.start, weight.tensor.double()) for weight in data_parallel.local_params)
+    return parts, allocated, is_sharded
 
 
 def expected_weights(formats: NumberFormats) -> dict[str, Tensor]:
-    kernel = choose_attention_kernel("auto", CPU, formats.weight)
-    parallel = TensorParallel(single_process().tensor_parallel)
-    model = build_model(MODEL, BuildContext(parallel, formats.weight, CPU, kernel), SEED)
+    model = build_model(MODEL, context(single_process(), Layout(), formats.weight), SEED)
     return {
         info_of(parameter).name: parameter.detach()[: info_of(parameter).global_shape[0]].double()
         for parameter in model.parameters()

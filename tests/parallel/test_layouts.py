@@ -13,6 +13,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.parallel import Exchange, ShardingStrategy
@@ -29,6 +30,7 @@ from tests.parallel.layout_run import (
     MODEL,
     SEED,
     SEQUENCE,
+    TIED_MODEL,
     Layout,
     Task,
     assemble,
@@ -71,7 +73,6 @@ from tests.parallel.tasks import (
     selective,
 )
 from tests.rank_pool import RankPool
-from tests.whole_model import token_losses_of
 
 
 def tensor_product() -> Iterator[Case]:
@@ -475,53 +476,38 @@ def test_gathering_fp8_changes_no_bit_of_weights_that_are_master_weights(four_ra
         assert all(torch.equal(found[name], weight) for name, weight in wanted.items())
 
 
-def test_one_process_has_the_gradient_of_the_mean_over_unmasked_tokens() -> None:
-    """Independent of step, buffers and optimizer: what all layouts agree on must also be right."""
-    trace = one_process(SGD_UNCLIPPED)
-    model = build_model(MODEL, context(single_process(), Layout()), SEED)
+@pytest.mark.parametrize(
+    "task",
+    [SGD_UNCLIPPED, replace(SGD_UNCLIPPED, model=TIED_MODEL), replace(SGD_UNCLIPPED, z_loss_multiplier=0.1)],
+    ids=["untied", "tied", "z-loss"],
+)
+def test_one_process_takes_the_step_of_the_definition(task: Task) -> None:
+    """The gradient of the mean over unmasked tokens, by autograd, with the z-loss (PaLM, arXiv 2204.02311, section 5),
+    which is not part of the reported loss. Independent of step, buffers and optimizer: what all layouts agree on must
+    also be right."""
+    trace, multiplier = one_process(task), task.z_loss_multiplier or 0.0
+    model = build_model(task.model, context(single_process(), Layout()), SEED)
     (batch,) = microbatches(0, Layout(), 0)
-    losses = token_losses_of(model, batch["tokens"], batch["labels"])[batch["loss_mask"] > 0]
-    losses.mean().backward()
-    assert 0 < len(losses) < BATCH * SEQUENCE
-    assert trace.losses[0] == pytest.approx(losses.mean().item(), rel=TOLERANCE)
-    gradients, weights = assemble(trace.gradients[0]), assemble(trace.weights[0])
-    squares = 0.0
+    unmasked = batch["loss_mask"] > 0
+    assert 0 < unmasked.sum() < BATCH * SEQUENCE
+    logits = model.transformer_chunks[0](batch["tokens"])[..., : MODEL.vocab_size].transpose(0, 1)[unmasked]  # [n, v]
+    cross_entropy = F.cross_entropy(logits, batch["labels"][unmasked])
+    z_loss = torch.logsumexp(logits, dim=-1).square().mean()
+    (cross_entropy + multiplier * z_loss).backward()
+    assert trace.losses[0] == pytest.approx(cross_entropy.item(), rel=TOLERANCE)
+    assert trace.z_losses[:1] == ([pytest.approx(z_loss.item(), rel=TOLERANCE)] if multiplier else [])
+    gradients, weights, squares = assemble(trace.gradients[0]), assemble(trace.weights[0]), 0.0
     for parameter in model.parameters():
-        info, gradient = info_of(parameter), parameter.grad
-        assert gradient is not None
-        rows = info.global_shape[0]
-        wanted = gradient[:rows]
+        info = info_of(parameter)
+        assert parameter.grad is not None
+        before, wanted = (one[: info.global_shape[0]] for one in (parameter.detach(), parameter.grad))
         assert (gradients[info.name] - wanted).abs().max() < TOLERANCE * wanted.abs().max(), info.name
         # The first step of SGD is the gradient itself; momentum has nothing to remember yet.
-        updated = parameter.detach()[:rows] - SGD_UNCLIPPED.learning_rate * wanted
-        decay = SGD_UNCLIPPED.optimizer.weight_decay if info.weight_decay else 0.0
-        updated -= SGD_UNCLIPPED.learning_rate * decay * parameter.detach()[:rows]
+        decay = task.optimizer.weight_decay if info.weight_decay else 0.0
+        updated = before - task.learning_rate * (wanted + decay * before)
         assert (weights[info.name] - updated).abs().max() < TOLERANCE, info.name
         squares += float(wanted.square().sum())
     assert trace.grad_norms[0] == pytest.approx(math.sqrt(squares), rel=TOLERANCE)
-
-
-def test_one_process_has_the_gradient_of_the_cross_entropy_and_the_z_loss() -> None:
-    """By autograd of the definition (PaLM, arXiv 2204.02311, section 5). The reported loss is the cross entropy."""
-    task = replace(SGD_UNCLIPPED, z_loss_multiplier=0.1)
-    trace, without = one_process(task), one_process(SGD_UNCLIPPED)
-    model = build_model(MODEL, context(single_process(), Layout()), SEED)
-    (batch,) = microbatches(0, Layout(), 0)
-    logits = model.transformer_chunks[0](batch["tokens"])[..., : MODEL.vocab_size].transpose(0, 1)  # [b, s, v]
-    unmasked = batch["loss_mask"] > 0
-    cross_entropy = torch.nn.functional.cross_entropy(logits[unmasked], batch["labels"][unmasked])
-    z_loss = torch.logsumexp(logits[unmasked], dim=-1).square().mean()
-    (cross_entropy + 0.1 * z_loss).backward()
-    assert trace.losses[0] == without.losses[0] == pytest.approx(cross_entropy.item(), rel=TOLERANCE)
-    assert trace.z_losses[0] == pytest.approx(z_loss.item(), rel=TOLERANCE)
-    gradients = assemble(trace.gradients[0])
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        wanted = parameter.grad[: info_of(parameter).global_shape[0]]
-        error = (gradients[info_of(parameter).name] - wanted).abs().max()
-        assert error < TOLERANCE * wanted.abs().max(), info_of(parameter).name
-    assert trace.grad_norms[0] != pytest.approx(without.grad_norms[0], rel=1e-3)
-    assert without.z_losses == []
 
 
 def test_gains_of_one_plus_a_weight_train_as_gains_do() -> None:

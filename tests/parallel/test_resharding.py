@@ -13,6 +13,7 @@ from megatron.checkpoint.streaming import SavedTensors
 from megatron.config.training import OptimizerConfig
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.training.checkpoints.state import bias_tensors, model_tensors, optimizer_tensors
+from tests.parallel.comparison import TOLERANCE
 from tests.parallel.layout_run import (
     DEEP_MODEL,
     DEEP_TIED_MODEL,
@@ -27,16 +28,14 @@ from tests.parallel.layout_run import (
     place_in,
     train,
 )
-from tests.parallel.tasks import DSV, RESTARTED
+from tests.parallel.tasks import DSV, MUON_FLAGS, RESTARTED
 from tests.rank_pool import RankPool
 
 SAVED, STEPS = 4, 8
-TOLERANCE = 1e-9
 ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.05)
 UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
 TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)
 AVERAGED = replace(TIED, optimizer=replace(ADAM, ema_decay=0.7))
-MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
 MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
 MOE = replace(DSV, steps=STEPS, moe=replace(DSV.moe, moe_z_loss_coeff=1e-3))
 LLAMA4 = replace(RESTARTED, optimizer=ADAM, steps=STEPS)

@@ -13,14 +13,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import isnan
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from megatron.config.activations import ActivationConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.activations import OffloadedTensors
-from megatron.core.data_parallel.bucket import WeightBucket
 from tests.parallel.comparison import compare_with_one_process
 from tests.parallel.layout_run import Layout, Task, train
 from tests.parallel.rows import Case
@@ -93,18 +91,7 @@ def test_ranks_on_one_device_equal_one_process(
 
 
 TASK = Task(OptimizerConfig(optimizer="sgd"), steps=2)
-GATHERED = Layout(1, 2, strategy="optim", overlap_param_gather=True, late=True)
 OFFLOADED = Layout(activations=full("uniform", 1, cpu_offloading_num_layers=2), late=True)
-
-
-def train_without_waiting_for_weights() -> list[float]:
-    with mock.patch.object(WeightBucket, "finish_gather", lambda bucket: None):
-        return train(TASK, GATHERED).losses
-
-
-def test_weights_that_are_not_waited_for_are_nan(four_ranks: RankPool) -> None:
-    for losses in four_ranks.run(train_without_waiting_for_weights, world_size=2):
-        assert isnan(losses[-1])
 
 
 def test_copies_from_the_host_that_are_not_waited_for_are_nan(monkeypatch: pytest.MonkeyPatch) -> None:

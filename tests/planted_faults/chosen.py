@@ -634,7 +634,7 @@ EXPERTS = (
     ),
     Fault(
         "gradients of rows that several expert-tensor-parallel ranks have are not summed",
-        "return self.ranks.start_exchange_parts(parts, received).then(add_in_order)",
+        "return ranks.start_exchange_parts(parts, received).then(add_in_order)",
         "return Work((), lambda: own)",
         ("moe/test_dispatch.py", EXPERTS_AND_LAYOUTS),
     ),

@@ -97,7 +97,7 @@ def facts_of_model(parallel: ParallelModel) -> Facts:
         "loss chunk": getattr(model.output_layer, "loss_chunk_size", None),
         "z-loss": executor.z_loss_multiplier,
         "fp8 layers": [layer for layer in layers if fp8 is not None and fp8.includes(layer, len(layers))],
-        "gathers fp8": getattr(fp8, "gathers_weights", False),
+        "gathers fp8": fp8 is not None and fp8.config.fp8_param_gather,
         "dispatcher": experts and type(experts.dispatcher).__name__,
         "forces balance": experts is not None and experts.forces_balance,
         "frozen": [name for name, weight in model.named_parameters() if not weight.requires_grad],

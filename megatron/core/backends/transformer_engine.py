@@ -255,11 +255,6 @@ class _Linear(nn.Module):
         if fp8 is not None:
             fp8.add(infos["weight"].name.removesuffix(".weight"), module)
 
-    @property
-    def last_linear(self) -> "_Linear":
-        """The module itself: the norm and the linear layer are one module."""
-        return self
-
     def forward(self, inputs: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(inputs)
@@ -343,8 +338,6 @@ class TransformerEngineProvider:
 
 class TransformerEngineAttention(HalfPrecisionGpuKernel, AutogradAttention):
     """``DotProductAttention``; it does not return the log-sum-exp."""
-
-    name = "Transformer Engine"
 
     def __init__(self, engine: TransformerEngine) -> None:
         self._engine = engine

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.core.backends.triton_fp8 import SCALARS, TILE, magnitude_bits, own_tile, record_amax, tiles_of, to_fp8
 from megatron.core.ops.fp8 import DelayedQuantization, largest_value
 from megatron.core.ops.norm import CompiledRMSNorm
+from megatron.core.ops.rope import real_table
 from megatron.core.ops.swiglu import CompiledSwiGLU
 from megatron.core.precision import Layout, QuantizedTensor
 
@@ -165,7 +166,7 @@ ELEMENTS = 2048
 def rotate(activations: Tensor, table: Tensor) -> Tensor:
     """A :data:`~megatron.core.ops.rope.Rotation`. Half precisions are rotated in fp32 and rounded once."""
     length, batch, width = activations.shape
-    angles = torch.view_as_real(table.conj() if table.is_conj() else table)  # [s, 1 or b, 1, head_size / 2, 2]
+    angles, sign = real_table(table)  # [s, 1 or b, 1, head_size / 2, 2]
     head_size = 2 * angles.shape[-2]
     assert activations.stride(-1) == 1 and angles.stride()[-2:] == (2, 1), (activations.stride(), angles.stride())
     padded_size = triton.next_power_of_2(head_size)
@@ -173,8 +174,7 @@ def rotate(activations: Tensor, table: Tensor) -> Tensor:
     _rotate_kernel[length * batch, triton.cdiv(width // head_size, heads)](
         activations,
         angles,
-        # conj() only sets a flag, which a real view does not have.
-        -1.0 if table.is_conj() else 1.0,
+        float(sign),
         batch,
         width,
         head_size,

@@ -11,7 +11,6 @@ A bucket counts its gradients, so that its reduction starts with the last one in
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -73,28 +72,21 @@ class ParamGathers:
         self._num_started = max(self._num_started, min(stop, len(self._buckets)))
 
 
-@dataclass(frozen=True)
-class GradientReduction:
-    """The ranks over which gradients are summed."""
-
-    shards: Communicator
-    """Ranks that divide a bucket."""
-    replicas: Communicator
-    """Ranks with the same shard."""
-
-
 GradientConsumer = Callable[[GradientView, Tensor], None]
 """Gets a bucket and its whole gradients of this rank."""
 
 
 class GradientBucket(ABC):
-    """The gradients of some parameters; subclasses differ in what they keep and when they are reduced."""
+    """The gradients of some parameters, which the ranks ``shards`` divide and ``replicas`` have in common; subclasses
+    differ in what they keep and when they are reduced."""
 
-    def __init__(self, view: GradientView, reduction: GradientReduction) -> None:
+    def __init__(self, view: GradientView, shards: Communicator, replicas: Communicator) -> None:
         self.view = view
         self._consume: GradientConsumer | None = None
-        self._shards, self._replicas = reduction.shards, reduction.replicas
+        self._shards, self._replicas = shards, replicas
         self._uses = sum(info.uses for info, _, _ in view.main_grads)
+        self._missing = 0
+        self._pending: Work[Tensor] | None = None
 
     @abstractmethod
     def expect(self, num_microbatches: int) -> None:
@@ -107,6 +99,13 @@ class GradientBucket(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Wait until the shard holds the sum over all data-parallel ranks."""
+
+    def _count(self) -> None:
+        """Count a gradient; the last one starts the reduction."""
+        assert self._missing > 0, "a gradient arrived after its bucket was reduced"
+        self._missing -= 1
+        if self._missing == 0:
+            self.start()
 
     def divert(self, consume: GradientConsumer) -> None:
         """Begin one microbatch, outside of a step, whose gradients ``consume`` gets instead of the reduction."""
@@ -132,22 +131,14 @@ class WholeGradientBucket(GradientBucket):
     Where the shard group is one rank (``no_shard``), the reduction is one over the replicas.
     """
 
-    def __init__(self, view: GradientView, reduction: GradientReduction, overlap: bool) -> None:
-        super().__init__(view, reduction)
-        self._missing = 0
-        self._pending: Work[Tensor] | None = None
+    def __init__(self, view: GradientView, shards: Communicator, replicas: Communicator, overlap: bool) -> None:
+        super().__init__(view, shards, replicas)
         if overlap:
             for _, main_grad, _ in view.main_grads:
                 main_grad.on_accumulated = self._count
 
     def expect(self, num_microbatches: int) -> None:
         self._missing = self._uses * num_microbatches
-
-    def _count(self) -> None:
-        assert self._missing > 0, "a gradient arrived after its bucket was reduced"
-        self._missing -= 1
-        if self._missing == 0:
-            self.start()
 
     def start(self) -> None:
         if self._pending is not None or self._consume is not None:
@@ -196,18 +187,25 @@ class ShardedGradientBucket(GradientBucket):
 
     Whole gradients are allocated by the first gradient of a microbatch and freed by the reduce-scatter after its last;
     the shard accumulates. With ``defer`` whole gradients accumulate until the last microbatch. ``in_flight`` bounds the
-    reduce-scatters that overlap with the backward pass. Every microbatch must use every parameter.
+    reduce-scatters that overlap with the backward pass. Every microbatch must use every parameter. ``part_sizes`` are
+    given where shards are rows of every parameter, as FSDP2 divides them: the elements of a rank's part of each
+    parameter, padding included.
     """
 
     def __init__(
-        self, view: GradientView, reduction: GradientReduction, in_flight: InFlight, defer: bool = False
+        self,
+        view: GradientView,
+        shards: Communicator,
+        replicas: Communicator,
+        in_flight: InFlight,
+        defer: bool = False,
+        part_sizes: Sequence[int] = (),
     ) -> None:
-        super().__init__(view, reduction)
+        super().__init__(view, shards, replicas)
         self._in_flight, self._defer = in_flight, defer
-        self._missing = 0
+        self._sizes = [size * shards.size for size in part_sizes]
         self._is_filled = False
         self._whole: Tensor | None = None
-        self._pending: Work[Tensor] | None = None
         for _, main_grad, _ in view.main_grads:
             main_grad.allocate = self._allocate
             main_grad.on_accumulated = self._count
@@ -224,11 +222,6 @@ class ShardedGradientBucket(GradientBucket):
         self._whole = whole = torch.empty(self.view.size, dtype=shard.dtype, device=shard.device)
         for info, main_grad, start in self.view.main_grads:
             main_grad.storage = whole[start : start + prod(info.local_shape)].view(info.local_shape)
-
-    def _count(self) -> None:
-        self._missing -= 1
-        if self._missing == 0:
-            self.start()
 
     def start(self) -> None:
         if self._whole is None:
@@ -256,7 +249,11 @@ class ShardedGradientBucket(GradientBucket):
 
     def _arranged(self, whole: Tensor) -> Tensor:
         """The gradients in an order in which each rank's shard is contiguous."""
-        return whole
+        if len(self._sizes) < 2:
+            return whole
+        # | p0: rank 0, rank 1 | p1: rank 0, rank 1 |  ->  | rank 0: p0, p1 | rank 1: p0, p1 |
+        parameters = whole.split(self._sizes)
+        return torch.cat([parameter.view(self._shards.size, -1) for parameter in parameters], dim=1).flatten()
 
     def collect(self) -> None:
         """Wait for the reduce-scatter under way, if any, and add it to the shard."""
@@ -273,28 +270,3 @@ class ShardedGradientBucket(GradientBucket):
         self.collect()
         assert self._is_filled, "this bucket got no gradient"
         self._add_replicas()
-
-
-class RowShardedGradientBucket(ShardedGradientBucket):
-    """A bucket whose shards are rows of every parameter, as FSDP2 divides them.
-
-    ``part_sizes`` are the elements of a rank's part of each parameter, padding included.
-    """
-
-    def __init__(
-        self,
-        view: GradientView,
-        reduction: GradientReduction,
-        in_flight: InFlight,
-        defer: bool,
-        part_sizes: Sequence[int],
-    ) -> None:
-        super().__init__(view, reduction, in_flight, defer)
-        self._sizes = [size * reduction.shards.size for size in part_sizes]
-
-    def _arranged(self, whole: Tensor) -> Tensor:
-        if len(self._sizes) == 1:
-            return whole
-        # | p0: rank 0, rank 1 | p1: rank 0, rank 1 |  ->  | rank 0: p0, p1 | rank 1: p0, p1 |
-        parameters = whole.split(self._sizes)
-        return torch.cat([parameter.view(self._shards.size, -1) for parameter in parameters], dim=1).flatten()

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron.config.parallel import ParallelConfig
 from megatron.core.data_parallel.bucket import (
     GradientBucket,
-    GradientReduction,
     InFlight,
     ParamGathers,
     ShardedGradientBucket,
@@ -63,7 +62,7 @@ class BufferedDataParallel(DataParallel):
         in_flight = InFlight(2 if config.overlap_grad_reduce else 0)
         for group in groups.values():
             kind = sharing.of_parameter(info_of(group[0]))
-            shards, reduction = kind.shards, GradientReduction(kind.shards, kind.replicas)
+            shards = kind.shards
             shard_gradients = config.sharding_strategy == "optim_grads" and shards.size > 1
             bucket_size = config.bucket_size(kind.size, num_elements)
             buffer = ParameterBuffer(group, formats.gradient, shards.size, bucket_size, shard_gradients)
@@ -76,9 +75,9 @@ class BufferedDataParallel(DataParallel):
                     gathered[min(places[name] for name in names)] = weight_bucket
                     holders |= dict.fromkeys(names, weight_bucket)
                 if shard_gradients:
-                    buckets.append(ShardedGradientBucket(gradients, reduction, in_flight))
+                    buckets.append(ShardedGradientBucket(gradients, shards, kind.replicas, in_flight))
                 else:
-                    buckets.append(WholeGradientBucket(gradients, reduction, config.overlap_grad_reduce))
+                    buckets.append(WholeGradientBucket(gradients, shards, kind.replicas, config.overlap_grad_reduce))
         self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
         """This rank's shard of a weight as master weight and in FP8, by the name of the FP8 layer."""
         for number, shard in enumerate(param_shards):
@@ -179,5 +178,5 @@ def wrap_data_parallel(
 
         return FullyShardedDataParallel(model.chunk_units, formats, topology, config, model.has_experts)
     units = [unit for _, units in model.chunk_units for unit in units]
-    gathered = fp8 if isinstance(fp8, Fp8Scaling) and fp8.gathers_weights else None
+    gathered = fp8 if isinstance(fp8, Fp8Scaling) and fp8.config.fp8_param_gather else None
     return BufferedDataParallel(list(model.parameters()), formats, topology, config, units, gathered, model.has_experts)

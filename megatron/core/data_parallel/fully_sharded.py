@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.core.communication import Communicator, Work
-from megatron.core.data_parallel.bucket import GradientReduction, InFlight, RowShardedGradientBucket
+from megatron.core.data_parallel.bucket import InFlight, ShardedGradientBucket
 from megatron.core.data_parallel.buffer import GradientView, ParameterSplit, ParamShard
 from megatron.core.data_parallel.strategy import DataParallel, LocalParam, ParallelGroups, expert_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
@@ -101,7 +101,7 @@ class FullyShardedDataParallel(DataParallel):
         param_shards: list[ParamShard] = []
         splits: list[ParameterSplit] = []
         stored: list[tuple[ParameterInfo, int, Tensor]] = []
-        buckets: list[RowShardedGradientBucket] = []
+        buckets: list[ShardedGradientBucket] = []
         for unit, gradients in zip(self._units, self._gradients.split(sizes)):
             unit.attach_main_grads()
             shards, start = unit.group.shards, 0
@@ -126,8 +126,11 @@ class FullyShardedDataParallel(DataParallel):
             starts = accumulate(whole_sizes, initial=0)
             main_grads = list(zip((split.info for split in unit.trained), unit.main_grads, starts))
             view = GradientView(sum(whole_sizes), None, gradients, main_grads)
-            reduction = GradientReduction(shards, unit.group.replicas)
-            buckets.append(RowShardedGradientBucket(view, reduction, in_flight, config.defer_grad_reduce, part_sizes))
+            buckets.append(
+                ShardedGradientBucket(
+                    view, shards, unit.group.replicas, in_flight, config.defer_grad_reduce, part_sizes
+                )
+            )
         parameters = [pair for unit in self._units for pair in zip(unit.infos, unit.parameters)]
         # The backward pass runs the last unit first.
         super().__init__(formats, topology, sharing, param_shards, buckets[::-1], splits, parameters)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.activations import SkippableLinear, last_linear_of
 from megatron.core.context_parallel import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
@@ -25,11 +24,17 @@ from megatron.core.moe.layer import ExpertParallel, Experts, MoELayer, Router
 from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
-from megatron.core.ops.norm import head_rms_norm, rms_norm
-from megatron.core.ops.rope import apply_rotary, scale_queries
-from megatron.core.ops.swiglu import SwiGLUKernel, linear_input_swiglu
+from megatron.core.ops.norm import rms_norm
+from megatron.core.ops.rope import apply_rotary
 from megatron.core.precision import QuantizedActivation
-from megatron.core.tensor_parallel.layers import Bias, ColumnParallelLinear, LayerContext, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    Bias,
+    ColumnParallelLinear,
+    LayerContext,
+    QuantizingLinear,
+    RowParallelLinear,
+    SwiGLULinear,
+)
 
 
 class LayerProvider(Protocol):
@@ -43,14 +48,6 @@ class LayerProvider(Protocol):
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: "BuildContext") -> nn.Module:
         """A row-parallel layer into the residual stream, a :class:`QuantizingLinear`."""
-
-
-class QuantizingLinear(Protocol):
-    """A linear layer whose input another operation may quantise."""
-
-    @property
-    def input_quantization(self) -> DelayedQuantization | None:
-        """The quantisation that the operation before must apply; None if it must not."""
 
 
 @dataclass(frozen=True)
@@ -136,21 +133,21 @@ class HeadL2Norm(nn.Module):
         self.shape, self.epsilon, self.kernel = shape, config.norm_epsilon, context.kernels.rms_norm
 
     def forward(self, qkv: Tensor) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
-        heads = qkv.unflatten(-1, (-1, self.shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
-        normed = self.shape.query_heads + self.shape.key_value_heads
-        return head_rms_norm(heads, normed, self.epsilon, self.kernel).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
+        shape = self.shape
+        heads = qkv.unflatten(-1, (-1, shape.head_size))  # [s/cp, b, (n + 2g) / tp, d]
+        query_key, value = heads.split((shape.query_heads + shape.key_value_heads, shape.key_value_heads), dim=2)
+        normed = rms_norm(query_key, qkv.new_ones(shape.head_size), self.epsilon, self.kernel)
+        return torch.cat((cast(Tensor, normed), value), dim=2).flatten(2)  # [s/cp, b, (n + 2g) d / tp]
 
 
 class NormLinear(nn.Module):
     """RMSNorm and the column-parallel GEMM after it; under delayed FP8 scaling RMSNorm writes quantised numbers."""
 
+    last_linear = "linear"
+
     def __init__(self, norm: RMSNorm, linear: nn.Module) -> None:
         super().__init__()
         self.norm, self.linear = norm, linear
-
-    @property
-    def last_linear(self) -> nn.Module:
-        return self.linear
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
         normed = self.norm(x, cast(QuantizingLinear, self.linear).input_quantization)  # [s/(cp tp), b, h]
@@ -161,20 +158,21 @@ class NormLinear(nn.Module):
 class LocalProvider:
     """The layers of :mod:`megatron.core.tensor_parallel.layers`."""
 
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    column: ClassVar[type[ColumnParallelLinear]] = ColumnParallelLinear
+    row: ClassVar[type[RowParallelLinear]] = RowParallelLinear
+
     def norm_linear(
         self, norm: str, name: str, output_sections: Sequence[int], config: TransformerConfig, context: BuildContext
     ) -> nn.Module:
-        return NormLinear(
-            RMSNorm(norm, config.hidden_size, config, context),
-            ColumnParallelLinear(
-                name, config.hidden_size, output_sections, context, config.hidden_init_std, config.width_mult
-            ),
+        weight = context.column_weight(
+            name, config.hidden_size, output_sections, config.hidden_init_std, config.width_mult
         )
+        return NormLinear(self.norm(norm, config.hidden_size, config, context), self.column(weight, context))
 
     def row_linear(self, name: str, input_size: int, config: TransformerConfig, context: BuildContext) -> nn.Module:
-        return RowParallelLinear(
-            name, input_size, config.hidden_size, context, config.residual_init_std, config.width_mult
-        )
+        weight = context.row_weight(name, input_size, config.hidden_size, config.residual_init_std, config.width_mult)
+        return self.row(weight, context)
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ class NoPositions(nn.Module):
 
     def forward(self, qkv: Tensor, positions: SequencePositions) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         scales = positions.query_scales
-        return qkv if scales is None else scale_queries(qkv, scales, self.query_size)  # in place
+        return qkv if scales is None else apply_rotary(qkv, scales, self.query_size, Tensor.mul_)  # in place
 
     def spans(self, positions: SequencePositions) -> AttentionSpans | None:
         return positions.spans
@@ -260,13 +258,11 @@ class SelfAttention(nn.Module):
 class AttentionProjection(nn.Module):
     """Attention on rotated queries and keys, and the row-parallel GEMM after it."""
 
+    last_linear = "linear"
+
     def __init__(self, shape: AttentionShape, attention: Attention, linear_proj: nn.Module) -> None:
         super().__init__()
         self.shape, self.attention, self.linear = shape, attention, linear_proj
-
-    @property
-    def last_linear(self) -> nn.Module:
-        return self.linear
 
     def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         attended = fused_attention(qkv, self.shape, self.attention, spans)  # [s/cp, b, n d / tp]
@@ -278,6 +274,7 @@ class MLP(nn.Module):
     """SwiGLU MLP; gate and up projections are one column-parallel weight."""
 
     segments: ClassVar = {"layernorm": "norm_fc1", "mlp_act": "swiglu_fc2", "mlp": ""}
+    last_linear = "swiglu_fc2"
 
     def __init__(self, layer: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
@@ -288,51 +285,24 @@ class MLP(nn.Module):
         linear_fc2 = context.provider.row_linear(f"{name}.linear_fc2", width, config, context)
         self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
 
-    @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.swiglu_fc2)
-
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
         gate_up = self.norm_fc1(x)  # [s/cp, b, 2 f / tp]: gate, then up
         output: Tensor = self.swiglu_fc2(gate_up)  # [s/(cp tp), b, h]
         return output
 
 
-class SwiGLULinear(nn.Module):
-    """SwiGLU and the row-parallel GEMM after it; under delayed FP8 scaling SwiGLU writes quantised numbers."""
-
-    def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
-        super().__init__()
-        self.kernel, self.linear = kernel, linear
-
-    @property
-    def last_linear(self) -> nn.Module:
-        return self.linear
-
-    def forward(self, gate_up: Tensor) -> Tensor:  # [s/cp, b, 2 f / tp]
-        quantization = cast(QuantizingLinear, self.linear).input_quantization
-        activated = linear_input_swiglu(gate_up, self.kernel, quantization)  # [s/cp, b, f / tp]
-        output: Tensor = self.linear(activated)  # [s/(cp tp), b, h]
-        return output
-
-
 class SharedExperts(nn.Module):
     """The SwiGLU MLP of a mixture-of-experts layer that processes every token."""
+
+    last_linear = "swiglu_fc2"
 
     def __init__(self, name: str, width: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
         hidden, width_mult = config.hidden_size, config.width_mult
-        self.linear_fc1 = ColumnParallelLinear(
-            f"{name}.linear_fc1", hidden, (width, width), context, config.hidden_init_std, width_mult
-        )
-        linear_fc2 = RowParallelLinear(
-            f"{name}.linear_fc2", width, hidden, context, config.residual_init_std, width_mult
-        )
-        self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, linear_fc2)
-
-    @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.swiglu_fc2)
+        fc1 = context.column_weight(f"{name}.linear_fc1", hidden, (width, width), config.hidden_init_std, width_mult)
+        fc2 = context.row_weight(f"{name}.linear_fc2", width, hidden, config.residual_init_std, width_mult)
+        self.linear_fc1 = ColumnParallelLinear(fc1, context)
+        self.swiglu_fc2 = SwiGLULinear(context.kernels.swiglu, RowParallelLinear(fc2, context))
 
     def forward(self, x: Tensor) -> Tensor:  # [s/(cp tp), b, h]
         output: Tensor = self.swiglu_fc2(self.linear_fc1(x))  # [s/(cp tp), b, h]
@@ -356,15 +326,13 @@ def moe_layer(layer: int, config: TransformerConfig, context: BuildContext) -> M
 class TransformerLayer(nn.Module):
     """A pre-norm transformer layer; ``number`` is its global number, from 0."""
 
+    last_linear = "mlp"
+
     def __init__(self, number: int, config: TransformerConfig, context: BuildContext) -> None:
         super().__init__()
         self.self_attention = SelfAttention(number, config, context)
         is_moe = config.moe_layers()[number]
         self.mlp = moe_layer(number, config, context) if is_moe else MLP(number, config, context)
-
-    @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.mlp)
 
     def forward(self, x: Tensor, positions: SequencePositions) -> Tensor:  # [s/(cp tp), b, h]
         x = x + self.self_attention(x, positions)  # [s/(cp tp), b, h]

@@ -87,7 +87,7 @@ class OutputLayer(nn.Module):
 
     def __init__(self, config: TransformerConfig, context: BuildContext, vocab_weight: VocabParallelWeight) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.context = context
         self.multiplier = config.output_multiplier
         # The weight gradient is never deferred: that would keep the gradient of the logits, which is larger than all
         # saved tensors of a layer.
@@ -95,6 +95,8 @@ class OutputLayer(nn.Module):
         self.op = LinearOp(context.parallel, gemm, WeightGradStore(), is_column=True)
         self.final_layernorm = RMSNorm("final_layernorm", config.hidden_size, config, context)
         self.vocab_weight = vocab_weight
+        ranks, kernel = context.parallel.communicator, context.kernels.cross_entropy
+        self.shard = VocabularyShard(vocab_weight.first_id, vocab_weight.num_ids, ranks, kernel)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
@@ -105,25 +107,17 @@ class OutputLayer(nn.Module):
         if self.multiplier != 1.0:
             normed = normed * self.multiplier  # smaller than the logits
         if labels is not None:
-            return self._chunked_losses(normed, weight, labels)
+            assert self.loss_chunk_size is not None
+            kernel = self.context.weight_gradient or SeparateWeightGradient()
+            layer = ChunkedOutputLayer(self.loss_chunk_size, self.context.parallel, self.shard, kernel)
+            return self._losses(*chunked_cross_entropy(normed, weight, labels.t(), layer))  # labels [s/cp, b]
         logits: Tensor = LinearFunction.apply(normed, weight, self.op, self.op.input_layout(), False)
         return logits
-
-    def _chunked_losses(self, normed: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        assert self.loss_chunk_size is not None
-        parallel, loss_kernel = self.context.parallel, self.context.kernels.cross_entropy
-        ids = weight.shape[0], self.vocab_weight.first_id, self.config.vocab_size
-        shard = VocabularyShard.of(*ids, parallel.communicator, loss_kernel)
-        kernel = self.context.weight_gradient or SeparateWeightGradient()
-        layer = ChunkedOutputLayer(self.loss_chunk_size, parallel, shard, kernel)
-        return self._losses(*chunked_cross_entropy(normed, weight, labels.t(), layer))  # labels [s/cp, b]
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``; with
         ``has_z_loss`` ``[2, b, s]``."""
-        ids = self.vocab_weight.first_id, self.config.vocab_size
-        ranks, kernel = self.context.parallel.communicator, self.context.kernels.cross_entropy
-        return self._losses(*vocab_parallel_cross_entropy(logits, labels.t(), *ids, ranks, kernel))
+        return self._losses(*vocab_parallel_cross_entropy(logits, labels.t(), self.shard))
 
     def _losses(self, cross_entropy: Tensor, log_sum_exp: Tensor) -> Tensor:
         """The losses that :meth:`token_losses` returns, from two tensors ``[s, b]``."""

@@ -28,13 +28,12 @@ from torch.autograd import Function
 from megatron.core.communication import Work
 from megatron.core.moe.routing import Routing, count_choices, count_choices_by_set
 from megatron.core.moe.transfer import (
-    Adjoint,
     AsyncTransfer,
     BackwardOverlap,
-    Exchange,
-    Gather,
-    UnevenGather,
     communicate,
+    even_gather,
+    row_exchange,
+    uneven_gather,
 )
 from megatron.core.ops.grouped import RowCounts
 from megatron.core.topology import Topology
@@ -255,7 +254,7 @@ class AllGatherDispatcher:
     def start(self, tokens: Tensor, routing: Routing) -> Work[Dispatched]:
         ranks, num_local = self.ranks, self.ranks.num_local_experts
         tokens, weights = ranks.weigh(tokens, routing)
-        gather = Gather(ranks.topology.communicator("etp", "ep"))
+        gather = even_gather(ranks.topology.communicator("etp", "ep"))
         gathering_experts = gather.start(routing.experts)
         gathering = AsyncTransfer(gather, tokens)
         gathering_weights = None if weights is None else AsyncTransfer(gather, weights)
@@ -273,7 +272,7 @@ class AllGatherDispatcher:
             all_weights = None if gathering_weights is None else gathering_weights.wait()  # [etp ep n, k]
 
             def combine(outputs: Tensor) -> Tensor:
-                return communicate(Adjoint(gather), sum_of_choices(outputs, order, all_weights))
+                return communicate(gather.adjoint, sum_of_choices(outputs, order, all_weights))
 
             rows = rows_of(gathering.wait(), order)
             return Dispatched(rows, _counts_of_experts(host, received), combine, gathering.overlap)
@@ -301,8 +300,8 @@ class AllToAllDispatcher:
         received = etp.all_gather(receiving.wait()).view(-1, num_local)  # [etp ep, E / EP]
         host_sent, host_received = self.ranks.host_counts.read(sent, received, routing.experts.numel())
         of_sources = _sums(host_received, num_local)
-        gather = UnevenGather(etp, _sums(of_sources, ep.size))
-        exchange = Exchange(ep, _sums(host_sent, num_local), of_sources[etp.rank * ep.size :][: ep.size])
+        gather = uneven_gather(etp, _sums(of_sources, ep.size))
+        exchange = row_exchange(ep, _sums(host_sent, num_local), of_sources[etp.rank * ep.size :][: ep.size])
         exchanging = AsyncTransfer(exchange, rows)
         counts = _counts_of_experts(host_received, received)
         by_expert = _order_by_expert(received, counts.total)  # while the rows are under way
@@ -313,7 +312,7 @@ class AllToAllDispatcher:
 
             def combine(outputs: Tensor) -> Tensor:
                 partial = outputs if by_expert is None else sum_of_choices(outputs, by_expert)
-                returned = communicate(Adjoint(exchange), communicate(Adjoint(gather), partial))
+                returned = communicate(exchange.adjoint, communicate(gather.adjoint, partial))
                 return sum_of_choices(returned, order, weights)
 
             return Dispatched(rows, counts, combine, exchanging.overlap)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.activations import SkippableLinear, last_linear_of
 from megatron.core.communication import Work
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.kernels.selection import LayerKernels
@@ -29,10 +28,9 @@ from megatron.core.moe.dispatch import TokenDispatcher
 from megatron.core.moe.routing import ExpertBalance, Routing, RoutingRule, balanced_routing, route
 from megatron.core.moe.transfer import BackwardOverlap
 from megatron.core.ops.grouped import GroupedGemm, RowCounts
-from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import Division, ParameterInfo, columns_box, sharded_boxes
 from megatron.core.precision import QuantizedTensor
-from megatron.core.tensor_parallel.layers import LayerContext
+from megatron.core.tensor_parallel.layers import LayerContext, SwiGLULinear
 
 
 @dataclass(frozen=True)
@@ -112,6 +110,9 @@ class _GroupedLinear(Function):
 class GroupedLinear(nn.Module):
     """The linear layers of this rank's experts: ``[m, in] -> [m, out]``, rows sorted by local expert."""
 
+    input_quantization = None
+    """The rows of experts are not quantised."""
+
     def __init__(self, info: ParameterInfo, context: LayerContext, gemm: GroupedGemm) -> None:
         super().__init__()
         self.weight = context.empty_parameter(info)
@@ -124,29 +125,14 @@ class GroupedLinear(nn.Module):
         return output
 
 
-class GroupedSwiGLULinear(nn.Module):
-    """SwiGLU, and the second GEMM of the experts after it."""
-
-    def __init__(self, kernel: SwiGLUKernel, linear: GroupedLinear) -> None:
-        super().__init__()
-        self.kernel, self.linear = kernel, linear
-
-    @property
-    def last_linear(self) -> GroupedLinear:
-        """See :class:`~megatron.core.activations.Recomputed`."""
-        return self.linear
-
-    def forward(self, gate_up: Tensor, counts: RowCounts) -> Tensor:  # [m, 2 f / etp]
-        output: Tensor = self.linear(swiglu(gate_up, self.kernel), counts)  # [m, h]
-        return output
-
-
 class Experts(nn.Module):
     """This rank's experts of a layer; ``name`` is their global name, such as ``layers.3.mlp.experts``.
 
     The rows of ``linear_fc1`` are, expert by expert, the gate and then the up projection. With expert tensor
     parallelism the output is a partial sum over the ``etp`` ranks.
     """
+
+    last_linear = "swiglu_fc2"
 
     def __init__(
         self, name: str, config: TransformerConfig, context: LayerContext, kernels: LayerKernels, shard: ExpertShard
@@ -163,11 +149,7 @@ class Experts(nn.Module):
         fc2 = shard.weight(f"{name}.linear_fc2", down, config.residual_init_std, config.width_mult)
         self.linear_fc1 = GroupedLinear(fc1, context, kernels.grouped_gemm)
         linear_fc2 = GroupedLinear(fc2, context, kernels.grouped_gemm)
-        self.swiglu_fc2 = GroupedSwiGLULinear(kernels.swiglu, linear_fc2)
-
-    @property
-    def last_linear(self) -> SkippableLinear | None:
-        return last_linear_of(self.swiglu_fc2)
+        self.swiglu_fc2 = SwiGLULinear(kernels.swiglu, linear_fc2)
 
     def forward(self, rows: Tensor, counts: RowCounts, overlap: BackwardOverlap | None = None) -> Tensor:
         """``[m, h]``, sorted by local expert, to the same shape. The weight gradient of fc1 is computed during the

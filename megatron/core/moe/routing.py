@@ -212,10 +212,6 @@ class BalanceRule:
             logs_layers=config.moe_per_layer_logging,
         )
 
-    @property
-    def total_coeff(self) -> float:
-        return sum(coeff for _, coeff in self.balancing_losses)
-
 
 class RouterBalance:
     """The balance of the router of one layer; ``sequence_ranks`` are the ranks that share a sequence."""
@@ -240,10 +236,6 @@ class RouterBalance:
         """``[E]``, fp32 in every precision: in bf16 an update would be lost."""
         if rule.bias_update_rate is not None:
             self.expert_bias = torch.zeros(num_experts, dtype=torch.float32, device=device)
-
-    @property
-    def bias_name(self) -> str:
-        return f"layers.{self.layer}.mlp.router.expert_bias"
 
     def observe(self, logits: Tensor, experts: Tensor, num_sequences: int) -> Tensor | None:
         """Count the ``experts`` ``[n, k]`` of tokens ``[s, b]`` with ``logits`` ``[n, E]``; returns this rank's addend
@@ -280,7 +272,7 @@ class RouterBalance:
                 tokens = num_sequences * length
                 loss = tokens * load_balancing_loss(counts.sum(dim=0), sums.sum(dim=0), topk, tokens)
             total = total + coeff * loss
-        self.sums[0] += total.detach() / self._rule.total_coeff
+        self.sums[0] += total.detach() / sum(coeff for _, coeff in self._rule.balancing_losses)
         return total
 
     def start_step(self) -> None:
@@ -383,7 +375,9 @@ class ExpertBalance:
         """The expert biases of this rank's layers, for checkpoints, which load them in place. They are equal on ranks
         with the same layers."""
         return {
-            router.bias_name: router.expert_bias for router in self._routers.values() if router.expert_bias is not None
+            f"layers.{layer}.mlp.router.expert_bias": router.expert_bias
+            for layer, router in self._routers.items()
+            if router.expert_bias is not None
         }
 
 

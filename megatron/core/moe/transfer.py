@@ -10,7 +10,8 @@ was computed between the two halves between them again, because it prefers the f
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,79 +20,46 @@ from torch.autograd import Function
 from megatron.core.communication import Communicator, Work, add_in_order
 
 
-class Transfer(Protocol):
-    """A linear communication of rows, and its adjoint."""
+@dataclass(frozen=True)
+class Transfer:
+    """A linear communication of rows among ``ranks``, and its adjoint."""
+
+    ranks: Communicator
+    start: Callable[[Tensor], Work[Tensor]]
+    """Starts the communication of rows."""
+    start_adjoint: Callable[[Tensor], Work[Tensor]]
+    """Starts the communication of the result's gradient; returns the gradient of the rows."""
 
     @property
-    def ranks(self) -> Communicator: ...
-
-    def start(self, rows: Tensor) -> Work[Tensor]:
-        """Start the communication of ``rows``."""
-
-    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
-        """Start the communication of the result's gradient; returns the gradient of the rows."""
+    def adjoint(self) -> "Transfer":
+        return Transfer(self.ranks, self.start_adjoint, self.start)
 
 
-@dataclass(frozen=True)
-class Gather:
+def even_gather(ranks: Communicator) -> Transfer:
     """All-gather of equal numbers of rows; the adjoint is a reduce-scatter."""
-
-    ranks: Communicator
-
-    def start(self, rows: Tensor) -> Work[Tensor]:
-        return self.ranks.start_all_gather(rows)
-
-    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
-        return self.ranks.start_reduce_scatter(gradient)
+    return Transfer(ranks, ranks.start_all_gather, ranks.start_reduce_scatter)
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """``sent[i]`` rows to rank i and ``received[i]`` rows from it (uneven all-to-all); the adjoint is the way back."""
-
-    ranks: Communicator
-    sent: Sequence[int]
-    received: Sequence[int]
-
-    def start(self, rows: Tensor) -> Work[Tensor]:
-        return self.ranks.start_exchange_rows(rows, self.sent, self.received)
-
-    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
-        return self.ranks.start_exchange_rows(gradient, self.received, self.sent)
-
-
-@dataclass(frozen=True)
-class UnevenGather:
+def uneven_gather(ranks: Communicator, counts: Sequence[int]) -> Transfer:
     """All-gather of ``counts[i]`` rows of rank i; the adjoint is a reduce-scatter, added in rank order."""
 
-    ranks: Communicator
-    counts: Sequence[int]
+    def start(rows: Tensor) -> Work[Tensor]:
+        output = rows.new_empty((sum(counts), *rows.shape[1:]))
+        return ranks.start_exchange_parts([rows] * ranks.size, output.split(list(counts))).then(lambda _: output)
 
-    def start(self, rows: Tensor) -> Work[Tensor]:
-        output = rows.new_empty((sum(self.counts), *rows.shape[1:]))
-        work = self.ranks.start_exchange_parts([rows] * self.ranks.size, output.split(list(self.counts)))
-        return work.then(lambda _: output)
+    def start_adjoint(gradient: Tensor) -> Work[Tensor]:
+        parts = gradient.split(list(counts))
+        own = parts[ranks.rank]
+        received = [own if rank == ranks.rank else torch.empty_like(own) for rank in range(ranks.size)]
+        return ranks.start_exchange_parts(parts, received).then(add_in_order)
 
-    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
-        parts = gradient.split(list(self.counts))
-        own = parts[self.ranks.rank]
-        received = [own if rank == self.ranks.rank else torch.empty_like(own) for rank in range(self.ranks.size)]
-        return self.ranks.start_exchange_parts(parts, received).then(add_in_order)
+    return Transfer(ranks, start, start_adjoint)
 
 
-@dataclass(frozen=True)
-class Adjoint:
-    transfer: Transfer
-
-    @property
-    def ranks(self) -> Communicator:
-        return self.transfer.ranks
-
-    def start(self, rows: Tensor) -> Work[Tensor]:
-        return self.transfer.start_adjoint(rows)
-
-    def start_adjoint(self, gradient: Tensor) -> Work[Tensor]:
-        return self.transfer.start(gradient)
+def row_exchange(ranks: Communicator, sent: Sequence[int], received: Sequence[int]) -> Transfer:
+    """``sent[i]`` rows to rank i and ``received[i]`` rows from it (uneven all-to-all); the adjoint is the way back."""
+    start = ranks.start_exchange_rows
+    return Transfer(ranks, partial(start, sent=sent, received=received), partial(start, sent=received, received=sent))
 
 
 class BackwardOverlap:

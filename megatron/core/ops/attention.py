@@ -90,7 +90,6 @@ class Attention(ABC):
 class AttentionKernel(Attention):
     """Attention in one tile. In the backward pass ``attended`` may have the output and log-sum-exp over more keys."""
 
-    name: str
     returns_log_sum_exp = True
     """Whether the output can be merged with the output over other keys."""
 

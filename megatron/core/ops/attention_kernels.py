@@ -26,8 +26,6 @@ from megatron.core.ops.documents import PackedSpans
 class ReferenceAttention(VarlenKernel):
     """The definition; materialises all scores, and computes in fp32 or wider."""
 
-    name = "reference"
-
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         return self._forward(inputs, _future(inputs))
 
@@ -112,7 +110,6 @@ class CpuFlashAttention(AttentionKernel):
     measured: ``docs/performance.md``).
     """
 
-    name = "torch flash (CPU)"
     _KEYS, _QUERIES = 512, 64
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
@@ -176,8 +173,6 @@ class CpuFlashAttention(AttentionKernel):
 class CudaFlashAttention(HalfPrecisionGpuKernel, VarlenKernel):
     """torch's flash attention for GPUs; keys and values are not repeated for the heads of a group."""
 
-    name = "torch flash (CUDA)"
-
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.query, inputs.key, inputs.value
         output, log_sum_exp, *kept = torch_compat.flash_attention(*tensors, 0.0, inputs.is_causal)
@@ -209,8 +204,6 @@ def _lengths(spans: PackedSpans) -> tuple[Tensor, Tensor, int, int]:
 class CudnnAttention(HalfPrecisionGpuKernel, AttentionKernel):
     """cuDNN's fused attention."""
 
-    name = "cuDNN"
-
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         tensors = inputs.query, inputs.key, inputs.value
         output, log_sum_exp, *kept = torch_compat.cudnn_attention(*tensors, None, True, 0.0, inputs.is_causal)
@@ -227,8 +220,6 @@ class CudnnAttention(HalfPrecisionGpuKernel, AttentionKernel):
 
 class TorchAttention(AutogradAttention):
     """``scaled_dot_product_attention``, which picks the fastest kernel of the device (flash, cuDNN, ...)."""
-
-    name = "torch scaled_dot_product_attention"
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         with torch.enable_grad():
@@ -248,8 +239,6 @@ class FlashAttention3(HalfPrecisionGpuKernel, VarlenKernel):
 
     Read against the ``hopper`` directory of flash-attention (August 2026). Not run on a GPU so far.
     """
-
-    name = "FlashAttention 3"
 
     def __init__(self) -> None:
         self._interface = load("flash_attn_interface", "FlashAttention 3")

@@ -6,15 +6,19 @@ together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Source
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.core.gradient import add_or_overwrite
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+Fp8Role = Literal["input", "weight", "output_gradient"]
+"""The quantised tensors of a linear layer."""
 
 LARGEST_SCALE = 2.0**126
 """The largest power of two whose reciprocal is a normal number of fp32."""
@@ -170,10 +174,7 @@ class SeparateFp8WeightGradient:
 
     def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
         product = self.gemm(a, b, torch.promote_types(buffer.dtype, torch.float32))
-        if accumulate:
-            buffer.add_(product)
-        else:
-            buffer.copy_(product)
+        add_or_overwrite(buffer, product, accumulate)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.gradient import GradientProduct
+from megatron.core.gradient import GradientProduct, add_or_overwrite
 from megatron.core.ops.matmul import SeparateWeightGradient, WeightGradientKernel, linear, write_linear
 
 
@@ -215,7 +215,4 @@ class _TorchWeightGradient:
         return product.flatten(0, 1)
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
-        if accumulate:
-            buffer.add_(self.value())
-        else:
-            buffer.copy_(self.value())
+        add_or_overwrite(buffer, self.value(), accumulate)

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.gradient import Gradient
-from megatron.core.ops.fp8 import DelayedQuantization
+from megatron.core.gradient import Gradient, add_or_overwrite
+from megatron.core.ops.fp8 import DelayedQuantization, Fp8Role
 from megatron.core.precision import Layout, QuantizedTensor
 from megatron.torch_compat import onednn_linear
 
@@ -76,11 +76,7 @@ class SeparateWeightGradient:
     """A GEMM in the operands' dtype, then a sum: one more pass, and memory for the product."""
 
     def write(self, buffer: Tensor, grad_outputs: Tensor, inputs: Tensor, accumulate: bool) -> None:
-        product = weight_gradient(grad_outputs, inputs)
-        if accumulate:
-            buffer.add_(product)
-        else:
-            buffer.copy_(product)
+        add_or_overwrite(buffer, weight_gradient(grad_outputs, inputs), accumulate)
 
 
 class InPlaceWeightGradient:
@@ -119,15 +115,13 @@ class Gemm(Protocol):
     is_plain: bool
     """Whether the operands are not quantised."""
 
-    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
-        """``x`` ``[..., k]``, or this rank's rows of it. A GEMM that does not quantise ignores ``layout``."""
+    def quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
+        """``x`` ``[..., k]`` or ``dy`` ``[..., n]``, or this rank's rows of it. A GEMM that does not quantise ignores
+        ``layout``."""
 
     def input_quantization(self, layout: Layout) -> DelayedQuantization | None:
-        """:meth:`quantize_input` for the operation before the layer; None if the scale follows from the input, or there
-        is none."""
-
-    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
-        """``dy`` ``[..., n]``, or this rank's rows of it."""
+        """:meth:`quantize` of ``x`` for the operation before the layer; None if the scale follows from the input, or
+        there is none."""
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         """``x W^T`` ``[..., n]``; rows are independent."""
@@ -148,14 +142,11 @@ class PlainGemm:
     def __init__(self, kernel: WeightGradientKernel | None = None) -> None:
         self._kernel = kernel or SeparateWeightGradient()
 
-    def quantize_input(self, inputs: Tensor, layout: Layout) -> QuantizedTensor:
-        return QuantizedTensor(inputs)
+    def quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
+        return QuantizedTensor(tensor)
 
     def input_quantization(self, layout: Layout) -> None:
         """The input is not quantised."""
-
-    def quantize_gradient(self, grad_outputs: Tensor, layout: Layout) -> QuantizedTensor:
-        return QuantizedTensor(grad_outputs)
 
     def output(self, inputs: QuantizedTensor, weight: Tensor) -> Tensor:
         return linear(inputs.data, weight)

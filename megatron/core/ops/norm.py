@@ -128,33 +128,6 @@ class _RMSNorm(Function):
         return grad_inputs, accumulate_main_grad(ctx.weight, grad_gain), None, None, None, None
 
 
-class _HeadRMSNorm(Function):
-    """RMSNorm without a gain of the first ``heads`` of ``[s, b, heads of all kinds, d]``; the others are copied."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, heads: int, epsilon: float, kernel: RMSNormKernel) -> Tensor:
-        inputs = inputs.detach()
-        normed, rest = inputs[:, :, :heads], inputs[:, :, heads:]
-        ctx.gain, ctx.heads, ctx.kernel = inputs.new_ones(inputs.shape[-1]), heads, kernel
-        output, inverse_rms = kernel.forward(normed, ctx.gain, epsilon)
-        ctx.save_for_backward(normed, inverse_rms)
-        return torch.cat((output, rest), dim=2)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        normed, inverse_rms = ctx.saved_tensors
-        kernel: RMSNormKernel = ctx.kernel
-        gradient, rest = gradients[0][:, :, : ctx.heads], gradients[0][:, :, ctx.heads :]
-        grad_normed, _ = kernel.backward(gradient, normed, inverse_rms, ctx.gain)
-        return torch.cat((grad_normed, rest), dim=2), None, None, None
-
-
-def head_rms_norm(inputs: Tensor, heads: int, epsilon: float, kernel: RMSNormKernel) -> Tensor:
-    """RMSNorm without a gain of each of the first ``heads`` of ``[s, b, heads of all kinds, d]``."""
-    output: Tensor = _HeadRMSNorm.apply(inputs, heads, epsilon, kernel)
-    return output
-
-
 def rms_norm(
     inputs: Tensor,
     weight: Tensor,

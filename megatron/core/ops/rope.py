@@ -19,7 +19,7 @@ from megatron.core.device import Compiler, inductor
 
 Rotation = Callable[[Tensor, Tensor], Tensor]
 """Multiplies every head of ``[s, b, heads * head_size]`` in place by a complex table, whose magnitude is not always 1
-(:func:`rotary_table`); the gradient is multiplied by ``table.conj()``."""
+(:func:`rotary_table`), or by real scales (:func:`query_scales`); the gradient is multiplied by ``table.conj()``."""
 
 
 def rotary_frequencies(
@@ -119,7 +119,8 @@ class _Rotary(Function):
 def apply_rotary(qkv: Tensor, table: Tensor, rotated_size: int, rotate: Rotation = rotate_) -> Tensor:
     """Rotate queries and keys, the first ``rotated_size`` of ``[s, b, (n + 2g) d]``, in place.
 
-    Nothing else may read ``qkv`` or its gradient. ``table`` is from :func:`rotary_table`.
+    Nothing else may read ``qkv`` or its gradient. ``table`` is from :func:`rotary_table`. With ``Tensor.mul_`` in the
+    place of ``rotate`` it scales them by :func:`query_scales`, which are their own conjugates.
     """
     output: Tensor = _Rotary.apply(qkv, table, rotated_size, rotate)
     return output
@@ -143,18 +144,13 @@ class CompiledRotation:
         self._rotated = compiler(rotated)
 
     def __call__(self, activations: Tensor, table: Tensor) -> Tensor:
-        # conj() only sets a flag, which a real view does not have, so the sign is passed instead.
-        is_conjugate = table.is_conj()
-        plain = table.conj() if is_conjugate else table
-        return activations.copy_(self._rotated(activations, torch.view_as_real(plain), -1 if is_conjugate else 1))
+        return activations.copy_(self._rotated(activations, *real_table(table)))
 
 
-def rotate_reference(heads: Tensor, frequencies: Tensor, positions: Tensor) -> Tensor:
-    """Rotate ``[s, b, n, head_size]`` with sines and cosines."""
-    angles = torch.outer(positions.to(torch.float64), frequencies)[:, None, None, :]
-    even, odd = heads[..., 0::2].double(), heads[..., 1::2].double()
-    rotated = (even * angles.cos() - odd * angles.sin(), even * angles.sin() + odd * angles.cos())
-    return torch.stack(rotated, dim=-1).flatten(-2).to(heads.dtype)
+def real_table(table: Tensor) -> tuple[Tensor, int]:
+    """The cosines and sines ``[..., 2]`` of a complex table, and the sign of its angles: ``conj()`` only sets a flag,
+    which a real view does not have."""
+    return (torch.view_as_real(table.conj()), -1) if table.is_conj() else (torch.view_as_real(table), 1)
 
 
 def query_scales(positions: Tensor, floor: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -163,24 +159,3 @@ def query_scales(positions: Tensor, floor: int, scale: float, dtype: torch.dtype
     by_row = positions if positions.dim() == 2 else positions[:, None]
     steps = torch.div(by_row + 1, floor, rounding_mode="floor").to(torch.float64)
     return (1 + scale * torch.log1p(steps)).unsqueeze(-1).to(torch.promote_types(dtype, torch.float32))
-
-
-class _ScaledQueries(Function):
-    @staticmethod
-    def forward(ctx: Any, qkv: Tensor, scales: Tensor, query_size: int) -> Tensor:
-        ctx.scales, ctx.query_size = scales, query_size
-        qkv = qkv.detach()
-        qkv[..., :query_size].mul_(scales)
-        return qkv
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        gradients[0][..., : ctx.query_size].mul_(ctx.scales)
-        return gradients[0], None, None
-
-
-def scale_queries(qkv: Tensor, scales: Tensor, query_size: int) -> Tensor:
-    """Multiply the queries, the first ``query_size`` of ``[s, b, (n + 2g) d]``, by ``scales`` of
-    :func:`query_scales`, in place. Nothing else may read ``qkv`` or its gradient."""
-    output: Tensor = _ScaledQueries.apply(qkv, scales, query_size)
-    return output

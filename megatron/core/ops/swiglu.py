@@ -96,15 +96,10 @@ class _SwiGLU(Function):
         return kernel.backward(gradients[0], gate_and_up.detach()), None, None
 
 
-def swiglu(gate_and_up: Tensor, kernel: SwiGLUKernel | None = None) -> Tensor:
-    """``silu(gate) * up`` with ``[..., 2f] = [gate, up] -> [..., f]``."""
-    output: Tensor = _SwiGLU.apply(gate_and_up, kernel or EagerSwiGLU(), None)[0]
-    return output
-
-
-def linear_input_swiglu(
-    gate_and_up: Tensor, kernel: SwiGLUKernel, quantization: DelayedQuantization | None
+def swiglu(
+    gate_and_up: Tensor, kernel: SwiGLUKernel, quantization: DelayedQuantization | None = None
 ) -> Tensor | QuantizedActivation:
-    """:func:`swiglu` as the input of a linear layer, which is quantised at once if it has a ``quantization``."""
+    """``silu(gate) * up`` with ``[..., 2f] = [gate, up] -> [..., f]``. With a ``quantization`` the output is quantised
+    at once for the linear layer after it."""
     output, quantized = _SwiGLU.apply(gate_and_up, kernel, quantization)
     return output if quantized is None else QuantizedActivation(output, quantized)

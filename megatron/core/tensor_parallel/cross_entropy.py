@@ -129,13 +129,6 @@ class VocabularyShard:
     ranks: Communicator
     kernel: CrossEntropyKernel
 
-    @classmethod
-    def of(
-        cls, columns: int, first_id: int, vocab_size: int, ranks: Communicator, kernel: CrossEntropyKernel
-    ) -> "VocabularyShard":
-        """The shard of a rank with ``columns`` ids, padding included; ids from ``vocab_size`` on are padding."""
-        return cls(first_id, min(columns, max(0, vocab_size - first_id)), ranks, kernel)
-
     def labels(self, labels: Tensor) -> ShardLabels:
         columns = labels.flatten() - self.first_id  # [n]
         is_outside = (columns < 0) | (columns >= self.width)
@@ -160,37 +153,20 @@ class VocabularyShard:
         return log_sum_exp - self.ranks.all_reduce(label_logits), log_sum_exp
 
     def write_gradient(
-        self, logits: Tensor, log_sum_exp: Tensor, labels: ShardLabels, gradients: "TokenGradients"
+        self, logits: Tensor, log_sum_exp: Tensor, labels: ShardLabels, of_losses: Tensor, of_probabilities: Tensor
     ) -> None:
-        """Overwrite ``logits`` ``[n, v/tp]`` with their gradient."""
+        """Overwrite ``logits`` ``[n, v/tp]`` with their gradient, from the :func:`token_gradients`."""
         logits[:, self.width :] = 0.0
-        at_label = -gradients.loss.masked_fill(labels.is_outside, 0.0)
-        # The derivative of the log-sum-exp is the probabilities, that of the loss is the same minus one at the label.
-        self.kernel.write_gradient(
-            logits[:, : self.width], log_sum_exp, labels.columns, gradients.of_probabilities, at_label
-        )
+        at_label = -of_losses.masked_fill(labels.is_outside, 0.0)
+        self.kernel.write_gradient(logits[:, : self.width], log_sum_exp, labels.columns, of_probabilities, at_label)
 
 
-@dataclass(frozen=True)
-class TokenGradients:
-    """The gradients of the losses and of the log-sum-exp of ``n`` tokens."""
-
-    loss: Tensor
-    """``[n]``."""
-    log_sum_exp: Tensor | None
-    """``[n]``; None if only the losses were used."""
-
-    @classmethod
-    def of(cls, loss: Tensor, log_sum_exp: Tensor | None) -> "TokenGradients":
-        return cls(loss.flatten(), None if log_sum_exp is None else log_sum_exp.flatten())
-
-    @property
-    def of_probabilities(self) -> Tensor:
-        """The factor of each token's probabilities in the gradient of its logits, ``[n]``."""
-        return self.loss if self.log_sum_exp is None else self.loss + self.log_sum_exp
-
-    def __getitem__(self, rows: slice) -> "TokenGradients":
-        return TokenGradients(self.loss[rows], None if self.log_sum_exp is None else self.log_sum_exp[rows])
+def token_gradients(of_losses: Tensor, of_log_sum_exp: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the losses of ``n`` tokens, and the factors of their probabilities in the gradient of the
+    logits, ``[n]`` each. The gradient of the log-sum-exp is None if only the losses were used."""
+    # The derivative of the log-sum-exp is the probabilities, that of the loss is the same minus one at the label.
+    of_losses = of_losses.flatten()
+    return of_losses, of_losses if of_log_sum_exp is None else of_losses + of_log_sum_exp.flatten()
 
 
 class _VocabParallelCrossEntropy(Function):
@@ -210,25 +186,17 @@ class _VocabParallelCrossEntropy(Function):
         logits, log_sum_exp, columns, is_outside = ctx.saved_tensors
         shard: VocabularyShard = ctx.shard
         flat = logits.detach().flatten(0, -2)  # [n, v/tp], padding included
-        shard.write_gradient(flat, log_sum_exp, ShardLabels(columns, is_outside), TokenGradients.of(*gradients))
+        shard.write_gradient(flat, log_sum_exp, ShardLabels(columns, is_outside), *token_gradients(*gradients))
         return flat.view(logits.shape), None, None
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    first_id: int,
-    vocab_size: int,
-    ranks: Communicator,
-    kernel: CrossEntropyKernel | None = None,
-) -> tuple[Tensor, Tensor]:
+def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of ``labels`` ``[...]`` and log-sum-exp of the logits per token, in fp32 or wider, on
     every rank.
 
-    ``logits`` ``[..., v/tp]`` start at the id ``first_id``; ids from ``vocab_size`` on are padding. Backward overwrites
-    the logits, so it can run once. The log-sum-exp may be left unused, the losses may not.
+    ``logits`` ``[..., v/tp]`` are those of the ids of ``shard``, and of padding behind them. Backward overwrites the
+    logits, so it can run once. The log-sum-exp may be left unused, the losses may not.
     """
-    shard = VocabularyShard.of(logits.shape[-1], first_id, vocab_size, ranks, kernel or EagerCrossEntropy())
     results: tuple[Tensor, Tensor] = _VocabParallelCrossEntropy.apply(logits, labels, shard)
     return results
 
@@ -268,7 +236,9 @@ class _ChunkedGradients:
     log_sum_exp: Tensor
     """``[n]``, over the whole vocabulary."""
     labels: ShardLabels
-    gradients: TokenGradients
+    of_losses: Tensor
+    of_probabilities: Tensor
+    """``[n]`` each: the :func:`token_gradients`."""
     grad_hidden: Tensor
     """``[n, h]``: this rank's part of the sum over the tensor-parallel ranks."""
 
@@ -283,9 +253,8 @@ class _ChunkedGradients:
         for rows in self.output_layer.chunks(self.hidden.shape[0]):
             chunk = self.hidden[rows]  # [m, h]
             logits = linear(chunk, self.weight)  # [m, v/tp]
-            self.output_layer.shard.write_gradient(
-                logits, self.log_sum_exp[rows], self.labels[rows], self.gradients[rows]
-            )
+            gradients = self.of_losses[rows], self.of_probabilities[rows]
+            self.output_layer.shard.write_gradient(logits, self.log_sum_exp[rows], self.labels[rows], *gradients)
             self.grad_hidden[rows] = linear(logits, self.weight.t())
             if buffer is not None:
                 self.output_layer.weight_gradient.write(buffer, logits, chunk, accumulate)
@@ -324,7 +293,7 @@ class _ChunkedLoss(Function):
             ctx.weight.detach(),
             log_sum_exp,
             ShardLabels(columns, is_outside),
-            TokenGradients.of(*gradients),
+            *token_gradients(*gradients),
             grad_hidden,
         )
         grad_weight = None

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.fp8 import Fp8Layers, Fp8Role, Fp8Scaling
+from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
-from megatron.core.ops.fp8 import E4M3, DelayedQuantization
+from megatron.core.ops.fp8 import E4M3, DelayedQuantization, Fp8Role
 from megatron.core.ops.matmul import Gemm, PlainGemm, WeightGradientKernel
+from megatron.core.ops.swiglu import SwiGLUKernel, swiglu
 from megatron.core.parameter import (
     Division,
     InitialValues,
@@ -69,7 +70,7 @@ class LinearFunction(Function):
         ctx: Any, inputs: Tensor, weight: Tensor, op: LinearOp, x: QuantizedTensor | Layout, skip_output: bool
     ) -> Tensor:
         if isinstance(x, Layout):
-            x = op.gemm.quantize_input(inputs, x)
+            x = op.gemm.quantize("input", inputs, x)
         # The weight and a scale of the whole tensor are no activations, so hooks on saved tensors (CPU offload) must
         # not receive them.
         ctx.save_for_backward(*x.kept_tensors)
@@ -93,7 +94,7 @@ class LinearFunction(Function):
         x: QuantizedTensor = ctx.scaling.with_kept([tensor.detach() for tensor in ctx.saved_tensors])
         # A rank that has only its rows of dy gathers the others, and transposes all rows then.
         has_own_rows = parallel.sequence_parallel and not op.is_column
-        dy = op.gemm.quantize_gradient(gradients[0], Layout.ROWS if has_own_rows else Layout.BOTH)
+        dy = op.gemm.quantize("output_gradient", gradients[0], Layout.ROWS if has_own_rows else Layout.BOTH)
         dgrad = partial(op.gemm.input_gradient, weight=weight)
         matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
         is_deferred = weight.requires_grad and op.weight_gradients.is_deferring
@@ -213,7 +214,9 @@ class LayerContext:
     def column_weight(
         self, name: str, input_size: int, output_sections: Sequence[int], init_std: float, width_mult: float = 1.0
     ) -> ParameterInfo:
-        """The facts of the weight ``[out/tp, in]`` of the column-parallel layer ``name``."""
+        """The facts of the weight ``[out/tp, in]`` of the column-parallel layer ``name``. ``output_sections`` are the
+        sizes of the matrices fused into it (query, key, value; gate, up): every rank has its part of each, and its
+        outputs are these parts side by side."""
         layout = sharded_boxes(output_sections, (input_size,), self.parallel.rank, self.parallel.size)
         return self._matrix(name, layout, init_std, width_mult)
 
@@ -262,18 +265,29 @@ class LayerContext:
         )
 
 
+class QuantizingLinear(Protocol):
+    """A linear layer whose input another operation may quantise."""
+
+    @property
+    def input_quantization(self) -> DelayedQuantization | None:
+        """The quantisation that the operation before must apply; None if it must not."""
+
+
 class _ParallelLinear(nn.Module):
-    def __init__(self, name: str, info: ParameterInfo, context: LayerContext, is_column: bool) -> None:
+    """``y = x W^T`` with a weight of the facts ``info``."""
+
+    is_column: ClassVar[bool]
+
+    def __init__(self, info: ParameterInfo, context: LayerContext) -> None:
         super().__init__()
         # The weight is in FP8 if it is gathered in FP8.
         gathers_fp8 = context.fp8 is not None and context.fp8.config.fp8_param_gather
         dtype = E4M3 if gathers_fp8 else context.dtype
         self.weight = empty_parameter(info, dtype, context.weights_device or context.device)
-        self.op, self.skip_output = context.linear_op(name, is_column), False
+        self.op, self.skip_output = context.linear_op(info.name.removesuffix(".weight"), self.is_column), False
 
     @property
     def input_quantization(self) -> DelayedQuantization | None:
-        """The quantisation that the preceding operation applies; None if the layer quantises its input itself."""
         return self.op.gemm.input_quantization(self.op.input_layout(self.skip_output))
 
     def forward(self, inputs: Tensor | QuantizedActivation) -> Tensor:
@@ -286,39 +300,34 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """``y = x W^T`` with the outputs divided over the ranks: ``[s(/tp), b, in] -> [s, b, out/tp]``.
+    """``y = x W^T`` with the outputs divided over the ranks: ``[s(/tp), b, in] -> [s, b, out/tp]``. Its weight is a
+    :meth:`LayerContext.column_weight`."""
 
-    ``output_sections`` are the sizes of the matrices fused into one weight (query, key, value; gate, up): every rank
-    has its part of each, and its outputs are these parts side by side.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        input_size: int,
-        output_sections: Sequence[int],
-        context: LayerContext,
-        init_std: float,
-        width_mult: float = 1.0,
-    ) -> None:
-        info = context.column_weight(name, input_size, output_sections, init_std, width_mult)
-        super().__init__(name, info, context, is_column=True)
+    is_column = True
 
 
 class RowParallelLinear(_ParallelLinear):
-    """``y = x W^T`` with the inputs divided over the ranks: ``[s, b, in/tp] -> [s(/tp), b, out]``."""
+    """``y = x W^T`` with the inputs divided over the ranks: ``[s, b, in/tp] -> [s(/tp), b, out]``. Its weight is a
+    :meth:`LayerContext.row_weight`."""
 
-    def __init__(
-        self,
-        name: str,
-        input_size: int,
-        output_size: int,
-        context: LayerContext,
-        init_std: float,
-        width_mult: float = 1.0,
-    ) -> None:
-        info = context.row_weight(name, input_size, output_size, init_std, width_mult)
-        super().__init__(name, info, context, is_column=False)
+    is_column = False
+
+
+class SwiGLULinear(nn.Module):
+    """SwiGLU and the linear layer after it, of an MLP or of experts; under delayed FP8 scaling SwiGLU writes quantised
+    numbers. ``arguments`` are further ones of the layer."""
+
+    last_linear = "linear"
+
+    def __init__(self, kernel: SwiGLUKernel, linear: nn.Module) -> None:
+        super().__init__()
+        self.kernel, self.linear = kernel, linear
+
+    def forward(self, gate_up: Tensor, *arguments: Any) -> Tensor:  # [s/cp, b, 2 f / tp], of experts [m, 2 f / etp]
+        quantization = cast(QuantizingLinear, self.linear).input_quantization
+        activated = swiglu(gate_up, self.kernel, quantization)  # [s/cp, b, f / tp] or [m, f / etp]
+        output: Tensor = self.linear(activated, *arguments)  # [s/(cp tp), b, h] or [m, h]
+        return output
 
 
 class _AddBias(Function):
@@ -388,7 +397,7 @@ class VocabParallelWeight(nn.Module):
             fan_out_mult=config.width_mult,
         )
         self.weight = context.empty_parameter(info)
-        self.first_id = rank * info.local_shape[0]
+        self.first_id, self.num_ids = rank * info.local_shape[0], sum(info.section_rows)  # without padding
 
 
 class VocabParallelEmbedding(VocabParallelWeight):
