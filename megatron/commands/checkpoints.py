@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron.checkpoint.files import AnyPath
-    from megatron.checkpoint.hugging_face.weights import WeightsImport
     from megatron.checkpoint.manifest import Manifest
     from megatron.checkpoint.safetensors_file import Entry
     from megatron.checkpoint.schema import SavedState

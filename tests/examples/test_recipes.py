@@ -243,7 +243,9 @@ def test_all_stages_of_a_model_with_experts_are_planned_and_fit(
     # bf16 weights, fp32 gradients, and 12 bytes of optimizer state divided by the ranks with the same parameters.
     of_experts = moe_layers * experts * 3 * hidden * model.moe_ffn_hidden_size
     dense = found["total_parameters"] - of_experts
-    formula = dense / (tp * pp) * (6 + 12 / config.parallel.data_parallel_size(gpus)) + of_experts / (ep * pp) * (6 + 12 / 2)
+    formula = dense / (tp * pp) * (6 + 12 / config.parallel.data_parallel_size(gpus)) + of_experts / (ep * pp) * (
+        6 + 12 / 2
+    )
     assert sum(found["steady_bytes"].values()) / pp == pytest.approx(formula, rel=0.01)
     # Forward and backward, to the other expert-parallel ranks; and the counts of rows.
     of_layer = 4 * (config.seq_length // tp) * model.moe_router_topk * hidden * 2 * (ep - 1) // ep
