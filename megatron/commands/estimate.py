@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megatron.commands.tool import run_tool
 from megatron.flags import require_at_least, require_positive, values_of
+from megatron.planner import arithmetic
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
@@ -49,11 +50,11 @@ class Compute:
         require_at_least(1, values_of(self, "gpus"))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        # 2 forward and 4 backward per parameter and token, without attention (arXiv 2001.08361, section 2.1).
-        flops = 6 * self.parameters * self.tokens
-        hours = flops / (self.tflops * 1e12) / 3600
+        flops = arithmetic.training_flops(self.parameters, self.tokens)
+        seconds = arithmetic.training_seconds(flops, self.gpus, self.tflops * 1e12)
+        hours = arithmetic.gpu_hours(flops, self.tflops * 1e12)
         yield "FLOPs (6 N D)", f"{flops:.4g}"
-        yield "days", f"{hours / self.gpus / 24:,.1f}"
+        yield "days", f"{seconds / arithmetic.DAY:,.1f}"
         yield "GPU-hours", f"{hours:,.0f}"
         if self.price_per_gpu_hour is not None:
             yield "price", f"{hours * self.price_per_gpu_hour:,.0f}"
@@ -65,7 +66,7 @@ class Memory:
 
     parameters: float
     """Parameters of the model, or of a rank's part of it."""
-    zero: Literal[0, 1, 2, 3] = 0
+    zero: arithmetic.Zero = 0
     """Stage of ZeRO."""
     ranks: int = 1
     """Data-parallel ranks."""
@@ -77,9 +78,7 @@ class Memory:
         require_at_least(1, values_of(self, "ranks"))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        # ZeRO 1 divides main weight and moments in fp32, 2 also gradients, 3 also weights (arXiv 1910.02054, figure 1).
-        sizes = {1: 12.0, 2: self.gradient_bytes, 3: 2.0}
-        per_parameter = sum(size / (self.ranks if self.zero >= stage else 1) for stage, size in sizes.items())
+        per_parameter = arithmetic.state_bytes_per_parameter(self.zero, self.ranks, gradient=self.gradient_bytes)
         total = per_parameter * self.parameters
         yield "bytes per parameter and rank", f"{per_parameter:.4g}"
         yield "bytes per rank", f"{total / 1e12:,.4g} TB = {total / 2**40:,.4g} TiB"
@@ -100,8 +99,7 @@ class Communication:
         require_at_least(1, values_of(self, "ranks"))
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        # Every rank sends 2 (n - 1) / n times the size (Patarasuk and Yuan 2009).
-        seconds = 2 * (self.ranks - 1) / self.ranks * self.size_gb / self.gb_per_s
+        seconds = arithmetic.all_reduce_seconds(self.size_gb, self.ranks, self.gb_per_s)
         yield "seconds", f"{seconds:.4g}"
 
 
