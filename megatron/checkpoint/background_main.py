@@ -134,7 +134,8 @@ class Worker:
             self._report({"note": text})
 
         try:
-            self._housekeeping(job["root"]).retain(job["iteration"], *job["retained"], note, self._progress)
+            last, interval = job["retained"]
+            self._housekeeping(job["root"]).retain(job["iteration"], last, interval, note, self._progress)
         except CheckpointError as error:
             note(f"nothing more is deleted under {job['root']}: {error}")
 

@@ -4,14 +4,16 @@ import ast
 import inspect
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from textwrap import dedent, fill
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from megatron.flags import Argument, flag_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,12 @@ class Flag:
         return self.help.startswith("Accepted for Megatron-LM")
 
 
-@cache
+def cached(function: Callable[[type], T]) -> Callable[[type], T]:
+    """``functools.cache``: to mypy, a ``type[C]`` is not hashable."""
+    return cache(function)
+
+
+@cached
 def flags_of(config: type) -> tuple[Flag, ...]:
     """The flags of a dataclass in order. A field that is a dataclass is a group, whose flags stand among the others."""
     found: list[Flag] = []
@@ -90,7 +97,7 @@ def flags_of(config: type) -> tuple[Flag, ...]:
     return tuple(found)
 
 
-@cache
+@cached
 def groups_of(config: type) -> dict[str, type]:
     """The groups among the fields of a dataclass."""
     return {
@@ -98,7 +105,7 @@ def groups_of(config: type) -> dict[str, type]:
     }
 
 
-@cache
+@cached
 def docstrings(config: type) -> dict[str, str]:
     """The docstring under each field of a dataclass and of its base classes, in one line."""
     found: dict[str, str] = {}

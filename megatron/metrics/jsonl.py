@@ -186,22 +186,22 @@ class History:
         return default
 
 
-def read_history(path: str) -> History:
-    """Read the metrics file of ``--metrics``; a torn line is left out. Raises :class:`DataError`."""
+def read_history(path: str, flag: str = "--metrics") -> History:
+    """Read a metrics file, which ``flag`` names; a torn line is left out. Raises :class:`DataError`."""
     try:
         with Path(path).open(encoding="utf-8", errors="replace") as lines:
             found = (_record(line, _WITH_SHARED_KEYS.decode) for line in lines)
             records = [record for record in found if _is_number(record.get("iteration"))]
             is_empty = os.fstat(lines.fileno()).st_size == 0
     except OSError as error:
-        raise DataError(f"--metrics {path} cannot be read ({error.strerror}): check the path.") from error
+        raise DataError(f"{flag} {path} cannot be read ({error.strerror}): check the path.") from error
     iterations = [record for record in records if "lm_loss" in record]
     evaluations = [record for record in records if "lm_loss" not in record]
     losses = ("lm_loss", "validation_loss")
     if not any(_is_number(record.get(key)) for record in records for key in losses):
         what = "is empty" if is_empty else "has no losses"
         raise DataError(
-            f"--metrics {path} {what}: name the file that --metrics-jsonl of the run wrote, after its first record."
+            f"{flag} {path} {what}: name the file that --metrics-jsonl of the run wrote, after its first record."
         )
     return History(iterations, evaluations, _tokens(iterations))
 

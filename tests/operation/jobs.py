@@ -262,7 +262,9 @@ def _run_launcher(
     os.environ.update(variables)
     tempfile.tempdir = None
     if forks:
-        vars(agent)["start_rank"] = lambda handler, *rank: fork_rank(*rank, redirected_to(handler))
+        vars(agent)["start_rank"] = lambda handler, words, variables: fork_rank(
+            words, variables, redirected_to(handler)
+        )
     if prepare is not None:
         prepare()
     sys.exit(launch.main(words))

@@ -19,6 +19,7 @@ from megatron.core.ops.fp8 import (
     EagerQuantization,
     Fp8Format,
     Fp8Kernels,
+    Quantization,
     SeparateFp8WeightGradient,
     amax_of,
     widened_gemm,
@@ -69,7 +70,8 @@ def check_both_ways(tensor: Tensor, dtype: torch.dtype, layout: Layout, scale: f
     assert_same_operands(TRITON.quantize(tensor, target, amax), expected)
     for before in (0.0, 3e38, math.inf, math.nan):
         recorded = [torch.tensor([1.0, before, 1.0]) for _ in range(2)]
-        for quantization, amaxes in zip((TRITON, EAGER), recorded, strict=True):
+        quantizations: tuple[Quantization, ...] = (TRITON, EAGER)
+        for quantization, amaxes in zip(quantizations, recorded, strict=True):
             found = quantization.quantize_and_record(tensor, target, amaxes[1])
             assert_same_operands(found, expected)
         assert_same(*recorded)

@@ -131,7 +131,7 @@ def measured_level(path: Path, job: Job, flag: str = "--measured") -> Level:
 
     Raises :class:`UserError` if the file does not say which flags and how many ranks its run had, or has no times.
     """
-    history = read_history(flag, str(path))
+    history = read_history(str(path), flag)
     records = history.iterations
     starts = [number for number, record in enumerate(records) if _is_described(record)]
     if not starts:
