@@ -43,7 +43,7 @@ def command_lines(script: Path, commands: Sequence[str] = ()) -> list[Any]:
         sys.exit()
 
     source = script.read_text(encoding="utf-8")
-    starts = ("parse(", "run_tool,", "run_tool(", "run_benchmark(")
+    starts = ("parse(", "run_tool,", "run_tool(", "run_benchmark(", "run_benchmark,")
     if "__main__" in source and (script.stem in ENTRIES or any(word in source for word in starts)):
         for words in [[name] for name in commands] or [[]]:
             begin = mock.patch.object(sys, "argv", [script.name, *words])
