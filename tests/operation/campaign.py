@@ -1,12 +1,13 @@
 """Campaigns of random faults in jobs of two ranks.
 
-    python -m tests.operation.campaign jobs --count 20 [--seed S]
+    python -m tests.operation.campaign jobs --count 20 [--seed S] [--writers]
     python -m tests.operation.campaign hangs --count 200 [--seed S]
     python -m tests.operation.campaign kills --count 200 [--seed S] [--warm]
 
 ``jobs``: each seed is a job that is disturbed, started again as a scheduler would, until it is complete, and checked.
-It decides the layout, the faults (``--inject-fault``), and what happens to the launcher. Moments that a fault names
-repeat exactly, moments of signals to the launcher only roughly. docs/fault_cases.md lists what must hold.
+It decides the layout, the faults (``--inject-fault``), and what happens to the launcher, or which background process
+(of ``--async-save`` or ``--redundant-save``) is killed at which stage of a save. Moments that a fault names repeat
+exactly, moments of signals to the launcher only roughly. docs/fault_cases.md lists what must hold.
 
 ``hangs`` and ``kills`` break one job again and again (tests/operation/broken_job.py).
 """
@@ -20,19 +21,20 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.checkpoint.checkpointing import file_of_rank
 from megatron.checkpoint.directory import TRACKER
 from megatron.errors import ExitCode
 from megatron.features.faults.flags import FILE as INJECTED
 from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault, injected
 from megatron.operation import attempts
-from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, Flags, descendants, fork_training, words_of
+from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks
-from tests.operation.jobs import PRETRAIN, Launcher, cmdline, is_alive, kill_all, started_at
+from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all, started_at
 
 RANKS, ITERATIONS, SAVE_INTERVAL = 2, 24, 4
 LAST_FAULT = ITERATIONS - SAVE_INTERVAL
@@ -40,6 +42,8 @@ LAST_FAULT = ITERATIONS - SAVE_INTERVAL
 PATIENCE = 180.0
 """Seconds for one launch, with its restarts, on a machine that does much else."""
 MOST_LAUNCHES = 4
+
+Flags = Mapping[str, FlagValue]
 
 RUN: Flags = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": ITERATIONS, "eval_iters": 0}
 LAYOUTS: dict[str, Flags] = {
@@ -50,6 +54,8 @@ LAYOUTS: dict[str, Flags] = {
     "background": {"async_save": True, "async_save_timeout": 2, "num_workers": 1},
 }
 """``background``: a background writer and a loader thread for each rank."""
+MIRROR: Flags = {"async_save_timeout": 2}
+"""``--redundant-save`` with a copier for each rank; only for kills of copiers."""
 
 # --- the table of faults -------------------------------------------------------------------------------------
 
@@ -65,6 +71,9 @@ IN_BACKGROUND = ("failloader", "killwriter", "stopwriter")
 RARE = ("flip", "collective", "stoploader")
 """Kinds that need a layout of their own."""
 NUMBERS = {"exit": 7.0, "slow": 1.5, "delay": 0.02, "slowsave": 0.3}
+STAGES = ("idle", "writing", "committing")
+"""Of a background process: without a job; with a file to write; on rank 0 waiting for the others' files to commit, on
+another rank with its file written while rank 0 waits."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,19 @@ class Blow:
 
 
 @dataclass(frozen=True)
+class WriterKill:
+    """SIGKILL to the background process of a rank."""
+
+    stage: str
+    rank: int
+    iteration: int
+    """The checkpoint after which it comes, or in the next save."""
+
+    def __str__(self) -> str:
+        return f"SIGKILL to the background process of rank {self.rank}, {self.stage}, after iteration {self.iteration}"
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one seed does."""
 
@@ -89,6 +111,7 @@ class Plan:
     layout: str
     faults: tuple[Fault, ...]
     blow: Blow | None = None
+    writer: WriterKill | None = None
 
     @property
     def is_endless(self) -> bool:
@@ -101,12 +124,16 @@ class Plan:
         return [fault for fault in self.faults if fault.kind not in (*HARMLESS, *IN_BACKGROUND[1:])]
 
     def __str__(self) -> str:
-        parts = [",".join(map(str, self.faults)), str(self.blow or "")]
+        parts = [",".join(map(str, self.faults)), str(self.blow or ""), str(self.writer or "")]
         return f"seed {self.seed} {self.layout}: {'; '.join(part for part in parts if part)}"
 
 
-def make_plan(seed: int) -> Plan:
-    """The plan of a seed: one or two events that end an attempt, and sometimes one that does not."""
+def make_plan(seed: int, writers: bool = False) -> Plan:
+    """The plan of a seed: one or two events that end an attempt, and sometimes one that does not; or the kill of a
+    background process, with ``writers`` always."""
+    behind = random.Random(f"writer {seed}")
+    if behind.random() < 0.1 or writers:
+        return _writer_plan(seed, behind)
     rare = random.Random(f"rare {seed}")
     if rare.random() < 0.1:
         return _rare_plan(seed, rare)
@@ -142,6 +169,14 @@ def _rare_plan(seed: int, chance: random.Random) -> Plan:
         return Plan(seed, "data", (Fault(kind, ITERATION, first, rank=rank, target=target, number=bit),))
     layout = "background" if kind == "stoploader" else chance.choice(sorted(LAYOUTS))
     return Plan(seed, layout, (Fault(kind, ITERATION, first, rank=rank),))
+
+
+def _writer_plan(seed: int, chance: random.Random) -> Plan:
+    """The kill of a background process. Iterations take longer, so that there is time between saves."""
+    iteration = SAVE_INTERVAL * chance.randint(1, LAST_FAULT // SAVE_INTERVAL - 1)
+    kill = WriterKill(chance.choice(STAGES), chance.randrange(RANKS), iteration)
+    delay = Fault("delay", ITERATION, 1, ITERATIONS, number=0.05)
+    return Plan(seed, chance.choice(("background", "mirror")), (delay,), writer=kill)
 
 
 def _fatal(chance: random.Random, layout: str) -> Fault:
@@ -193,12 +228,18 @@ class DisturbedJob:
     commits: dict[int, bytes] = field(default_factory=dict)
     """Manifest of every checkpoint that was ever seen, by iteration."""
     violations: list[str] = field(default_factory=list)
+    is_writer_killed: bool = False
     _family: set[tuple[int, str]] = field(default_factory=set)
     """Every process of the job that was seen: its number and when it was started."""
 
     @property
     def save(self) -> Path:
         return self.directory / "save"
+
+    @property
+    def written(self) -> Path:
+        """Where the background processes write."""
+        return self.directory / "mirror" if self.plan.layout == "mirror" else self.save
 
     @property
     def temporary(self) -> Path:
@@ -226,8 +267,10 @@ class DisturbedJob:
         self.launches.append(Launch(launcher.process.exitcode, self.injected() - before, launcher.text()))
 
     def _words(self) -> list[str]:
-        flags = {**RUN, **LAYOUTS[self.plan.layout], "save": self.save, "load": self.save}
+        flags = {**RUN, **layout_flags(self.plan.layout), "save": self.save, "load": self.save}
         flags |= {"save_interval": SAVE_INTERVAL}
+        if self.written != self.save:
+            flags["redundant_save"] = self.written
         # After a repetition of the endless fault the job must end with 93; then it goes on without it.
         is_over = bool(self.launches) and self.plan.is_endless
         if self.plan.faults and not is_over:
@@ -245,6 +288,7 @@ class DisturbedJob:
     def _watch(self, launcher: Launcher, blow: Blow | None) -> None:
         """Until the launcher has ended: note commits and processes, and hit it when that is due."""
         deadline, due, noted = time.monotonic() + PATIENCE, math.inf, 0.0
+        killer = None if self.plan.writer is None else WriterKiller(self.plan.writer, self.written, launcher.pid)
         while launcher.process.exitcode is None:
             now = time.monotonic()
             if now > deadline:
@@ -259,6 +303,8 @@ class DisturbedJob:
                 with suppress(ProcessLookupError):
                     launcher.signal(blow.number)
                 blow, due = None, math.inf
+            if killer is not None and not self.is_writer_killed:
+                self.is_writer_killed = killer.act()
             self.note_commits()
             launcher.process.join(0.02)
         self.note_commits()
@@ -286,6 +332,55 @@ class DisturbedJob:
         return {fault for fault, _ in injected(self.save / INJECTED)}
 
 
+class WriterKiller:
+    """Kills the background process of a rank below ``launcher``, which writes to ``root``."""
+
+    def __init__(self, kill: WriterKill, root: Path, launcher: int) -> None:
+        self._kill, self._root, self._launcher = kill, root, launcher
+        self._stopped: int | None = None
+        """A process that must not go on before the kill: its own while it has a file to write; while a commit is waited
+        for, the other rank's."""
+        self._due = math.inf
+
+    def act(self) -> bool:
+        """Do what is due; whether the kill has happened."""
+        if self._stopped is None:
+            if not (self._root / f"iter_{self._kill.iteration:07d}").exists():
+                return False
+            if self._kill.stage == "idle":
+                return self._signal(self._kill.rank, signal.SIGKILL) is not None
+            other = self._kill.rank if self._kill.stage == "writing" else 1 - self._kill.rank
+            self._stopped = self._signal(other, signal.SIGSTOP)
+            return False
+        if not self._is_at_stage():
+            return False
+        self._signal(self._kill.rank, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self._stopped, signal.SIGCONT)
+        return True
+
+    def _is_at_stage(self) -> bool:
+        """Some time after the directory of the save is there, or the file of the rank that has to write it."""
+        sign = "" if self._kill.stage == "writing" else f"/{file_of_rank(self._kill.rank)}"
+        if self._due == math.inf and list(self._root.glob(f".iter_*.saving-*{sign}")):
+            self._due = time.monotonic() + 0.15
+        return time.monotonic() >= self._due
+
+    def _signal(self, rank: int, number: signal.Signals) -> int | None:
+        """Send a signal to the background process of ``rank``; its number, if it exists."""
+        for pid in descendants(self._launcher):
+            is_writer = b"megatron.checkpoint.background_main" in cmdline(pid).split(b"\0")
+            if is_writer and environment_of(pid).get("RANK") == str(rank):
+                with suppress(OSError):
+                    os.kill(pid, number)
+                    return pid
+        return None
+
+
+def layout_flags(layout: str) -> Flags:
+    return MIRROR if layout == "mirror" else LAYOUTS[layout]
+
+
 def _has_logged(launcher: Launcher, iteration: int) -> bool:
     return iteration == 0 or f"] iteration {iteration:8d}/" in launcher.text()
 
@@ -303,8 +398,16 @@ def check(job: DisturbedJob, reference: Path) -> list[str]:
     found += campaign_checks.check_attempts(job.save)
     if plan.blow is None:
         found += campaign_checks.check_reports(plan.fatal, campaign_checks.read_reports(job.save))
-        if any(fault.kind in IN_BACKGROUND[1:] for fault in plan.faults):
-            found += campaign_checks.check_writer(job.save, reference, len(attempts.read_attempts(job.save)))
+    if plan.writer is not None:
+        if not job.is_writer_killed:
+            found.append("the background process was never killed")
+        num_attempts = len(attempts.read_attempts(job.save))
+        # One save, or two copies: its own, and the one that would have begun meanwhile.
+        most_missing = 1 if job.written == job.save else 2
+        found += campaign_checks.check_writer(job.written, reference, num_attempts, most_missing)
+        if job.written != job.save:
+            found += campaign_checks.check_bits(job.written, reference)
+            found += campaign_checks.check_leftovers(job.written, job.temporary)
     return found
 
 
@@ -330,19 +433,27 @@ def check_exit_code(one: Launch, plan: Plan, is_first: bool) -> list[str]:
 # --- the campaign --------------------------------------------------------------------------------------------
 
 
-def undisturbed_run(references: Path, layout: str) -> Path:
-    """The directory with the checkpoints of the undisturbed run, one of each layout below ``references``."""
-    save = references / layout
-    if not (save / TRACKER).exists():
-        flags = {**RUN, **LAYOUTS[layout], "save": save, "save_interval": SAVE_INTERVAL}
-        fork_training(words_of(flags), RANKS).succeeded()
-    return save
+class References:
+    """The undisturbed runs, one of each layout."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def checkpoints(self, layout: str) -> Path:
+        """The directory with the checkpoints of the undisturbed run."""
+        save = self._directory / layout
+        if not (save / TRACKER).exists():
+            flags = {**RUN, **layout_flags(layout), "save": save, "save_interval": SAVE_INTERVAL}
+            fork_training(words_of(flags), RANKS).succeeded()
+        return save
 
 
-def run_seed(seed: int, directory: Path, references: Path, forks: bool = True) -> tuple[DisturbedJob, list[str]]:
+def run_seed(
+    seed: int, directory: Path, references: References, forks: bool = True, writers: bool = False
+) -> tuple[DisturbedJob, list[str]]:
     """Run the job of a seed; its violations."""
-    plan = make_plan(seed)
-    reference = undisturbed_run(references, plan.layout)
+    plan = make_plan(seed, writers)
+    reference = references.checkpoints(plan.layout)
     job = DisturbedJob(plan, directory, forks)
     job.run()
     return job, check(job, reference)
@@ -350,8 +461,9 @@ def run_seed(seed: int, directory: Path, references: Path, forks: bool = True) -
 
 def report(job: DisturbedJob, violations: Sequence[str]) -> str:
     """What a failing seed has done, and how to repeat it."""
+    writers = " --writers" if job.plan.writer is not None else ""
     lines = [f"FAILED: {job.plan}", *(f"  - {violation}" for violation in violations)]
-    lines += [f"  repeat it: python -m tests.operation.campaign jobs --count 1 --seed {job.plan.seed} --keep"]
+    lines += [f"  repeat it: python -m tests.operation.campaign jobs --count 1 --seed {job.plan.seed} --keep{writers}"]
     lines += [f"  exit codes: {[one.exit_code for one in job.launches]}"]
     lines += [line for one in job.launches for line in one.log.splitlines()[-40:]]
     return "\n".join(lines)
@@ -359,10 +471,10 @@ def report(job: DisturbedJob, violations: Sequence[str]) -> str:
 
 def run_jobs(options: argparse.Namespace, base: Path) -> bool:
     """Run the jobs of some seeds; whether all held."""
-    failed, started = [], time.monotonic()
+    failed, started, references = [], time.monotonic(), References(base / "references")
     for seed in range(options.seed, options.seed + options.count):
         began = time.monotonic()
-        job, violations = run_seed(seed, base / str(seed), base / "references", not options.no_fork)
+        job, violations = run_seed(seed, base / str(seed), references, not options.no_fork, options.writers)
         codes = "/".join(str(one.exit_code) for one in job.launches)
         print(f"{job.plan}: exit {codes}, {time.monotonic() - began:.1f} s", flush=True)
         if violations:
@@ -382,6 +494,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--keep", action="store_true", help="keep the files of what has failed")
     parser.add_argument("--no-fork", action="store_true", help="start the ranks as usual: 3 to 5 s of CPU each")
+    parser.add_argument("--writers", action="store_true", help="jobs: only kills of background processes")
     parser.add_argument("--rendezvous", nargs="+", default=["c10d", "static", "standalone"], help="kills")
     parser.add_argument("--warm", action="store_true", help="kills: with warm processes, which each kill waits for")
     options = parser.parse_args()

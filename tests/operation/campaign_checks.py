@@ -160,10 +160,11 @@ def check_reports(faults: Sequence[Fault], reports: Sequence[Mapping[str, Any]])
     return found
 
 
-def check_writer(save: Path, reference: Path, attempts: int) -> list[str]:
-    """A background writer that is killed or stopped restarts nothing, and costs at most one of its saves."""
-    found = [] if attempts == 1 else [f"{attempts} attempts after the end of a background writer"]
-    missing = {path.name for path in reference.glob("iter_*")} - {path.name for path in save.glob("iter_*")}
-    if len(missing) > 1:
-        found.append(f"after the end of one background writer {sorted(missing)} are missing in {save}")
+def check_writer(written: Path, reference: Path, attempts: int, most_missing: int) -> list[str]:
+    """The kill of a background process, which writes to ``written``, restarts nothing, and costs at most so many of its
+    saves or copies."""
+    found = [] if attempts == 1 else [f"{attempts} attempts after the kill of a background process"]
+    missing = {path.name for path in reference.glob("iter_*")} - {path.name for path in written.glob("iter_*")}
+    if len(missing) > most_missing:
+        found.append(f"after the kill of one background process {sorted(missing)} are missing in {written}")
     return found
