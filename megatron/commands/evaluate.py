@@ -228,9 +228,7 @@ def figures(one: SetLoss) -> dict[str, float | int | None]:
 def describe(name: str, row: dict[str, Any]) -> str:
     """A line for people."""
     formats = {"loss": ".6f", "perplexity": ".6g", "bits_per_byte": ".6f"}
-    words = [
-        f"{key.replace('_', ' ')} {row[key]:{form}}" for key, form in formats.items() if row[key] is not None
-    ]
+    words = [f"{key.replace('_', ' ')} {row[key]:{form}}" for key, form in formats.items() if row[key] is not None]
     counts = [f"{row[key]:,} {key}" for key in ("tokens", "bytes", "documents") if row[key] is not None]
     return f"{name}: {', '.join(words) or 'the loss is not finite'} ({', '.join(counts)})"
 

@@ -23,9 +23,7 @@ UNIFORM = math.log(257)
         ("--lr 1 -- -- --a 2 -- --b", ["--lr", "1"], ["--model", "tiny"], [["--a", "2"], ["--b"]]),
     ],
 )
-def test_flags_are_divided_at_dashes(
-    words: str, mine: list[str], common: list[str], layouts: list[list[str]]
-) -> None:
+def test_flags_are_divided_at_dashes(words: str, mine: list[str], common: list[str], layouts: list[list[str]]) -> None:
     assert split_arguments(words.split()) == (mine, common, layouts)
 
 
