@@ -68,10 +68,10 @@ def check_both_ways(tensor: Tensor, dtype: torch.dtype, layout: Layout, scale: f
     target, amax = Fp8Format(torch.tensor([0.0, scale, 0.0])[1], dtype, layout), amax_of(tensor)
     expected = EAGER.quantize(tensor, target, amax)
     assert_same_operands(TRITON.quantize(tensor, target, amax), expected)
+    kernels: tuple[Quantization, ...] = (TRITON, EAGER)
     for before in (0.0, 3e38, math.inf, math.nan):
         recorded = [torch.tensor([1.0, before, 1.0]) for _ in range(2)]
-        quantizations: tuple[Quantization, ...] = (TRITON, EAGER)
-        for quantization, amaxes in zip(quantizations, recorded, strict=True):
+        for quantization, amaxes in zip(kernels, recorded, strict=True):
             found = quantization.quantize_and_record(tensor, target, amaxes[1])
             assert_same_operands(found, expected)
         assert_same(*recorded)
