@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from megatron.errors import ExitCode
 from megatron.features.faults.flags import FILE as INJECTED
 from megatron.features.faults.flags import ITERATION, LOAD, SAVE, START, Fault, injected
 from megatron.operation import attempts
-from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, FlagValue, descendants, fork_training, words_of
+from tests.end_to_end.run_process import ENVIRONMENT, TINY_RUN, Flags, descendants, fork_training, words_of
 from tests.operation import broken_job, campaign_checks
 from tests.operation.jobs import PRETRAIN, Launcher, cmdline, environment_of, is_alive, kill_all, started_at
 
@@ -42,8 +42,6 @@ LAST_FAULT = ITERATIONS - SAVE_INTERVAL
 PATIENCE = 180.0
 """Seconds for one launch, with its restarts, on a machine that does much else."""
 MOST_LAUNCHES = 4
-
-Flags = Mapping[str, FlagValue]
 
 RUN: Flags = {**TINY_RUN, "mock_data": True, "vocab_size": 384, "train_iters": ITERATIONS, "eval_iters": 0}
 LAYOUTS: dict[str, Flags] = {
@@ -433,27 +431,21 @@ def check_exit_code(one: Launch, plan: Plan, is_first: bool) -> list[str]:
 # --- the campaign --------------------------------------------------------------------------------------------
 
 
-class References:
-    """The undisturbed runs, one of each layout."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def checkpoints(self, layout: str) -> Path:
-        """The directory with the checkpoints of the undisturbed run."""
-        save = self._directory / layout
-        if not (save / TRACKER).exists():
-            flags = {**RUN, **layout_flags(layout), "save": save, "save_interval": SAVE_INTERVAL}
-            fork_training(words_of(flags), RANKS).succeeded()
-        return save
+def undisturbed_run(references: Path, layout: str) -> Path:
+    """The directory with the checkpoints of the undisturbed run, one of each layout below ``references``."""
+    save = references / layout
+    if not (save / TRACKER).exists():
+        flags = {**RUN, **layout_flags(layout), "save": save, "save_interval": SAVE_INTERVAL}
+        fork_training(words_of(flags), RANKS).succeeded()
+    return save
 
 
 def run_seed(
-    seed: int, directory: Path, references: References, forks: bool = True, writers: bool = False
+    seed: int, directory: Path, references: Path, forks: bool = True, writers: bool = False
 ) -> tuple[DisturbedJob, list[str]]:
     """Run the job of a seed; its violations."""
     plan = make_plan(seed, writers)
-    reference = references.checkpoints(plan.layout)
+    reference = undisturbed_run(references, plan.layout)
     job = DisturbedJob(plan, directory, forks)
     job.run()
     return job, check(job, reference)
@@ -471,10 +463,10 @@ def report(job: DisturbedJob, violations: Sequence[str]) -> str:
 
 def run_jobs(options: argparse.Namespace, base: Path) -> bool:
     """Run the jobs of some seeds; whether all held."""
-    failed, started, references = [], time.monotonic(), References(base / "references")
+    failed, started = [], time.monotonic()
     for seed in range(options.seed, options.seed + options.count):
         began = time.monotonic()
-        job, violations = run_seed(seed, base / str(seed), references, not options.no_fork, options.writers)
+        job, violations = run_seed(seed, base / str(seed), base / "references", not options.no_fork, options.writers)
         codes = "/".join(str(one.exit_code) for one in job.launches)
         print(f"{job.plan}: exit {codes}, {time.monotonic() - began:.1f} s", flush=True)
         if violations:

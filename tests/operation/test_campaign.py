@@ -19,10 +19,10 @@ from tests.operation.campaign import (
     DisturbedJob,
     Launch,
     Plan,
-    References,
     check_exit_code,
     make_plan,
     run_seed,
+    undisturbed_run,
 )
 from tests.operation.campaign_checks import (
     check_attempts,
@@ -37,8 +37,8 @@ from tests.operation.campaign_checks import (
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("references"))
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("references")
 
 
 USUAL = (1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 13, 14, 16)
@@ -52,7 +52,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("seed", "writers"), CASES)
-def test_a_disturbed_job_ends_as_undisturbed(tmp_path: Path, references: References, seed: int, writers: bool) -> None:
+def test_a_disturbed_job_ends_as_undisturbed(tmp_path: Path, references: Path, seed: int, writers: bool) -> None:
     job, violations = run_seed(seed, tmp_path / "job", references, writers=writers)
     assert not writers or (job.plan.writer is not None and job.plan.writer.stage != "idle")
     assert not violations, campaign.report(job, violations)
@@ -83,8 +83,8 @@ def test_plans_are_repeatable_and_cover_the_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(references: References) -> Path:
-    return references.checkpoints("data")
+def undisturbed(references: Path) -> Path:
+    return undisturbed_run(references, "data")
 
 
 @pytest.fixture
