@@ -94,7 +94,10 @@ def save_derived(
 
     copied = flags_of_copy(tokenizer, iteration_directory(Path(save), iteration).resolve() / COPY)
     precision, generation = source.flag_group("precision", PrecisionConfig), source.generation_config
-    furnish = lambda saving: copy_tokenizer_of(tokenizer, saving / COPY)  # noqa: E731
+
+    def furnish(saving: Path) -> None:
+        copy_tokenizer_of(tokenizer, saving / COPY)
+
     return save_weights(save, iteration, model, architecture, precision, copied, progress, generation, furnish)
 
 

@@ -183,9 +183,16 @@ def from_hugging_face(config: FromHuggingFace, progress: Progress) -> str:
     copied = iteration_directory(root, config.iteration).resolve() / COPY
     tokenizer = tokenizer_of(source, copied, model.architecture.vocab_size)
     command = save_weights(
-        config.save, config.iteration, model, model.architecture, precision_of(model.dtype), tokenizer, progress,
-        model.model.description.generation_config, lambda saving: copy_tokenizer(source, saving / COPY),
-    )  # fmt: skip
+        config.save,
+        config.iteration,
+        model,
+        model.architecture,
+        precision_of(model.dtype),
+        tokenizer,
+        progress,
+        model.model.description.generation_config,
+        lambda saving: copy_tokenizer(source, saving / COPY),
+    )
     left_out = model.model.describe_left_out()
     return (
         f"wrote {model.architecture.num_parameters():,} parameters to {iteration_directory(root, config.iteration)}\n"

@@ -27,16 +27,9 @@ from tests.storage_watch import PeakWatch, StorageWatch
 
 LAYERS, LENGTH, ROWS, ITEM = 4, 32, 2, 8
 MODEL = TransformerConfig(
-    num_layers=LAYERS,
-    hidden_size=32,
-    ffn_hidden_size=80,
-    num_attention_heads=6,
-    num_query_groups=2,
-    kv_channels=8,
-    vocab_size=8,
-    padded_vocab_size=8,
-    max_position_embeddings=LENGTH,
-)
+    num_layers=LAYERS, hidden_size=32, ffn_hidden_size=80, num_attention_heads=6, num_query_groups=2,
+    kv_channels=8, vocab_size=8, padded_vocab_size=8, max_position_embeddings=LENGTH,
+)  # fmt: skip
 H, Q, G, F, N = (
     MODEL.hidden_size,
     MODEL.query_size,

@@ -18,37 +18,19 @@ from megatron.checkpoint.hugging_face.weights import HuggingFaceImport
 from megatron.core.parameter import Box, ParameterInfo, columns_box, sharded_boxes
 
 LLAMA = TransformerConfig(
-    num_layers=2,
-    hidden_size=12,
-    ffn_hidden_size=10,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    vocab_size=17,
-    padded_vocab_size=17,
-    max_position_embeddings=64,
-)
+    num_layers=2, hidden_size=12, ffn_hidden_size=10, num_attention_heads=4, num_query_groups=2,
+    kv_channels=6, vocab_size=17, padded_vocab_size=17, max_position_embeddings=64,
+)  # fmt: skip
 MIXTRAL = replace(
     LLAMA, num_layers=3, hidden_size=16, ffn_hidden_size=24, kv_channels=8, num_experts=4, moe_ffn_hidden_size=24
 )
 QWEN3_MOE = replace(MIXTRAL, qk_layernorm=True, moe_ffn_hidden_size=8, moe_router_topk=3, moe_layer_freq="[1,1,0]")
 SCOUT = replace(
-    MIXTRAL,
-    num_layers=4,
-    use_rope_scaling=True,
-    rope_scaling_factor=16.0,
-    rope_scaling_high_freq_factor=1.0,
-    qk_l2_norm=True,
-    no_rope_freq="4",
-    attention_chunk_size=8,
-    attention_temperature_tuning=True,
-    attention_temperature_floor=4,
-    moe_ffn_hidden_size=6,
-    moe_router_topk=1,
-    moe_router_score_function="sigmoid",
-    moe_shared_expert_intermediate_size=6,
-    moe_apply_probs_on_input=True,
-)
+    MIXTRAL, num_layers=4, use_rope_scaling=True, rope_scaling_factor=16.0, rope_scaling_high_freq_factor=1.0,
+    qk_l2_norm=True, no_rope_freq="4", attention_chunk_size=8, attention_temperature_tuning=True,
+    attention_temperature_floor=4, moe_ffn_hidden_size=6, moe_router_topk=1,
+    moe_router_score_function="sigmoid", moe_shared_expert_intermediate_size=6, moe_apply_probs_on_input=True,
+)  # fmt: skip
 MAVERICK = replace(SCOUT, use_rope_scaling=False, qk_l2_norm=False, moe_layer_freq="[0,1,0,1]")
 MAVERICK = replace(MAVERICK, rope_scaling_factor=8.0, rope_scaling_high_freq_factor=4.0)
 

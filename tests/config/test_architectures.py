@@ -71,16 +71,10 @@ def test_the_number_of_layers_of_a_pattern_is_compared() -> None:
 
 
 DENSE_FIRST = replace(
-    preset("tiny-moe"),
-    moe_layer_freq="([0,1])*2",
-    moe_router_score_function="sigmoid",
-    moe_router_topk=3,
-    moe_router_topk_scaling_factor=2.5,
-    moe_router_num_groups=4,
-    moe_router_group_topk=2,
-    moe_router_enable_expert_bias=True,
-    moe_shared_expert_intermediate_size=96,
-)
+    preset("tiny-moe"), moe_layer_freq="([0,1])*2", moe_router_score_function="sigmoid", moe_router_topk=3,
+    moe_router_topk_scaling_factor=2.5, moe_router_num_groups=4, moe_router_group_topk=2,
+    moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=96,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("model", [preset("tiny"), preset("tiny-moe"), DENSE_FIRST])

@@ -27,16 +27,9 @@ from tests.storage_watch import PeakWatch
 
 VOCABULARY = 256
 WIDE = TransformerConfig(
-    num_layers=2,
-    hidden_size=64,
-    ffn_hidden_size=192,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=16,
-    vocab_size=VOCABULARY,
-    padded_vocab_size=VOCABULARY,
-    max_position_embeddings=1,
-)
+    num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=4, num_query_groups=4,
+    kv_channels=16, vocab_size=VOCABULARY, padded_vocab_size=VOCABULARY, max_position_embeddings=1,
+)  # fmt: skip
 
 
 def step(kind: ContextParallelType, length: int, in_documents: bool) -> tuple[int, float]:

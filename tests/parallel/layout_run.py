@@ -56,17 +56,9 @@ from tests.stand_ins import transformer_engine
 
 CPU = torch.device("cpu")
 MODEL = TransformerConfig(
-    num_layers=2,
-    hidden_size=32,
-    ffn_hidden_size=48,
-    num_attention_heads=8,
-    num_query_groups=4,
-    kv_channels=4,
-    vocab_size=90,
-    padded_vocab_size=96,
-    max_position_embeddings=16,
-    use_rope_scaling=True,
-)
+    num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=8, num_query_groups=4,
+    kv_channels=4, vocab_size=90, padded_vocab_size=96, max_position_embeddings=16, use_rope_scaling=True,
+)  # fmt: skip
 TIED_MODEL = replace(MODEL, untie_embeddings_and_output_weights=False)
 DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)

@@ -44,16 +44,9 @@ from tests.rank_pool import RankPool
 
 RANKS = 4
 FOUR_MILLION = TransformerConfig(
-    num_layers=4,
-    hidden_size=256,
-    ffn_hidden_size=768,
-    num_attention_heads=4,
-    num_query_groups=4,
-    kv_channels=64,
-    vocab_size=2048,
-    padded_vocab_size=2048,
-    max_position_embeddings=16,
-)
+    num_layers=4, hidden_size=256, ffn_hidden_size=768, num_attention_heads=4, num_query_groups=4,
+    kv_channels=64, vocab_size=2048, padded_vocab_size=2048, max_position_embeddings=16,
+)  # fmt: skip
 WITH_EXPERTS = replace(FOUR_MILLION, num_experts=4, moe_ffn_hidden_size=512)
 
 
