@@ -56,8 +56,8 @@ class OverfitCheck:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str], list[list[str]]]:
-    """The flags of this tool; those of all runs (architecture, precision, kernels), and those of each layout, which are
-    the groups of flags after each ``--``."""
+    """Three lists of flags: for this tool, for all runs (architecture, precision, kernels), and one list per layout.
+    Each ``--`` begins the next list."""
     groups: list[list[str]] = [[]]
     for word in arguments:
         if word == "--":

@@ -34,7 +34,8 @@ _PASSES = 1 << 40  # more than any run has
 
 @dataclass(frozen=True)
 class TokenArray:
-    """All tokens of a text in memory, read as those of an :class:`~megatron.data.indexed_dataset.IndexedDataset`."""
+    """The tokens of one text in memory, with the reading methods of an
+    :class:`~megatron.data.indexed_dataset.IndexedDataset`."""
 
     ids: npt.NDArray[Any]
 

@@ -60,7 +60,7 @@ _UNFINISHED = "\ufffd"
 
 
 class TextStream:
-    """The text of growing ids after those of a prompt, in parts that add up to the text of all ids."""
+    """Decodes generated ids step by step: the parts add up to the text of the prompt and all ids."""
 
     # The text of an id may depend on the id before it (a space at the beginning). So a part is the difference of two
     # short texts: of the ids of the last part, and of the same ids with the new ones.

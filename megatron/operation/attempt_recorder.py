@@ -7,12 +7,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from megatron.errors import ExitCode
 from megatron.operation.attempts import (
@@ -52,20 +50,27 @@ class Beginning:
         return cls(time.time() - age_s, time.monotonic_ns() - round(age_s * 1e9))
 
 
-FailureFacts = Mapping[str, Any]
-"""What the record of an attempt has of its failure: the fields ``cause``, ``rank`` and ``host`` as far as they are
-known."""
-# The watchdog ended the attempt, so that the time since the last sign of life is a hang.
-_HANGS = (Cause.HANG, Cause.STOPPED_PROCESS)
+@dataclass(frozen=True)
+class FailureFacts:
+    """What the record of an attempt has of its failure, as far as it is known."""
+
+    cause: str | None = None
+    rank: int | None = None
+    host: str | None = None
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether the watchdog ended the attempt, so that the time since the last sign of life is a hang."""
+        return self.cause in (Cause.HANG, Cause.STOPPED_PROCESS)
 
 
-def reported_failure(directory: Path, since: float) -> FailureFacts:
+def reported_failure(directory: Path, since: float) -> FailureFacts | None:
     """The failure in RUN_DIR/failure.json, if it is not older than ``since`` (seconds since the epoch)."""
     found = read_failure(directory / FILE) or {}
     moment, kinds = found.get("time"), {"cause": str, "rank": int, "host": str}
     if not isinstance(moment, int | float) or moment < since:
-        return {}
-    return {name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)}
+        return None
+    return FailureFacts(**{name: found[name] for name, kind in kinds.items() if isinstance(found.get(name), kind)})
 
 
 def outcome_of(exit_codes: Iterable[int]) -> Outcome:
@@ -136,12 +141,14 @@ class AttemptRecorder:
         snapshot: Snapshot | None,
         outcome: Outcome,
         exit_code: int | None,
-        failure: FailureFacts = MappingProxyType({}),
+        failure: FailureFacts | None = None,
         ended_ns: int | None = None,
     ) -> None:
         """Append the record to attempts.jsonl. The attempt ended now, or at ``ended_ns`` of the monotonic clock."""
-        self._measure(snapshot, self._now_ns() if ended_ns is None else ended_ns, failure.get("cause") in _HANGS)
-        self.attempt = ended(replace(self.attempt, **failure), outcome, exit_code)
+        failure = failure or FailureFacts()
+        self._measure(snapshot, self._now_ns() if ended_ns is None else ended_ns, failure.is_hang)
+        facts = replace(self.attempt, cause=failure.cause, rank=failure.rank, host=failure.host)
+        self.attempt = ended(facts, outcome, exit_code)
         self._try(lambda: append_attempt(self._directory, self.attempt))
         if self._has_lock:
             remove_current(self._directory)
@@ -208,7 +215,7 @@ class LaunchedAttempts:
         if self._recorder is None and outcome == "failed" and exit_code != ExitCode.ACTION_REQUIRED:
             self._recorder = self._record(hosts=(socket.gethostname(),), has_lock=False)
         if self._recorder is not None and self._run_dir is not None:
-            failure = reported_failure(self._run_dir, self._beginning.epoch) if outcome == "failed" else {}
+            failure = reported_failure(self._run_dir, self._beginning.epoch) if outcome == "failed" else None
             self._recorder.finish(self._memory.read(local_rank), outcome, exit_code, failure)
 
     def stop_requested(self) -> None:
@@ -265,7 +272,7 @@ class RecorderThread:
         while not self._is_over.wait(POLL_SECONDS):
             self._recorder.update(self._heartbeat.snapshot())
 
-    def finish(self, outcome: Outcome, exit_code: int | None, failure: FailureFacts) -> None:
+    def finish(self, outcome: Outcome, exit_code: int | None, failure: FailureFacts | None) -> None:
         self._is_over.set()
         self._thread.join()
         self._recorder.finish(self._heartbeat.snapshot(), outcome, exit_code, failure)

@@ -133,14 +133,18 @@ def failure_of_ends(ends: Sequence[RankEnd], exit_code: int, out_of_memory: bool
     """Why an attempt failed whose ranks ended so; ``out_of_memory``: the kernel has killed a process for memory."""
     first = min(ends, key=RankEnd.precedence)
     checkpoints = [one.committed_iteration for one in ends if one.committed_iteration is not None]
-    places = ("iteration", "microbatch", "section", *(("rank", "local_rank", "host") if first.is_local else ()))
     return Failure(
         cause=_cause(first, out_of_memory),
         message=_message(first, out_of_memory),
         exit_code=exit_code,
         stack=None if first.text is None else first.text[-_MOST_TEXT:],
         last_checkpoint=max(checkpoints, default=None),
-        **{name: getattr(first, name) for name in places},
+        rank=first.rank if first.is_local else None,
+        local_rank=first.local_rank if first.is_local else None,
+        host=first.host if first.is_local else None,
+        iteration=first.iteration,
+        microbatch=first.microbatch,
+        section=first.section,
     )
 
 

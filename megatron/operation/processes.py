@@ -75,8 +75,8 @@ def is_running(pid: int) -> bool:
 
 
 def stat_of(pid: int | str, proc: str = "/proc") -> list[str]:
-    """What the kernel says of a process: its state, its parent, and so on (proc(5), from the third field on); empty if
-    it has gone, or the system does not tell."""
+    """The fields of ``/proc/PID/stat`` from the third on: state, parent, ... (proc(5)); empty if the process has ended
+    or there is no ``/proc``."""
     with suppress(OSError):
         # "pid (name) state parent ...": the name may contain blanks and parentheses.
         return Path(f"{proc}/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

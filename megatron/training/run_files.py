@@ -33,6 +33,7 @@ from megatron.errors import ExitCode, NoProgressError, UserError, cause_of
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,
     Beginning,
+    FailureFacts,
     RecorderThread,
     outcome_of,
     process_age_s,
@@ -389,7 +390,7 @@ def attempt_recorded(context: "RunContext") -> Iterator[AttemptEnd]:
                 directory, beginning, control.size, hosts, context.warn_rank0, counts_from=counts_from
             )
             thread = RecorderThread(recorder, heartbeat)
-    facts: Mapping[str, Any] = {}
+    facts: FailureFacts | None = None
 
     def check() -> None:
         if refusal is not None:
@@ -403,7 +404,7 @@ def attempt_recorded(context: "RunContext") -> Iterator[AttemptEnd]:
     except Exception as error:
         end.exit_code = error.exit_code if isinstance(error, UserError) else ExitCode.CRASH
         # Another rank may have failed first, and this one as a consequence.
-        facts = reported_failure(directory, beginning.epoch) or {"cause": cause_of(error)}
+        facts = reported_failure(directory, beginning.epoch) or FailureFacts(cause_of(error))
         raise
     finally:
         if thread is not None:

@@ -17,6 +17,7 @@ from megatron.operation import attempt_recorder, heartbeat
 from megatron.operation.attempt_recorder import (
     AttemptRecorder,
     Beginning,
+    FailureFacts,
     LaunchedAttempts,
     outcome_of,
     reported_failure,
@@ -179,7 +180,7 @@ def test_classes_add_up_to_wall_time_whenever_a_run_is_killed_or_rolls_back(seed
                 process.since_commit -= open_s if section == "step" else 0.0
                 process.truth["hang"] += open_s + hang_s
                 clock.pass_by(hang_s)
-                recorder.finish(beat.snapshot(), "failed", 1, {"cause": "hang", "rank": 1, "host": "a"})
+                recorder.finish(beat.snapshot(), "failed", 1, FailureFacts("hang", 1, "a"))
             elif kind == "failed":
                 recorder.finish(beat.snapshot(), "failed", -9)
             else:  # the recorder dies, too, some time after its last record
@@ -319,13 +320,12 @@ def test_outcome(codes: list[int], outcome: str) -> None:
 
 
 def test_the_cause_comes_from_a_report_of_this_attempt(tmp_path: Path) -> None:
-    assert reported_failure(tmp_path, 0.0) == {}
-    report = {"time": 50.0, "cause": "hang", "rank": 3, "host": "b"}
-    (tmp_path / "failure.json").write_text(json.dumps(report))
-    assert reported_failure(tmp_path, 40.0) == {"cause": "hang", "rank": 3, "host": "b"}
-    assert reported_failure(tmp_path, 60.0) == {}  # of an earlier attempt
+    assert reported_failure(tmp_path, 0.0) is None
+    (tmp_path / "failure.json").write_text(json.dumps({"time": 50.0, "cause": "hang", "rank": 3, "host": "b"}))
+    assert reported_failure(tmp_path, 40.0) == FailureFacts("hang", 3, "b")
+    assert reported_failure(tmp_path, 60.0) is None  # of an earlier attempt
     (tmp_path / "failure.json").write_text("[]")
-    assert reported_failure(tmp_path, 0.0) == {}
+    assert reported_failure(tmp_path, 0.0) is None
 
 
 def test_the_meter_counts_all_attempts_and_the_gaps(tmp_path: Path) -> None:
@@ -421,7 +421,7 @@ def starts(directory: Path, newest: int, code: int | None = 1, saves: bool = Fal
     except NoProgressError as error:
         assert error.exit_code == 93 and "start once with a larger --max-failed-attempts" in str(error)
         recorder.set_counts_from(None, None)
-        recorder.finish(None, "failed", 93, {"cause": "no_progress"})
+        recorder.finish(None, "failed", 93, FailureFacts("no_progress"))
         return False
     beat = Heartbeat()
     if saves:

@@ -214,7 +214,7 @@ def multimodal_model(fields: Fields) -> MultimodalModel | None:
 
 
 def text_model_fields(fields: Fields, multimodal: MultimodalModel, where: str) -> Fields:
-    """The fields of the text model in those of ``multimodal``; ``where`` names the file in an error."""
+    """The config of the text model inside that of a ``multimodal`` one; ``where`` names the file in an error."""
     text_model = next(name for name, one in ARCHITECTURES.items() if one.multimodal is multimodal)
     classes = fields.get("architectures")
     if classes and multimodal.hugging_face_class not in classes:

@@ -215,7 +215,9 @@ class NoPositions(nn.Module):
 
     def forward(self, qkv: Tensor, positions: SequencePositions) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
         scales = positions.query_scales
-        return qkv if scales is None else apply_rotary(qkv, scales, self.query_size, Tensor.mul_)  # in place
+        # Queries are multiplied by real scales where a rotation would multiply by complex numbers: in place, and so is
+        # the gradient.
+        return qkv if scales is None else apply_rotary(qkv, scales, self.query_size, Tensor.mul_)
 
     def spans(self, positions: SequencePositions) -> AttentionSpans | None:
         return positions.spans

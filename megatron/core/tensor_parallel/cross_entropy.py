@@ -164,7 +164,7 @@ class VocabularyShard:
 def token_gradients(of_losses: Tensor, of_log_sum_exp: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of the losses of ``n`` tokens, and the factors of their probabilities in the gradient of the
     logits, ``[n]`` each. The gradient of the log-sum-exp is None if only the losses were used."""
-    # The derivative of the log-sum-exp is the probabilities, that of the loss is the same minus one at the label.
+    # By a logit: d log_sum_exp = p, and d loss = p - 1 at the label, p elsewhere (p: its probability).
     of_losses = of_losses.flatten()
     return of_losses, of_losses if of_log_sum_exp is None else of_losses + of_log_sum_exp.flatten()
 
@@ -194,8 +194,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Vocabula
     """Negative log likelihood of ``labels`` ``[...]`` and log-sum-exp of the logits per token, in fp32 or wider, on
     every rank.
 
-    ``logits`` ``[..., v/tp]`` are those of the ids of ``shard``, and of padding behind them. Backward overwrites the
-    logits, so it can run once. The log-sum-exp may be left unused, the losses may not.
+    The columns of ``logits`` ``[..., v/tp]`` are the ids of ``shard``, then padding. Backward overwrites the logits, so
+    it can run once. The log-sum-exp may be left unused, the losses may not.
     """
     results: tuple[Tensor, Tensor] = _VocabParallelCrossEntropy.apply(logits, labels, shard)
     return results
