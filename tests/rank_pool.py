@@ -4,7 +4,9 @@ A case is a module-level function ``case(*arguments)`` that runs on ranks ``0..w
 others stay idle, so one pool serves every smaller world too.
 """
 
+import io
 import os
+import pickle
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -81,7 +83,7 @@ class RankPool:
             if not pipe.poll(5.0 if failures else timeout):
                 failures.append(f"rank {rank} did not answer")
                 continue
-            error, value, threads = pipe.recv()
+            error, value, threads = pickle.loads(pipe.recv_bytes())
             results.append(value)
             most_threads = max(most_threads, threads)
             if error:
@@ -130,6 +132,28 @@ def _serve(rank: int, pipe: Connection, transport_name: str) -> None:
                     dist.destroy_process_group()
                 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
                 current_store = store
-            pipe.send((None, case(*arguments), len(os.listdir("/proc/self/task"))))
+            answer = _pickled((None, case(*arguments), len(os.listdir("/proc/self/task"))))
         except BaseException:
-            pipe.send((traceback.format_exc(), None, 0))
+            answer = _pickled((traceback.format_exc(), None, 0))
+        pipe.send_bytes(answer)
+
+
+def _pickled(value: object) -> bytes:
+    """With tensors by value: torch would send a descriptor of shared memory for each, which takes as long as a step."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, found: object) -> Any:
+            if not isinstance(found, torch.Tensor):
+                return NotImplemented
+            return _tensor, (found.detach().reshape(-1).view(torch.uint8).numpy(), found.dtype, found.shape)
+
+    stream = io.BytesIO()
+    Pickler(stream).dump(value)
+    return stream.getvalue()
+
+
+def _tensor(content: Any, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(content).view(dtype).view(shape)

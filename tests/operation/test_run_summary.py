@@ -95,32 +95,16 @@ def attempt(number: int, start: float, end: float, **facts: object) -> Attempt:
 
 RUN = [
     attempt(
-        1,
-        0.0,
-        1000.0,
-        seconds={"start": 20, "load": 10, "step": 700, "save": 20, "lost": 200, "hang": 50},
-        first_iteration=0,
-        last_iteration=90,
-        committed_iteration=70,
-        saves=7,
-        cause="hang",
-        rank=3,
-        host="a",
+        1, 0.0, 1000.0, seconds={"start": 20, "load": 10, "step": 700, "save": 20, "lost": 200, "hang": 50}, saves=7,
+        first_iteration=0, last_iteration=90, committed_iteration=70, cause="hang", rank=3, host="a",
     ),
     attempt(2, 1040.0, 1100.0, seconds={"start": 60}, exit_code=-9, cause="killed", host="a"),
     attempt(
-        3,
-        1120.0,
-        2120.0,
-        seconds={"start": 30, "load": 20, "step": 900, "save": 30, "lost": 10, "idle": 10},
-        first_iteration=70,
-        last_iteration=161,
-        committed_iteration=160,
-        saves=9,
-        outcome="lost",
+        3, 1120.0, 2120.0, seconds={"start": 30, "load": 20, "step": 900, "save": 30, "lost": 10, "idle": 10}, saves=9,
+        first_iteration=70, last_iteration=161, committed_iteration=160, outcome="lost",
     ),
     attempt(4, 2200.0, 2300.0, seconds={"start": 40, "load": 10, "step": 50}, outcome="running", first_iteration=160),
-]
+]  # fmt: skip
 
 
 def test_figures_of_four_attempts() -> None:

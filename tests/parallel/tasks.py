@@ -35,16 +35,10 @@ CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=T
 YARN = replace(
     CONTEXT_IN_DOCUMENTS,
     model=replace(
-        CONTEXT.model,
-        use_rope_scaling=False,
-        position_embedding_type="yarn",
-        rotary_base=100.0,
-        yarn_rotary_scaling_factor=2.0,
-        yarn_original_max_position_embeddings=8,
-        yarn_beta_fast=2.0,
-        yarn_beta_slow=0.5,
+        CONTEXT.model, use_rope_scaling=False, position_embedding_type="yarn", rotary_base=100.0,
+        yarn_rotary_scaling_factor=2.0, yarn_original_max_position_embeddings=8, yarn_beta_fast=2.0, yarn_beta_slow=0.5,
     ),
-)
+)  # fmt: skip
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
 TIED_SHORT = replace(TIED, steps=2)
 DELAYED = replace(
@@ -61,16 +55,10 @@ MUON_TIED = replace(MUON, optimizer=replace(MUON_FLAGS, muon_tp_mode="distribute
 MUON_OTHER = replace(
     MUON,
     optimizer=replace(
-        MUON_FLAGS,
-        muon_tp_mode="distributed",
-        muon_nesterov=True,
-        muon_no_split_qkv=True,
-        muon_split_fc1=True,
-        muon_coefficient_type="polar_express",
-        muon_num_ns_steps=7,
-        muon_scale_mode="unit_rms_norm",
+        MUON_FLAGS, muon_tp_mode="distributed", muon_nesterov=True, muon_no_split_qkv=True, muon_split_fc1=True,
+        muon_coefficient_type="polar_express", muon_num_ns_steps=7, muon_scale_mode="unit_rms_norm",
     ),
-)
+)  # fmt: skip
 QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
 QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
 EMA = replace(TIED_SHORT, optimizer=replace(TIED.optimizer, ema_decay=0.7))

@@ -52,6 +52,9 @@ _SPINS = 200
 """Looks at a counter before the rank offers its core to others, some 20 microseconds."""
 _YIELD_SECONDS, _SLEEP_SECONDS = 2e-3, 1e-4
 """The time for which it offers its core between two looks, and its sleep between two looks after that."""
+_CROWDED_SLEEP, _LONGEST_SLEEP = 0.25, 4e-3
+"""Where ranks outnumber cores: a sleep as part of the time waited so far, and its most seconds. Thirty ranks that look
+every 0.1 ms take a third of two cores from those that compute."""
 _LOOK_SECONDS = 0.05
 """Seconds between two looks at whether the process of the other rank is alive."""
 
@@ -196,6 +199,7 @@ class SharedMemoryTransport(Transport):
                 ]
         if not _gather([len(self._arenas)], process_group, size).eq(size).all():
             raise OSError("the ranks of this group cannot share memory")
+        self._is_crowded = dist.get_world_size() > len(os.sched_getaffinity(0))
         numbers = self._numbers = self._arenas[rank].numbers
         self._slots = _Slots(descriptor, header)
         self._next = {(kind, peer): 0 for kind in range(_NUM_KINDS) for peer in self.peers}
@@ -308,7 +312,8 @@ class SharedMemoryTransport(Transport):
                 time.sleep(0)  # offers the interpreter's lock to other threads
                 os.sched_yield()
             else:
-                time.sleep(_SLEEP_SECONDS)
+                crowded = min((now - start) * _CROWDED_SLEEP, _LONGEST_SLEEP) if self._is_crowded else 0.0
+                time.sleep(max(_SLEEP_SECONDS, crowded))
             if now - looked < _LOOK_SECONDS:
                 continue
             looked = now
