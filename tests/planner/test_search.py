@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError, DataError, UserError
 from megatron.planner.plan import parallel_map
+from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search import accuracy, search
 from megatron.planner.search.accuracy import Level, measured_level
 from megatron.planner.search.enumeration import enumerate_layouts, require_layout
@@ -38,10 +40,14 @@ def job(arguments: Sequence[str] = LLAMA_70B, num_gpus: int = 64, cluster: str =
     return Job.of(CommandLine.of(arguments), read_cluster(cluster), num_gpus, Operation(**operation))
 
 
+@cache
+def records(arguments: Sequence[str], num_gpus: int) -> UnitRecords:
+    return unit_records(job(arguments, num_gpus))  # each unit is rehearsed once for all tests
+
+
 def planned(layout: Layout, seconds: float, memory: float = 40.0) -> PlannedLayout:
     """A priced layout that takes so many seconds and GiB."""
-    sample = sample_search.planned(0, layout)
-    return replace(sample, step_time_s=seconds, memory_bytes=int(memory * GIB), is_tie=False)
+    return replace(sample_search.planned(0, layout), step_time_s=seconds, memory_bytes=int(memory * GIB), is_tie=False)
 
 
 # Ranking.
@@ -84,7 +90,7 @@ def test_dimensions_are_counted_from_sharded_data_parallelism_on() -> None:
 def test_the_recipe_of_nemo_is_a_tie_for_first_with_its_software() -> None:
     """Llama 3 70B on 64 H100 as NVIDIA publishes it, without recompute: TP4 PP4 VP5 CP2."""
     found = job()
-    model, memory = found.architecture, StageMemory(found.config, unit_records(found), found.given)
+    model, memory = found.architecture, StageMemory(found.config, records(LLAMA_70B, 64), found.given)
     layouts = [
         layout
         for layout in enumerate_layouts(found.config, model, 64, found.cluster, found.given)
@@ -176,7 +182,7 @@ def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster, of_run.given)
-    priced = price_layouts(of_run, layouts, unit_records(of_run))
+    priced = price_layouts(of_run, layouts, records(LLAMA_70B, 64))
     assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
     assert 1000 <= len(layouts) <= 10_000
     assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
@@ -269,7 +275,7 @@ def test_a_job_names_the_flag_that_it_needs(arguments: tuple[str, ...], flag: st
 
 def test_terms_add_up_and_the_level_scales_them() -> None:
     of_run = job(TINY, num_gpus=4)
-    plain, scaled = (find_layouts(of_run, level).planned for level in (Level(), Level(2.0, 0.05)))
+    plain, scaled = (find_layouts(of_run, level, records(TINY, 4)).planned for level in (Level(), Level(2.0, 0.05)))
     assert len(plain) == len(scaled)
     for one, other in zip(plain, scaled):
         assert sum(one.terms.values()) == pytest.approx(one.step_time_s)
@@ -299,8 +305,7 @@ def test_the_pasted_command_gives_the_layout() -> None:
 def test_a_layout_that_does_not_fit_in_its_dry_run_is_left_out() -> None:
     """Memory of a dry run as if the records had missed something in some of the best layouts."""
     of_run = job(TINY, num_gpus=4)
-    records = unit_records(of_run)
-    ranked = find_layouts(of_run, Level(), records).planned
+    ranked = find_layouts(of_run, Level(), records(TINY, 4)).planned
     limit = of_run.config.dry_run.gpu_memory
     first, second = (one.layout for one in islice(first_of_families(ranked), 2))
     simulated: list[Layout] = []
@@ -310,14 +315,14 @@ def test_a_layout_that_does_not_fit_in_its_dry_run_is_left_out() -> None:
         return {"weights": 1}, {"weights": limit, "allowance": int(layout in too_large)}
 
     too_large = {first, second}
-    found = search.simulate_best(of_run, ranked, 3, records, simulate=simulate, in_parallel=False)
+    found = search.simulate_best(of_run, ranked, 3, records(TINY, 4), simulate=simulate, in_parallel=False)
     assert [one.layout for one in found] == [one.layout for one in ranked if one.layout not in too_large]
     assert too_large < set(simulated) and len(simulated) == len(set(simulated)) >= 5
     kept = [one for one in found if one.is_simulated]
     assert len(kept) == 3 and {(one.memory_bytes, one.tightest_stage) for one in kept} == {(limit, 1)}
     too_large = {one.layout for one in ranked}
     simulated.clear()
-    found = search.simulate_best(of_run, ranked, 1, records, simulate=simulate, in_parallel=False)
+    found = search.simulate_best(of_run, ranked, 1, records(TINY, 4), simulate=simulate, in_parallel=False)
     assert len(simulated) == 4  # then it stops
     assert len(found) == len(ranked) - 4 and not any(one.is_simulated for one in found)
 
@@ -331,18 +336,16 @@ def log(path: Path, of_run: Job, layout: Layout, seconds: float) -> Path:
     run = {"world_size": of_run.num_gpus, "flags": flags}
     common = {"lm_loss": 3.0, "global_batch_size": of_run.global_batch_size}
     times = [9e6, 9e5, *(1e3 * seconds * factor for factor in (0.5, 1.0, 1.0, 1.0, 7.0))]
-    records: list[dict[str, Any]] = [
-        {"iteration": 1, "run": {**run, "world_size": 1}, "iteration_time_ms": 1, **common}
-    ]
-    records += [{"iteration": number, "iteration_time_ms": one, **common} for number, one in enumerate(times, 1)]
-    records[1]["run"] = run
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"iteration": 8, "ite')
+    rows: list[dict[str, Any]] = [{"iteration": 1, "run": {**run, "world_size": 1}, "iteration_time_ms": 1, **common}]
+    rows += [{"iteration": number, "iteration_time_ms": one, **common} for number, one in enumerate(times, 1)]
+    rows[1]["run"] = run
+    path.write_text("".join(json.dumps(record) + "\n" for record in rows) + '{"iteration": 8, "ite')
     return path
 
 
 def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
     of_run = job(TINY, num_gpus=4)
-    plain = find_layouts(of_run, Level()).planned
+    plain = find_layouts(of_run, Level(), records(TINY, 4)).planned
     one = plain[len(plain) // 2]
     level = measured_level(log(tmp_path / "run.jsonl", of_run, one.layout, 1.7 * one.step_time_s), of_run)
     assert level.factor == pytest.approx(1.7)
@@ -350,7 +353,7 @@ def test_a_measured_run_corrects_the_level(tmp_path: Path) -> None:
     assert level.error == accuracy.SAME_MODEL_ERROR < accuracy.CORRECTED_ERROR < accuracy.KNOWN_ERROR < usual < unknown
     longer = job((*TINY[:5], "512", *TINY[6:]), num_gpus=4)
     assert measured_level(tmp_path / "run.jsonl", longer).error == accuracy.CORRECTED_ERROR
-    corrected = find_layouts(of_run, level).planned
+    corrected = find_layouts(of_run, level, records(TINY, 4)).planned
     same = next(found for found in corrected if found.layout == one.layout)
     assert same.step_time_s == pytest.approx(1.7 * one.step_time_s)
     low, high = same.interval_s
