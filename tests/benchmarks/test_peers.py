@@ -36,18 +36,21 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 
 
 @pytest.mark.processes
-def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
+@pytest.mark.parametrize(
+    ("only", "layouts"),
+    [
+        ("one rank", ["one rank"]),
+        pytest.param("TP2", ["one rank", "TP2"], marks=pytest.mark.slow(reason="four processes more")),
+    ],
+)
+def test_contenders_in_processes_of_their_own_train_with_equal_losses(only: str, layouts: list[str]) -> None:
     pytest.importorskip("transformers")
-    config = BenchmarkConfig(model="tiny", only="TP2", repeats=2, peers=("transformers",), timeout=300)
+    config = BenchmarkConfig(model="tiny", only=only, repeats=2, peers=("transformers",), timeout=300)
     (contenders,) = config.groups
     results = measure(config, contenders)
-    assert [one.contender.name for one in results] == [
-        "tiny, fp32, one rank, ours",
-        "tiny, fp32, one rank, transformers",
-        "tiny, fp32, TP2, ours",
-        "tiny, fp32, TP2, transformers",
-    ]
-    assert [one.error for one in results] == [None] * 4
+    names = [f"tiny, fp32, {layout}, {peer}" for layout in layouts for peer in ("ours", "transformers")]
+    assert [one.contender.name for one in results] == names
+    assert [one.error for one in results] == [None] * len(names)
     assert all(len(one.losses) == CHECKED_STEPS and len(one.seconds) == 2 for one in results)
     assert len(set(results[0].losses)) == CHECKED_STEPS
 

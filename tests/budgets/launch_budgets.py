@@ -10,11 +10,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from megatron.config.checks import check_run
 from megatron.config.command_line import parse_command_line
 from megatron.planner.launches import Launch
 from megatron.planner.plan import Run
-from megatron.training.build.vocabulary import planned_vocabulary
+from tests.planner.planned_run import planned_run
 from tests.recorded_step import passes_of, record_step
 
 BUDGETS = Path(__file__).with_name("launches.md")
@@ -101,10 +100,8 @@ class Row:
             f"{_COMMON} {(MODELS | EXPERTS)[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
         )
-        config = parse_command_line(flags.split())
-        num_gpus = config.parallel.tensor_model_parallel_size * num_stages * data_parallel_size
-        check_run(config, num_gpus)
-        return Run.of(config, num_gpus, planned_vocabulary(config))
+        tensor_parallel_size = parse_command_line(flags.split()).parallel.tensor_model_parallel_size
+        return planned_run(flags, tensor_parallel_size * num_stages * data_parallel_size)
 
     def counts(self) -> dict[str, LaunchCounts]:
         """The counts of each part."""

@@ -11,12 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron.checkpoint.directory import (
-    MANIFEST,
-    TRACKER,
-    iteration_directory,
-    new_saving_directory,
-)
+from megatron.checkpoint.directory import MANIFEST, TRACKER, iteration_directory, new_saving_directory
 from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import find_checkpoint, list_checkpoints
 from megatron.config.checkpoint import CheckpointConfig

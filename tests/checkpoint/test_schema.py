@@ -8,13 +8,7 @@ import pytest
 
 from megatron.checkpoint.finding import read_run_state
 from megatron.checkpoint.manifest import read_checkpoint
-from megatron.checkpoint.schema import (
-    FORMAT_VERSION,
-    DataStage,
-    Rollback,
-    SavedState,
-    upgrade,
-)
+from megatron.checkpoint.schema import FORMAT_VERSION, DataStage, Rollback, SavedState, upgrade
 from megatron.config.data import TokenizerConfig
 from megatron.core.hyperparameters import LearningRateSchedule
 from megatron.errors import CheckpointError

@@ -76,10 +76,7 @@ def test_words_become_the_dataclass(words: str, expected: Tool) -> None:
         ("here --count 1 --kind Slow", ["--kind 'Slow' is unknown: did you mean slow?"]),
         ("here --count 1 --shape 2", ["--shape needs 2 values, not 1"]),
         ("here --count 1 --no-seed", ["--no-seed is not a flag of work.py"]),
-        (
-            "--count x --width y --colour z",
-            ["--count needs", "--width needs", "--colour is not", "PLACE is missing"],
-        ),
+        ("--count x --width y --colour z", ["--count needs", "--width needs", "--colour is not", "PLACE is missing"]),
     ],
 )
 def test_everything_that_is_wrong_is_said_at_once(words: str, sentences: list[str]) -> None:

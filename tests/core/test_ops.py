@@ -29,13 +29,7 @@ from megatron.core.ops.attention_kernels import (
 )
 from megatron.core.ops.matmul import linear, weight_gradient
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, rms_norm
-from megatron.core.ops.rope import (
-    CompiledRotation,
-    apply_rotary,
-    rotary_frequencies,
-    rotary_table,
-    rotate_,
-)
+from megatron.core.ops.rope import CompiledRotation, apply_rotary, rotary_frequencies, rotary_table, rotate_
 from megatron.core.ops.swiglu import CompiledSwiGLU, EagerSwiGLU, SwiGLUKernel, swiglu
 from megatron.core.tensor_parallel.cross_entropy import (
     CompiledCrossEntropy,

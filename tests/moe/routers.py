@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.communication import Communicator
-from megatron.core.moe.routing import (
-    BalanceRule,
-    BalancingLoss,
-    ExpertBalance,
-    RouterBalance,
-    RoutingRule,
-    route,
-)
+from megatron.core.moe.routing import BalanceRule, BalancingLoss, ExpertBalance, RouterBalance, RoutingRule, route
 
 CPU = torch.device("cpu")
 ALONE = Communicator((0,), 0)

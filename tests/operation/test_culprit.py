@@ -86,10 +86,7 @@ SLEEPING = (Frame("corpus.py", 3, "read"), Frame("pretrain_llama.py", 90, "<modu
         ((Frame("torch/nn/functional.py", 5, "linear"), *WAITING), False),
         # A send that a thread of ours waits for.
         ((Frame("/usr/lib/python3.11/threading.py", 327, "wait"), Frame(SHARED_MEMORY, 89, "wait")), True),
-        (
-            (Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader.py", 9, "f")),
-            False,
-        ),
+        ((Frame("/usr/lib/python3.11/queue.py", 180, "get"), Frame("megatron/data/loader.py", 9, "f")), False),
         ((Frame(SHARED_MEMORY, 310, "_wait_until"), *WAITING[1:]), True),
         ((), False),
     ],

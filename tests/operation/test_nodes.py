@@ -9,15 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.operation.nodes import (
-    NAMED_NODES,
-    Backoff,
-    NamedNodes,
-    Naming,
-    NodeOrder,
-    NodeReport,
-    order_nodes,
-)
+from megatron.operation.nodes import NAMED_NODES, Backoff, NamedNodes, Naming, NodeOrder, NodeReport, order_nodes
 
 
 def naming(host: str, attempt: str, reason: str = "hang", time: float = 0.0) -> Naming:

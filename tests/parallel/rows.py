@@ -1,21 +1,22 @@
 """Rows of tests over layouts, and the tier in which each runs.
 
-By default those rows of a product of factors run that show every two factors together (a covering array) on at most
-:data:`MOST_RANKS` ranks; ``--slow`` adds the rows that show every three; ``--whole-matrix`` runs all of them, each on
-both transports. A row that is named beside a product always runs, and says why it is there.
+Rows are named or are a product of factors. By default those run that show every two factors together (a covering
+array), of products on at most :data:`MOST_RANKS` ranks; ``--slow`` adds the other rows named and those of a product
+that show every three; ``--whole-matrix`` runs all of them, each on both transports.
 
 Half of the rows run on the late transport (:mod:`tests.late_transport`), which takes the branches that NCCL takes.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
+from itertools import chain
 from typing import Any
 from zlib import crc32
 
 import pytest
 
+from tests.covering import covering
 from tests.parallel import tasks
-from tests.parallel.covering import covering
 from tests.parallel.layout_run import Layout, Task
 
 Case = tuple[Task, Layout]
@@ -26,22 +27,46 @@ TASK_NAMES = {value: name.lower() for name, value in vars(tasks).items() if isin
 
 
 def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
-    """What tells the rows of a product apart, by row."""
-    rows = [{"task": task} | {one.name: getattr(layout, one.name) for one in fields(layout)} for task, layout in cases]
-    varying = [name for name in rows[0] if len({row[name] for row in rows}) > 1]
-    return [{name: row[name] for name in varying} for row in rows]
+    """What tells rows apart, by row: fields of tasks and layouts, and of their parts, where they have an effect. Fields
+    that change together are one factor."""
+    rows = [dict(_leaves(task)) | dict(_leaves(layout)) | _without_effect(layout) for task, layout in cases]
+    factors: dict[tuple[int, ...], str] = {}
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        values: dict[Hashable, int] = {}
+        numbers = tuple(values.setdefault(row.get(name), len(values)) for row in rows)
+        if len(values) > 1:
+            factors.setdefault(numbers, name)
+    return [{name: row.get(name) for name in factors.values()} for row in rows]
 
 
-def ranks_of(case: Case) -> int:
-    """What a row costs."""
-    return case[1].world_size
+def _leaves(value: Any, part_of: str = "") -> Iterator[tuple[str, Hashable]]:
+    for one in fields(value):
+        found, name = getattr(value, one.name), f"{part_of}{one.name}"
+        yield from _leaves(found, f"{name}.") if is_dataclass(found) else [(name, found)]
+
+
+def _without_effect(layout: Layout) -> dict[str, None]:
+    names: list[str] = []
+    if layout.pp == 1:
+        names += ["schedule", "chunks", "split", "overlap_p2p"]
+    if layout.cp == 1:
+        names += ["cp_comm_type"]
+    if layout.dp * layout.cp == 1:
+        names += ["strategy", "bucket_size", "overlap_grad_reduce", "overlap_param_gather"]
+    if layout.strategy != "optim_grads_params":
+        names += ["reshard_after_forward", "defer_grad_reduce"]
+    return dict.fromkeys(names)
+
+
+def cost_of(task: Task, layout: Layout) -> int:
+    return layout.world_size * task.model.num_layers * task.steps
 
 
 def covering_places(cases: list[Case], strength: int, most_ranks: int | None = None) -> set[int]:
     """Places of rows that show every ``strength`` factors together, as far as ``most_ranks`` can."""
-    places = [place for place, case in enumerate(cases) if most_ranks is None or ranks_of(case) <= most_ranks]
+    places = [place for place, case in enumerate(cases) if most_ranks is None or case[1].world_size <= most_ranks]
     factors = factors_of(cases)
-    chosen = covering([factors[place] for place in places], [ranks_of(cases[place]) for place in places], strength)
+    chosen = covering([factors[place] for place in places], [cost_of(*cases[place]) for place in places], strength)
     return {places[place] for place in chosen}
 
 
@@ -50,21 +75,23 @@ def rows_of(
 ) -> list[Any]:
     """Parameters of a test, ordered so that the ranks seldom have to join anew.
 
-    By default the rows ``named`` run, and those of each product with every ``strength`` factors together; with one more
-    factor they are slow.
+    By default every two factors of the rows ``named`` and of each product are seen (with ``strength`` one: every value
+    of a product's factors); with one more factor of a product they are slow.
     """
-    rows: list[tuple[Case, list[Any]]] = [(case, []) for case in named]
+    candidates, others = list(named), []
     for cases in map(list, products):
         quick, slow = covering_places(cases, strength, most_ranks), covering_places(cases, strength + 1)
-        for place, case in enumerate(cases):
-            tier = [] if place in quick else [pytest.mark.slow] if place in slow else [pytest.mark.whole_matrix]
-            rows.append((case, tier))
+        candidates += [cases[place] for place in sorted(quick)]
+        tiers = [[pytest.mark.slow] if place in slow else [pytest.mark.whole_matrix] for place in range(len(cases))]
+        others += [(case, tiers[place]) for place, case in enumerate(cases) if place not in quick]
+    default = covering_places(candidates, 2)
+    rows = [(case, [] if place in default else [pytest.mark.slow]) for place, case in enumerate(candidates)] + others
     rows = [
         ((task, replace(layout, late=late)), tier if late == is_late(task, layout) else [pytest.mark.whole_matrix])
         for (task, layout), tier in rows
         for late in (False, True)
     ]
-    rows.sort(key=lambda row: (ranks_of(row[0]), row[0][1].late))
+    rows.sort(key=lambda row: (row[0][1].world_size, row[0][1].late))
     return [pytest.param(*case, marks=marks) for case, marks in rows]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.parallel.covering import combinations_of, covering
+from tests.covering import combinations_of, covering
 from tests.rank_pool import RankPool
 
 Digits = tuple[int, ...]

@@ -10,14 +10,7 @@ from benchmarks.lib.shared_cores import makespan_on_cores
 from megatron.schedules.catalog import ScheduleName, build_schedule
 from megatron.schedules.catalog.one_f_one_b import interleaved
 from megatron.schedules.schedule import Action, Schedule, ScheduleError, Shape
-from megatron.schedules.simulator import (
-    Durations,
-    Timeline,
-    execution_order,
-    peak_live_activations,
-    simulate,
-    verify,
-)
+from megatron.schedules.simulator import Durations, Timeline, execution_order, peak_live_activations, simulate, verify
 from tests.pipeline.token_game import TokenGame
 
 NAMES = get_args(ScheduleName)

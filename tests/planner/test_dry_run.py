@@ -11,19 +11,17 @@ import pytest
 from megatron.architectures.catalog import PRESETS
 from megatron.commands.pages.dry_run_report import groups
 from megatron.commands.planning import plan_command
-from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.config.dry_run import ALLOWANCE
 from megatron.core.topology import RankGrid
-from megatron.planner.plan import Run
 from megatron.planner.search.enumeration import require_layout
 from megatron.planner.search.layout import Job
 from megatron.planner.simulated_rank import with_local_layers
 from megatron.planner.step_time.workload import read_cluster
 from megatron.reports.svg import gib
-from megatron.training.build.vocabulary import planned_vocabulary
 from tests.end_to_end.megatron_recipe import recipe
 from tests.end_to_end.run_process import Outcome, call_training
+from tests.planner.planned_run import planned_run
 from tests.reports.load_page import WIDTHS, Page, assert_loads_nothing, copied, cut_off, load, needs_browser
 
 pytestmark = pytest.mark.processes
@@ -96,6 +94,7 @@ def test_fp8_copies_of_weights_are_counted_under_weights(tmp_path: Path) -> None
     assert quantized["weights"] - plain["weights"] == 4 * layer * 2
 
 
+@pytest.mark.slow(reason="simulates two steps of 32 layers in FP8")
 def test_megatron_lms_recipe_for_8b_in_fp8_fits_its_gpus(tmp_path: Path) -> None:
     found = report(f"{' '.join(recipe(tmp_path))} --num-gpus 8", tmp_path)
     sizes = found["memory_bytes"]["0"]
@@ -163,10 +162,8 @@ def test_the_search_has_the_flags_of_the_run_without_those_of_its_layout(
     flags: str, kept: str, batch: int | None
 ) -> None:
     words = [*SMALL.split(), *flags.split(), "--dry-run"]
-    config = parse_command_line(words)
-    check_run(config, 4)
     of_batch = [] if batch is None else ["--global-batch-size", str(batch)]
-    found = shlex.split(plan_command(Run.of(config, 4, planned_vocabulary(config)), CommandLine.of(words)))
+    found = shlex.split(plan_command(planned_run(" ".join(words), 4), CommandLine.of(words)))
     assert found[2:] == [*SMALL.split(), *kept.split(), *of_batch, "--plan", "--num-gpus", "4"]
     parsed = parse_command_line(found[2:])
     parsed.plan.check()

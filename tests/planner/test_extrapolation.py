@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.commands.pages.dry_run_report import as_json
 from megatron.core.models.layer import TransformerLayer
 from megatron.planner.plan import Plan, Run, StagePlan, simulate_rank
+from tests.covering import each_factor_by_default, flags_of
 from tests.planner.planned_run import planned_run
 
 TINY = (
@@ -127,9 +128,15 @@ def test_a_simulation_leaves_the_garbage_collector_as_it_was(was_frozen: bool) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "flags"), [*LAYOUTS, *(pytest.param(*one, marks=pytest.mark.slow) for one in LARGE)]
+    "layout",
+    [
+        *each_factor_by_default(LAYOUTS, lambda layout: flags_of(layout[-1])),
+        *(pytest.param(one, marks=pytest.mark.slow) for one in LARGE),
+    ],
+    ids=str,
 )
-def test_repeated_layers_are_equal_to_rehearsed_ones(ranks: int, stage: int, flags: str) -> None:
+def test_repeated_layers_are_equal_to_rehearsed_ones(layout: tuple[int, int, str]) -> None:
+    ranks, stage, flags = layout
     run, whole_run = run_of(ranks, flags), run_of(ranks, flags, whole=True)
     rank = run.rank_of_stage(stage)
     repeated, whole = simulate_rank(run, rank), simulate_rank(whole_run, rank)

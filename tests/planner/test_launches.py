@@ -9,14 +9,7 @@ from torch import Tensor
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
 from megatron.core.topology import RankGrid, single_process
-from megatron.planner.launches import (
-    Launch,
-    LaunchRecorder,
-    ProductShape,
-    Traffic,
-    axis_of,
-    expert_placement_advice,
-)
+from megatron.planner.launches import Launch, LaunchRecorder, ProductShape, Traffic, axis_of, expert_placement_advice
 from megatron.planner.simulated_rank import simulated_kernels
 from tests.planner.planned_run import planned_run
 from tests.recorded_step import record_step

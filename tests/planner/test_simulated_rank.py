@@ -33,6 +33,7 @@ from megatron.planner.plan import (
     simulate_rank,
 )
 from megatron.planner.simulated_rank import ShapeTracker, build_rank, run_step, simulated_kernels
+from tests.covering import each_factor_by_default, flags_of
 from tests.end_to_end.run_process import call_training
 from tests.planner.planned_run import planned_run
 from tests.rank_pool import RankPool
@@ -106,7 +107,7 @@ def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], 
     return tracker.peak.total, dict(steady.by_kind), topology.traffic.records
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", each_factor_by_default(LAYOUTS, lambda name: flags_of(LAYOUTS[name])))
 def test_memory_and_traffic_are_those_of_a_real_step(four_ranks: RankPool, layout: str) -> None:
     run = run_of(LAYOUTS[layout])
     measured = four_ranks.run(real_step, LAYOUTS[layout], run.num_microbatches)
@@ -401,7 +402,10 @@ def most_needed(run: Run, load: float) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("flags", "largest"), [(EP4, 4), (WIDE_FIRST, 2)])
+@pytest.mark.parametrize(
+    ("flags", "largest"),
+    [pytest.param(EP4, 4, marks=pytest.mark.slow(reason="the same with one stage")), (WIDE_FIRST, 2)],
+)
 def test_the_largest_load_that_fits_is_found(flags: str, largest: float) -> None:
     even, worst = (most_needed(run_of(flags), load) for load in (1, largest))
     assert even < worst

@@ -19,6 +19,7 @@ from megatron.planner.search.layout import Layout
 from megatron.planner.search.stage_memory import StageMemory, moments_of
 from megatron.schedules.catalog import build_schedule
 from megatron.training.build.vocabulary import planned_vocabulary
+from tests.covering import Factors, each_factor_by_default, flags_of
 
 REQUIRED = "--mock-data --train-iters 10 --lr 1e-3 --micro-batch-size 1"
 SMALL = (
@@ -48,6 +49,9 @@ class Case:
     stages: tuple[int, ...] = (0,)
     given: tuple[str, ...] = ()
     model: str = field(default=SMALL)
+
+    def factors(self) -> Factors:
+        return {"stages": self.stages, **self.sizes, **flags_of(self.flags), **flags_of(self.model)}
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +137,7 @@ def measured(case: Case, stage: int) -> tuple[int, int, int]:
     return simulated.peak.total, found, state
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_factor_by_default(CASES, lambda name: CASES[name].factors()))
 def test_a_stage_needs_what_the_dry_run_measures(name: str) -> None:
     for stage in CASES[name].stages:
         total, found, state = measured(CASES[name], stage)
@@ -157,13 +161,10 @@ LARGE: dict[str, tuple[dict[str, Any], int]] = {
     "Mixtral": ({"tp": 4, "pp": 8, "dp": 4, "ep": 8}, 1),
 }
 """Sizes, and a stage."""
-SLOW = [name for name in LARGE if name != "405B, last stage, gradients sharded"]
-
-
 _slow = pytest.mark.slow(reason="simulates whole stages of large models")
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=_slow if one in SLOW else ()) for one in LARGE])
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if "405B, last" in one else _slow) for one in LARGE])
 def test_a_stage_of_a_large_model_is_never_much_too_low(name: str) -> None:
     sizes, stage = LARGE[name]
     total, found, _ = measured(Case(sizes, model=MODELS[name.partition(",")[0]]), stage)

@@ -18,6 +18,7 @@ from megatron.planner.step_time.prices import load_fitted, optimizer_seconds
 from megatron.planner.step_time.workload import TERMS, read_cluster
 from megatron.training.build.vocabulary import planned_vocabulary
 from megatron.training.initialize import rank_grid
+from tests.covering import Factors, each_factor_by_default, flags_of
 from tests.recorded_step import record_step
 
 MICROBATCHES = 3
@@ -46,6 +47,12 @@ class Case:
     cluster: str = "h100"
     term: float = 0.003
     """Largest difference of a term of a pass, as a share of all passes."""
+
+    def __str__(self) -> str:
+        return self.flags.removeprefix("--model ")[:70]
+
+    def factors(self) -> Factors:
+        return {"cluster": self.cluster, **flags_of(self.flags)}
 
     @property
     def run(self) -> Run:
@@ -153,12 +160,16 @@ def differences(case: Case) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.flags.removeprefix("--model ")[:70])
+@pytest.mark.parametrize(
+    "case", each_factor_by_default(CASES, Case.factors), ids=lambda case: case.flags.removeprefix("--model ")[:70]
+)
 def test_units_launch_what_a_step_launches(case: Case) -> None:
     assert differences(case) == {}
 
 
-@pytest.mark.parametrize("case", REDUCED, ids=lambda case: case.flags.removeprefix("--model ")[:70])
+@pytest.mark.parametrize(
+    "case", each_factor_by_default(REDUCED, Case.factors), ids=lambda case: case.flags.removeprefix("--model ")[:70]
+)
 def test_reductions_gathers_and_the_update_are_those_of_a_step(case: Case) -> None:
     """Without overlap everything that is sent is exposed."""
     run, prices = case.run, StepPrices(read_cluster(case.cluster), {**load_fitted(), "growth": 0.0})

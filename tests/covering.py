@@ -1,9 +1,12 @@
 """Which rows of a product are enough to see every few factors together (a covering array)."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import combinations
+from typing import Any
+
+import pytest
 
 Factors = Mapping[str, Hashable]
 Combination = tuple[tuple[str, Hashable], ...]
@@ -39,3 +42,20 @@ def covering(rows: Sequence[Factors], costs: Sequence[float], strength: int = 3)
             chosen.remove(place)
             times.subtract(shown[place])
     return sorted(chosen)
+
+
+def each_factor_by_default(cases: Iterable[Any], factors_of: Callable[[Any], Factors]) -> list[Any]:
+    """Parameters of a test: by default so many cases that every value of every factor is seen; the others are slow."""
+    cases = list(cases)
+    factors = [factors_of(case) for case in cases]
+    names = sorted(set().union(*factors))
+    rows = [{name: row.get(name) for name in names} for row in factors]
+    chosen = covering(rows, [1.0] * len(rows), strength=1)
+    slow = pytest.mark.slow(reason="other cases show the same flags")
+    return [pytest.param(case, marks=[] if place in chosen else [slow]) for place, case in enumerate(cases)]
+
+
+def flags_of(words: str) -> dict[str, Hashable]:
+    """Flags with their values, as factors."""
+    parts = [part.replace("=", " ", 1).partition(" ") for part in words.split("--")[1:]]
+    return {flag: value.strip() for flag, _, value in parts}
