@@ -140,7 +140,7 @@ def test_the_cpu_build_comes_from_the_index_of_torch_and_once(machine: Machine) 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("index", ["older", "absent", "silent"])
+@pytest.mark.parametrize("index", ["older", pytest.param("absent", marks=pytest.mark.slow), "silent"])
 def test_an_index_without_this_build_leaves_the_build_to_pip(machine: Machine, index: str) -> None:
     """One that does not answer costs seconds."""
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -426,6 +426,24 @@ class ChoiceRecorder:
         self.is_near_tie = self.is_near_tie or not torch.equal(first_choice, second)
 
 
+def zero_routers(executor: PipelineExecutor, topology: Topology) -> None:
+    """All scores are equal: every token chooses the experts with the lowest ids, and the others have no tokens."""
+    for router in routers_of(executor):
+        router.weight.data.zero_()
+
+
+def equal_rows(executor: PipelineExecutor, topology: Topology) -> None:
+    """Two experts have equal scores for every token."""
+    for router in routers_of(executor):
+        router.weight.data[5] = router.weight.data[2]
+
+
+def routers_of(executor: PipelineExecutor) -> Iterator[Router]:
+    for chunk in executor.chunks:
+        assert isinstance(chunk, nn.Module)
+        yield from (module for module in chunk.modules() if isinstance(module, Router))
+
+
 def train(task: Task, layout: Layout, disturb: Callable[[PipelineExecutor, Topology], None] | None = None) -> Trace:
     """Train the task's steps on this rank, whose executor ``disturb`` may tamper with first."""
     topology = place_in(layout)

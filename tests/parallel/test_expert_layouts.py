@@ -9,7 +9,7 @@ each document, wherever a rank's part of the sequence lies; which layers rotate 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -17,18 +17,14 @@ from typing import Any, get_args
 from zlib import crc32
 
 import pytest
-from torch import nn
 
 from megatron.config.activations import ActivationConfig, RecomputeModule
 from megatron.config.model import MoEConfig, TokenDispatcherType
 from megatron.config.parallel import ContextParallelType, ShardingStrategy
-from megatron.core.moe.layer import Router
-from megatron.core.pipeline_parallel import PipelineExecutor
-from megatron.core.topology import Topology
 from megatron.schedules.catalog import SCHEDULES
 from tests.llama4_definition import token_logits, token_losses
 from tests.parallel.comparison import TOLERANCE, compare_balance, compare_traces, compare_with_one_process, one_process
-from tests.parallel.layout_run import BATCH, Layout, Task, assemble, microbatches, train
+from tests.parallel.layout_run import BATCH, Layout, Task, assemble, equal_rows, microbatches, train, zero_routers
 from tests.parallel.rows import Case, identifier, rows_of
 from tests.parallel.tasks import (
     CHUNKS,
@@ -51,8 +47,6 @@ from tests.parallel.tasks import (
     selective,
 )
 from tests.rank_pool import RankPool
-
-Disturb = Callable[[PipelineExecutor, Topology], None]
 
 MOE_MODULES: tuple[RecomputeModule, ...] = ("moe_act", "shared_experts", "layernorm", "core_attn")
 
@@ -141,28 +135,10 @@ def test_experts_equal_one_process(sixteen_ranks: RankPool, task: Task, layout: 
     compare_balance(traces, one_process(task))
 
 
-def zero_routers(executor: PipelineExecutor, topology: Topology) -> None:
-    """All scores are equal: every token chooses the experts with the lowest ids, and the others have no tokens."""
-    for router in routers_of(executor):
-        router.weight.data.zero_()
-
-
-def equal_rows(executor: PipelineExecutor, topology: Topology) -> None:
-    """Two experts have equal scores for every token."""
-    for router in routers_of(executor):
-        router.weight.data[5] = router.weight.data[2]
-
-
-def routers_of(executor: PipelineExecutor) -> Iterator[Router]:
-    for chunk in executor.chunks:
-        assert isinstance(chunk, nn.Module)
-        yield from (module for module in chunk.modules() if isinstance(module, Router))
-
-
 @pytest.mark.parametrize("disturb", [zero_routers, equal_rows], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("dispatcher", get_args(TokenDispatcherType))
 def test_ties_choose_the_lowest_id_in_every_layout(
-    sixteen_ranks: RankPool, dispatcher: TokenDispatcherType, disturb: Disturb
+    sixteen_ranks: RankPool, dispatcher: TokenDispatcherType, disturb: Any
 ) -> None:
     # One step: the weights of tied experts differ afterwards, by rounding alone.
     task, layout = replace(MIX, steps=1), Layout(2, 4, True, ep=4, etp=2, dispatcher=dispatcher)

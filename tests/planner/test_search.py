@@ -170,9 +170,9 @@ def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
 
 
 def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> None:
-    of_run = job(("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16"), num_gpus=4)
+    of_run = job(TINY, num_gpus=4)
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 4, of_run.cluster, of_run.given)
-    alone = price_layouts(of_run, layouts, unit_records(of_run))
+    alone = price_layouts(of_run, layouts, records(TINY, 4))
     with parallel_map() as map_in_parallel:
         found = price_layouts(of_run, layouts, unit_records(of_run), map_in_parallel)
     assert found.layouts == alone.layouts

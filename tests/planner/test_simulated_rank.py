@@ -39,7 +39,7 @@ from tests.planner.planned_run import planned_run
 from tests.rank_pool import RankPool
 
 TINY = (
-    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 16 "
+    "--model tiny --mock-data --vocab-size 1000 --seq-length 256 --micro-batch-size 1 --global-batch-size 8 "
     "--train-iters 10 --lr 1e-3 --device cpu"
 )
 RANKS = 4
