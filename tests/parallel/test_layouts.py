@@ -219,6 +219,7 @@ def context_parallel_matrix() -> Iterator[Case]:
         yield task, levels
         yield task, replace(levels, tp=2, sequence_parallel=True)
     yield grouped, replace(levels, dp=2, strategy="optim", order="dp-cp-tp-ep-pp")
+    yield grouped, replace(levels, dp=2, strategy="optim_grads_params")
     yield grouped, replace(levels, dp=2, strategy="optim_grads_params", tp=2, sequence_parallel=True)
     yield grouped, replace(levels, cp=8, cp_sizes=(2, 4), cp_comm_type=("a2a+p2p", "allgather"))
     yield grouped, replace(levels, cp=8, cp_sizes=(4, 2), activations=selective("core_attn"))
