@@ -30,8 +30,8 @@ settings.register_profile("default", deadline=None)
 
 TESTS = Path(__file__).parent
 
-SEARCHES = ("planner/test_extrapolation.py", "planner/test_search.py")
-NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel", *SEARCHES)
+REHEARSALS = tuple(f"planner/test_{name}.py" for name in ("extrapolation", "search", "stage_memory", "unit_records"))
+NOT_UNIT = ("benchmarks", "end_to_end", "examples", "operation", "parallel", *REHEARSALS)
 """Folders whose tests start processes, or train; files that rehearse so many layouts that each takes a minute."""
 
 
