@@ -1,9 +1,9 @@
 """Fixtures for all tests, and the tiers that they run in.
 
 Without options, all tests run that are not marked ``slow``; a mark gives the reason. ``--unit`` leaves those that start
-no other process and search no layouts, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of products
-of layouts. A file named on the command line runs with its slow tests. Tests marked ``alone`` compare seconds: beside
-other workers they run only where their file is named, and ``tests/run.sh`` starts them after the other slow ones.
+no other process and rehearse few layouts, ``--slow`` adds the slow ones, ``--whole-matrix`` these and all rows of
+products of layouts. A file named on the command line runs with its slow tests. Tests marked ``alone`` compare seconds:
+beside other workers they run only where their file is named, and ``tests/run.sh`` starts them after the slow ones.
 ``--transport gloo`` runs the default tests of several ranks, which else share memory, over gloo's sockets:
 ``tests/run.sh`` does so last.
 """

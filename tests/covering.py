@@ -1,4 +1,4 @@
-"""Which rows of a product are enough to see every few factors together (a covering array)."""
+"""Which rows of a table are enough to see every few factors together (a covering array)."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Rows of tests over layouts, and the tier in which each runs.
 
-Rows are named or are a product of factors. By default those run that show every two factors together (a covering
-array), of products on at most :data:`MOST_RANKS` ranks; ``--slow`` adds the other rows named and those of a product
-that show every three; ``--whole-matrix`` runs all of them, each on both transports.
+Rows are named, or are the product of some factors. By default a covering array of strength two runs: every pair of
+values of two factors occurs in a row. Of products it has no rows of more than :data:`MOST_RANKS` ranks. ``--slow`` adds
+the other named rows and arrays of strength three of the products; ``--whole-matrix`` runs all rows on both transports.
 
 Half of the rows run on the late transport (:mod:`tests.late_transport`), which takes the branches that NCCL takes.
 """
@@ -27,9 +27,9 @@ TASK_NAMES = {value: name.lower() for name, value in vars(tasks).items() if isin
 
 
 def factors_of(cases: list[Case]) -> list[dict[str, Hashable]]:
-    """What tells rows apart, by row: fields of tasks and layouts, and of their parts, where they have an effect. Fields
-    that change together are one factor."""
-    rows = [dict(_leaves(task)) | dict(_leaves(layout)) | _without_effect(layout) for task, layout in cases]
+    """The factors of each row: fields of its task and its layout, also nested ones, that differ between the rows where
+    they have an effect. Fields that always change together are one factor."""
+    rows = [dict(_leaves(task)) | dict(_leaves(layout)) | _in_effect(task, layout) for task, layout in cases]
     factors: dict[tuple[int, ...], str] = {}
     for name in dict.fromkeys(chain.from_iterable(rows)):
         values: dict[Hashable, int] = {}
@@ -45,28 +45,29 @@ def _leaves(value: Any, part_of: str = "") -> Iterator[tuple[str, Hashable]]:
         yield from _leaves(found, f"{name}.") if is_dataclass(found) else [(name, found)]
 
 
-def _without_effect(layout: Layout) -> dict[str, None]:
-    names: list[str] = []
-    if layout.pp == 1:
-        names += ["schedule", "chunks", "split", "overlap_p2p"]
+def _in_effect(task: Task, layout: Layout) -> dict[str, Hashable]:
+    """Values that are not those of the fields, because without other ranks a field means nothing, or something else."""
+    of_pipeline = ("schedule", "chunks", "split", "overlap_p2p")
+    values: dict[str, Hashable] = dict.fromkeys(of_pipeline if layout.pp == 1 else ())
     if layout.cp == 1:
-        names += ["cp_comm_type"]
-    if layout.dp * layout.cp == 1:
-        names += ["strategy", "bucket_size", "overlap_grad_reduce", "overlap_param_gather"]
+        values["cp_comm_type"] = None
+    if layout.dp == 1:
+        # Weights are then sharded over context-parallel ranks, experts also over tensor-parallel ones.
+        shards = layout.cp > 1 or task.model.num_experts is not None
+        values["strategy"] = (layout.strategy, "without data parallelism") if shards else None
+        if not shards:
+            values |= dict.fromkeys(("bucket_size", "overlap_grad_reduce", "overlap_param_gather"))
     if layout.strategy != "optim_grads_params":
-        names += ["reshard_after_forward", "defer_grad_reduce"]
-    return dict.fromkeys(names)
-
-
-def cost_of(task: Task, layout: Layout) -> int:
-    return layout.world_size * task.model.num_layers * task.steps
+        values |= dict.fromkeys(("reshard_after_forward", "defer_grad_reduce"))
+    return values
 
 
 def covering_places(cases: list[Case], strength: int, most_ranks: int | None = None) -> set[int]:
     """Places of rows that show every ``strength`` factors together, as far as ``most_ranks`` can."""
     places = [place for place, case in enumerate(cases) if most_ranks is None or case[1].world_size <= most_ranks]
     factors = factors_of(cases)
-    chosen = covering([factors[place] for place in places], [cost_of(*cases[place]) for place in places], strength)
+    costs = [layout.world_size * task.model.num_layers * task.steps for task, layout in cases]
+    chosen = covering([factors[place] for place in places], [costs[place] for place in places], strength)
     return {places[place] for place in chosen}
 
 

@@ -175,7 +175,6 @@ NOT_KEPT: tuple[ActivationConfig, ...] = (
     selective("core_attn", "layernorm", "moe_act", "shared_experts"),
 )
 
-
 SAMPLES = 600
 """Rows of the product, drawn once for all runs."""
 

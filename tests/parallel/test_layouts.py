@@ -530,7 +530,6 @@ def test_the_run_trains_and_clips() -> None:
 
 
 def test_rows_that_run_by_default_show_every_two_factors_that_few_ranks_can() -> None:
-    """Each schedule with each strategy, say."""
     wanted = [*chain.from_iterable(rows() for rows in NAMED)]
     wanted += [case for rows in PRODUCTS for case in rows() if case[1].world_size <= MOST_RANKS]
     cases = [(row.values[0], replace(row.values[1], late=False)) for row in ROWS if not row.marks]
@@ -538,3 +537,14 @@ def test_rows_that_run_by_default_show_every_two_factors_that_few_ranks_can() ->
     factors = factors_of(wanted + cases)
     shown = set().union(*(combinations_of(row, 2) for row in factors[len(wanted) :]))
     assert all(combinations_of(row, 2) <= shown for row in factors)
+
+
+def test_every_schedule_runs_by_default_with_each_other_way_to_divide() -> None:
+    """Tensor, data and sequence parallelism, and each strategy that shards."""
+    default = [row.values[1] for row in ROWS if not row.marks]
+    for schedule in SCHEDULES:
+        layouts = [layout for layout in default if layout.pp > 1 and layout.schedule == schedule]
+        assert {layout.tp for layout in layouts} >= {1, 2}, schedule
+        assert {layout.dp for layout in layouts} >= {1, 2}, schedule
+        assert {layout.sequence_parallel for layout in layouts} == {False, True}, schedule
+        assert {layout.strategy for layout in layouts if layout.dp > 1} >= set(get_args(ShardingStrategy)[1:]), schedule

@@ -160,16 +160,12 @@ def differences(case: Case) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case", each_factor_by_default(CASES, Case.factors), ids=lambda case: case.flags.removeprefix("--model ")[:70]
-)
+@pytest.mark.parametrize("case", each_factor_by_default(CASES, Case.factors), ids=str)
 def test_units_launch_what_a_step_launches(case: Case) -> None:
     assert differences(case) == {}
 
 
-@pytest.mark.parametrize(
-    "case", each_factor_by_default(REDUCED, Case.factors), ids=lambda case: case.flags.removeprefix("--model ")[:70]
-)
+@pytest.mark.parametrize("case", each_factor_by_default(REDUCED, Case.factors), ids=str)
 def test_reductions_gathers_and_the_update_are_those_of_a_step(case: Case) -> None:
     """Without overlap everything that is sent is exposed."""
     run, prices = case.run, StepPrices(read_cluster(case.cluster), {**load_fitted(), "growth": 0.0})
