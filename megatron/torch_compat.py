@@ -42,6 +42,10 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 # The product of two FP8 matrices.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+# Its kinds of scales.
+ScalingType: Any = torch.nn.functional.ScalingType
+# Adds such a product to a tensor; torch 2.13 does not have it yet.
+scaled_addmm_: Callable[..., Tensor] | None = getattr(torch.nn.functional, "scaled_addmm_", None)
 
 _aten = torch.ops.aten
 cpu_flash_attention: Any = _aten._scaled_dot_product_flash_attention_for_cpu
@@ -52,8 +56,14 @@ varlen_flash_attention: Any = _aten._flash_attention_forward
 varlen_flash_attention_backward: Any = _aten._flash_attention_backward
 cudnn_attention: Any = _aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward: Any = _aten._scaled_dot_product_cudnn_attention_backward
+varlen_cudnn_attention: Any = _aten._cudnn_attention_forward
+varlen_cudnn_attention_backward: Any = _aten._cudnn_attention_backward
 # What tensor.item() calls.
 local_scalar: Any = _aten._local_scalar_dense.default
+# Out variants that meta tensors lack, or that torch decomposes for them as if the dtype were beta.
+WRITING_PRODUCTS = (_aten.addmm.dtype_out, _aten.baddbmm.dtype_out, _aten._scaled_mm.out)
+# The update of AdamW on lists of tensors of one dtype.
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 
 def onednn_linear() -> Callable[..., Tensor] | None:

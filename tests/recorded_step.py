@@ -7,13 +7,19 @@ from typing import cast
 import torch
 
 from megatron.core.models.transformer import TransformerChunk
-from megatron.planner.launches import DEVICE, Launch, LaunchRecorder
+from megatron.planner.launches import DEVICE, CompiledKernels, Launch, LaunchRecorder
 from megatron.planner.plan import Run, fake_processes
 from megatron.planner.simulated_rank import SimulatedTopology, build_rank, run_step
 from megatron.torch_compat import FakeTensorMode
 
 
-def record_step(run: Run, rank: int, num_microbatches: int, document_length: int | None = None) -> list[Launch]:
+def record_step(
+    run: Run,
+    rank: int,
+    num_microbatches: int,
+    document_length: int | None = None,
+    kernels_of: CompiledKernels = lambda *compiled: None,
+) -> list[Launch]:
     """The launches of the second training step of ``rank``.
 
     With ``document_length`` every sample consists of documents of that length. FSDP2 does not know the meta device, so
@@ -22,7 +28,7 @@ def record_step(run: Run, rank: int, num_microbatches: int, document_length: int
     is_fully_sharded = run.config.parallel.sharding_strategy == "optim_grads_params"
     device = torch.device("cpu") if is_fully_sharded else DEVICE
     mode = FakeTensorMode(allow_non_fake_inputs=True) if is_fully_sharded else nullcontext()
-    recorder = LaunchRecorder(device)
+    recorder = LaunchRecorder(device, kernels_of=kernels_of)
     starts = None
     if document_length is not None:
         starts = (torch.arange(run.config.seq_length) % document_length == 0).repeat(run.config.micro_batch_size, 1)

@@ -72,6 +72,7 @@ def _documents() -> list[Line]:
         "flash": (f"{_DOCUMENTS} --kernel attention=flash", {}),
         "cudnn": (f"{_DOCUMENTS} --kernel attention=cudnn", {}),
         "cudnn, fewer plans": (f"{_DOCUMENTS} --kernel attention=cudnn", _AVOID_PLANS),
+        "cudnn_varlen": (f"{_DOCUMENTS} --kernel attention=cudnn_varlen", {}),
         "sdpa": (f"{_DOCUMENTS} --kernel attention=sdpa", {}),
     }
     return [_line(f"documents/{name}", "steps.documents", flags, 60, more) for name, (flags, more) in cases.items()]

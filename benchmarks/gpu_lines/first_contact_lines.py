@@ -89,8 +89,8 @@ def _tests(name: str, rehearsal: str, arguments: str, answers: str) -> Line:
     return Line(name, "benchmarks.gpu_lines.pytest_lines.run", flags, 40, 60, resumes=True, answers=answers)
 
 
-_WHOLE = "(flash or cudnn) and whole and (8x4-1x8192 or 1x16-1x8192 or 8x4-2x1000)"
-_IN_DOCUMENTS = "flash and documents and 8x4-1x8192"
+_WHOLE = "(flash or cudnn) and not varlen and whole and (8x4-1x8192 or 1x16-1x8192 or 8x4-2x1000)"
+_IN_DOCUMENTS = "(flash or cudnn_varlen) and documents and 8x4-1x8192"
 
 CALL_2 = [
     _tests(
@@ -110,6 +110,12 @@ CALL_2 = [
         "rehearsed and cpu and 1x2-1x24",
         f"tests/gpu/test_attention_of_runs.py -k '(({_WHOLE}) or ({_IN_DOCUMENTS}))'",
         "attention kernels at the sizes of runs",
+    ),
+    _tests(
+        "determinism",
+        "rehearsed and eager",
+        "tests/gpu/test_repeated_bits.py",
+        "kernels, forward and backward, whose bits repeat under --deterministic-mode",
     ),
     _tests(
         "ranks",

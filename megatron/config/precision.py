@@ -122,15 +122,15 @@ class PrecisionConfig:
 
 # Known implementations of every operation, whether installed or not (docs/kernels.md).
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "attention": ("te", "flash3", "cudnn", "flash", "sdpa", "cpu", "reference"),
+    "attention": ("te", "flash3", "cudnn", "cudnn_varlen", "flash", "sdpa", "cpu", "reference"),
     "rms_norm": ("eager", "compiled", "triton", "apex", "te"),
     "swiglu": ("eager", "compiled", "triton"),
     "rope": ("eager", "compiled", "triton"),
     "cross_entropy": ("eager", "compiled"),
     "weight_gradient": ("separate", "in_place", "apex"),
-    "grouped_gemm": ("grouped_mm", "padded", "loop"),
+    "grouped_gemm": ("triton", "grouped_mm", "padded", "loop"),
     "fp8_quantization": ("eager", "triton"),
-    "fp8_weight_gradient": ("separate", "triton"),
+    "fp8_weight_gradient": ("in_place", "separate", "triton"),
     "adam": ("torch", "apex", "te"),
     "l2_norm": ("torch", "apex", "te"),
 }
@@ -156,11 +156,12 @@ class KernelConfig:
     """Implementation of each operation: the fastest available one, unless a flag requires another."""
 
     kernel: tuple[str, ...] = ()
-    """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,flash,sdpa,cpu,
-    reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
-    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex}, grouped_gemm={grouped_mm,padded,loop} (of
-    experts), fp8_quantization={eager,triton}, fp8_weight_gradient={separate,triton} (triton is never chosen without
-    this flag, because its speed is unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
+    """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,cudnn_varlen,
+    flash,sdpa,cpu,reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
+    cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex},
+    grouped_gemm={triton,grouped_mm,padded,loop} (of experts), fp8_quantization={eager,triton},
+    fp8_weight_gradient={in_place,separate,triton} (triton is never chosen without this flag, because its speed is
+    unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
     bias_swiglu_fusion: bool = True
     """--no-bias-swiglu-fusion means --kernel swiglu=eager."""
     rope_fusion: bool = True

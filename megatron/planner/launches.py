@@ -39,7 +39,8 @@ DEVICE = torch.device("meta")
 _LINEAR = "mkldnn::_linear_pointwise"
 """oneDNN's product of rows ``[..., k]`` and a weight ``[n, k]`` on CPUs."""
 _GEMMS = frozenset(
-    f"aten::{name}" for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_scaled_mm", "_grouped_mm")
+    f"aten::{name}"
+    for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_addmm_")
 ) | {_LINEAR}
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
@@ -105,12 +106,19 @@ class Launch:
     """The group of a collective."""
 
 
+CompiledKernels = Callable[[Callable[..., Any], Sequence[Any]], Sequence[int] | None]
+"""The bytes of each kernel of a compiled function with given arguments; None: one that touches each argument once."""
+
+
 class LaunchRecorder(ShapeTracker):
     """Records launches inside the mode: operators on tensors of ``device``. What the host reads of them is 1."""
 
-    def __init__(self, device: torch.device = DEVICE, block: int = 1) -> None:
+    def __init__(
+        self, device: torch.device = DEVICE, block: int = 1, kernels_of: CompiledKernels = lambda *compiled: None
+    ) -> None:
         super().__init__(block)
         self.device = device
+        self._kernels_of = kernels_of
         self.launches: list[Launch] = []
         self.is_recomputing = False
         self._started: list[Launch] = []
@@ -186,7 +194,8 @@ class LaunchRecorder(ShapeTracker):
             results = super().fused(method, *arguments)
         finally:
             self._kernel = None
-        self._record("elementwise", method.__qualname__, kernel.num_bytes(results))
+        for num_bytes in self._kernels_of(method, arguments) or (kernel.num_bytes(results),):
+            self._record("elementwise", method.__qualname__, num_bytes)
         return results
 
     def _record(self, kind: LaunchKind, name: str, num_bytes: int = 0, **details: Any) -> None:

@@ -28,7 +28,7 @@ from megatron.core.transport.torch_distributed import Message, Reduction, Transp
 from megatron.metrics.timers import Timers
 from megatron.planner.memory import MemoryTracker
 from megatron.schedules.schedule import Action
-from megatron.torch_compat import disable_dispatch_modes, local_scalar
+from megatron.torch_compat import WRITING_PRODUCTS, disable_dispatch_modes, local_scalar
 from megatron.training.build.vocabulary import Vocabulary
 from megatron.training.context import TrainModule
 from megatron.training.loop.step import train_step
@@ -51,8 +51,7 @@ class ShapeTracker(MemoryTracker):
             return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
         if func is aten.nonzero.default:
             return torch.empty((0, args[0].dim()), dtype=torch.int64)
-        if func is aten.addmm.dtype_out:
-            # torch 2.11 decomposes it as if the dtype were beta.
+        if func in WRITING_PRODUCTS:
             return kwargs["out"]
         return super().run(func, args, kwargs)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_at_least, require_flag, require_fraction, values_of
-from megatron.update_rules.rule import Flags, Group, ParameterFacts, Shard, UpdateContext, UpdateRule
+from megatron.update_rules.rule import Flags, Group, ParameterFacts, Shard, UpdateContext, UpdateRule, batches
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,13 @@ class Adam(UpdateRule):
         groups = [group for group in groups if group.shards]
         shards = [shard for group in groups for shard in group.shards]
         if self._flags.use_precision_aware_optimizer or any(s.gradient.dtype != s.weight.dtype for s in shards):
-            return super().bind(groups, context)
+            of_groups = [(group, batch) for group in groups for batch in batches(group.shards)]
+
+            def update_converted(step: int) -> None:
+                for group, batch in of_groups:
+                    self._update_converted(batch, group, step)
+
+            return update_converted
         import torch
 
         if not groups:
@@ -114,27 +120,40 @@ class Adam(UpdateRule):
 
         return update
 
-    def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Torch's fused AdamW, with moments converted to the weights' dtype."""
+    def _update_converted(self, shards: Sequence[Shard], group: Group, step: int) -> None:
+        """Torch's fused AdamW of all ``shards`` at once, with gradients and moments in the dtype of the weights."""
         import torch
-        from torch.optim.adamw import adamw
 
-        narrow = [shard.state["exp_avg"], shard.state["exp_avg_sq"]]
-        first, second = (moment.to(shard.weight.dtype) for moment in narrow)
-        adamw(
-            [shard.weight],
-            [shard.gradient],
-            [first],
-            [second],
+        from megatron.torch_compat import fused_adamw_
+
+        weights = [shard.weight for shard in shards]
+
+        def converted(narrow: "list[Tensor]") -> "list[Tensor]":
+            if narrow[0].dtype == weights[0].dtype:
+                return narrow
+            wide = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(wide, narrow)
+            return wide
+
+        gradients = converted([shard.gradient for shard in shards])
+        moments = [[shard.state[kind] for shard in shards] for kind in ("exp_avg", "exp_avg_sq")]
+        wide = [converted(moment) for moment in moments]
+        number = torch.full((), float(step), device=weights[0].device)
+        fused_adamw_(
+            weights,
+            gradients,
+            wide[0],
+            wide[1],
             [],
-            [torch.full((), step - 1.0, device=shard.weight.device)],
-            fused=True,
-            amsgrad=False,
+            [number] * len(weights),
+            lr=group.learning_rate,
             beta1=self._betas[0],
             beta2=self._betas[1],
-            lr=learning_rate,
-            weight_decay=weight_decay,
-            eps=self._epsilon(shard.info),
+            weight_decay=group.weight_decay,
+            eps=self._epsilon(shards[0].info),  # a group has one learning rate, and therefore one fan-in
+            amsgrad=False,
             maximize=False,
         )
-        torch._foreach_copy_(narrow, [first, second])
+        for moment, updated in zip(moments, wide):
+            if updated is not moment:
+                torch._foreach_copy_(moment, updated)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
@@ -70,10 +70,24 @@ class Shard:
     state: "dict[str, Tensor]"
 
     def slices(self) -> "Iterator[Shard]":
-        """The shard in slices, with gradients in the dtype of the weights."""
+        """The shard in slices of at most :data:`SLICE` elements."""
         tensors = (tensor.split(SLICE) for tensor in (self.weight, self.gradient, *self.state.values()))
         for weight, gradient, *state in zip(*tensors):
-            yield Shard(self.info, weight, gradient.to(weight.dtype), dict(zip(self.state, state)))
+            yield Shard(self.info, weight, gradient, dict(zip(self.state, state)))
+
+
+def batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """The slices of ``shards``, in batches of at most :data:`SLICE` elements: a batch is one launch."""
+    batch: list[Shard] = []
+    size = 0
+    for part in (part for shard in shards for part in shard.slices()):
+        if batch and size + part.weight.numel() > SLICE:
+            yield batch
+            batch, size = [], 0
+        batch.append(part)
+        size += part.weight.numel()
+    if batch:
+        yield batch
 
 
 @dataclass
@@ -145,12 +159,14 @@ class UpdateRule(ABC):
         def update(step: int) -> None:
             for group in groups:
                 for part in (part for shard in group.shards for part in shard.slices()):
-                    self.update(part, group.learning_rate, group.weight_decay, step)
+                    wide = replace(part, gradient=part.gradient.to(part.weight.dtype))
+                    self.update(wide, group.learning_rate, group.weight_decay, step)
 
         return update
 
     def update(self, shard: Shard, learning_rate: float, weight_decay: float, step: int) -> None:
-        """Update one slice of a shard in place; an elementwise rule defines it instead of :meth:`bind`."""
+        """Update one slice of a shard in place, whose gradients have the dtype of the weights; an elementwise rule
+        defines it instead of :meth:`bind`."""
         raise NotImplementedError(f"{type(self).__name__} defines neither update nor bind")
 
 

@@ -214,7 +214,9 @@ def test_a_product_that_does_not_run_leaves_its_reason() -> None:
 def test_the_fp8_bound_has_the_products_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = []
 
-    def recorded(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def recorded(
+        a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         calls.append((tuple(a.data.shape), tuple(b.data.shape), dtype))
         return a.data
 

@@ -1,4 +1,5 @@
-"""What a layer and a step launch, counted on tensors without memory, and the budgets of these counts.
+"""What a layer and a step launch, counted on tensors without memory and in the code that Inductor writes for an H100,
+and the budgets of these counts.
 
     python -m tests.budgets.launch_budgets
 
@@ -11,10 +12,12 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from megatron.config.command_line import parse_command_line
-from megatron.planner.launches import Launch
+from megatron.planner.launches import CompiledKernels, Launch
 from megatron.planner.plan import Run
+from tests.budgets.inductor import InductorKernels
 from tests.planner.planned_run import planned_run
 from tests.recorded_step import passes_of, record_step
+from tests.triton_kernels.worker import TritonProcess
 
 BUDGETS = Path(__file__).with_name("launches.md")
 HEADER = (
@@ -103,22 +106,22 @@ class Row:
         tensor_parallel_size = parse_command_line(flags.split()).parallel.tensor_model_parallel_size
         return planned_run(flags, tensor_parallel_size * num_stages * data_parallel_size)
 
-    def counts(self) -> dict[str, LaunchCounts]:
+    def counts(self, kernels_of: CompiledKernels) -> dict[str, LaunchCounts]:
         """The counts of each part."""
         length = DOCUMENT_LENGTH if self.has_documents else None
         # A stage between two others has one layer and nothing else.
         stages = self.run(num_stages=3, data_parallel_size=1)
-        passes = record_step(stages, stages.rank_of_stage(1), 2, length)
-        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length)
+        passes = record_step(stages, stages.rank_of_stage(1), 2, length, kernels_of)
+        step = record_step(self.run(num_stages=1, data_parallel_size=2), 0, 2, length, kernels_of)
         return {
             "layer, first microbatch": LaunchCounts.of(passes_of(passes, 0)),
             "layer, later microbatch": LaunchCounts.of(passes_of(passes, 1)),
             "step": LaunchCounts.of(step),
         }
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, kernels_of: CompiledKernels) -> Iterator[str]:
         """The row in the table, one line for each part."""
-        for part, counts in self.counts().items():
+        for part, counts in self.counts(kernels_of).items():
             numbers = " | ".join(f"{number:,}" for number in astuple(counts))
             yield f"| {self.name} | {self.precision} | {part} | {numbers} |"
 
@@ -132,7 +135,9 @@ ROWS = (
 
 
 def write_budgets() -> None:
-    lines = [*HEADER, *(line for row in ROWS for line in row.lines())]
+    with TritonProcess(interprets=False) as process:
+        kernels_of = InductorKernels(process)
+        lines = [*HEADER, *(line for row in ROWS for line in row.lines(kernels_of))]
     BUDGETS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

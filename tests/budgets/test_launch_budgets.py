@@ -1,17 +1,27 @@
 """A layer and a step launch what ``launches.md`` says, neither more nor less."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.budgets.inductor import InductorKernels
 from tests.budgets.launch_budgets import BUDGETS, HEADER, ROWS, Row
+from tests.triton_kernels.worker import TritonProcess
 
 UPDATE = "run python -m tests.budgets.launch_budgets and commit tests/budgets/launches.md if this is intended"
 
 
+@pytest.fixture(scope="module")
+def kernels_of() -> Iterator[InductorKernels]:
+    with TritonProcess(interprets=False) as process:
+        yield InductorKernels(process)
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}-{row.precision}")
-def test_launches_are_the_budget(row: Row) -> None:
+def test_launches_are_the_budget(row: Row, kernels_of: InductorKernels) -> None:
     table = BUDGETS.read_text(encoding="utf-8").splitlines()
     budget = [line for line in table if line.startswith(f"| {row.name} | {row.precision} |")]
-    counted = list(row.lines())
+    counted = list(row.lines(kernels_of))
     assert len(budget) == len(counted)
     for before, now in zip(budget, counted):
         is_within = all(number <= limit for number, limit in zip(_numbers(now), _numbers(before), strict=True))

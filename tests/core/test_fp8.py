@@ -329,10 +329,12 @@ def test_what_runs_again_is_quantised_as_the_first_time_and_not_multiplied(confi
     """Gradients, scales and the number of products are those of a single run."""
     products = 0
 
-    def multiply(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    def multiply(
+        a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+    ) -> Tensor:
         nonlocal products
         products += 1
-        return scaled_gemm(a, b, dtype, fast)
+        return scaled_gemm(a, b, dtype, fast, out)
 
     def train(runs_again: bool) -> list[Tensor]:
         scaling = Fp8Scaling(config, ALONE, CPU, kernels=Fp8Kernels.eager(multiply))

@@ -73,6 +73,9 @@ SIGNATURES = {
     "cudnn_attention": "query key value attn_bias compute_log_sumexp dropout_p is_causal",
     "cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
     f"{FLASH_KEPT} dropout_p is_causal",
+    "varlen_cudnn_attention": f"query key value attn_bias {FLASH_KEPT} compute_log_sumexp dropout_p is_causal",
+    "varlen_cudnn_attention_backward": "grad_out query key value out logsumexp philox_seed philox_offset attn_bias "
+    f"{FLASH_KEPT} dropout_p is_causal",
 }
 
 

@@ -30,7 +30,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
-EXPERTS = ExpertSizes(4, 32, 48)
+EXPERTS = ExpertSizes(4, 32, 48, 2**21)
 HOPPER = Machine(GPU, capability=(9, 0))
 
 

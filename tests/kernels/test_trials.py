@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from megatron.core.ops.fp8 import (
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
+    InPlaceFp8WeightGradient,
     SeparateFp8WeightGradient,
     scaled_gemm_reference,
     widened_gemm,
@@ -182,17 +184,23 @@ def rotate_too_much(activations: Tensor, table: Tensor) -> Tensor:
     return activations
 
 
-def fast_only(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def fast_only(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     return scaled_gemm_reference(a, b, dtype) if fast else scaled_gemm_reference(a, b, dtype) * 2
 
 
-def no_e5m2(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def no_e5m2(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     if a.data.dtype == E5M2:
         raise RuntimeError("not supported\nby this build")
     return scaled_gemm_reference(a, b, dtype)
 
 
-def bf16_only(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def bf16_only(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     if dtype == torch.float32:
         raise RuntimeError("not supported")
     return scaled_gemm_reference(a, b, dtype)
@@ -353,3 +361,16 @@ class OverwritesOnly(SeparateFp8WeightGradient):
 def test_a_trial_sees_a_gradient_that_is_not_added() -> None:
     with pytest.raises(Unavailable, match="another gradient"):
         try_fp8_weight_gradient(OverwritesOnly(widened_gemm), CPU, torch.float32)
+
+
+def add_scaled(to: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any) -> Tensor:
+    """``scaled_addmm_`` as torch documents it."""
+    assert a_kind.name == b_kind.name == "TensorWise"
+    return to.addmm_((a.float() * a_scale).to(to.dtype), (b.float() * b_scale).to(to.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_an_accumulating_gemm_has_the_gradients_of_a_separate_sum(dtype: torch.dtype) -> None:
+    try_fp8_weight_gradient(InPlaceFp8WeightGradient(widened_gemm, add_scaled), CPU, dtype)
+    with pytest.raises(Unavailable, match="another gradient"):
+        try_fp8_weight_gradient(InPlaceFp8WeightGradient(widened_gemm, lambda to, *_: to), CPU, dtype)

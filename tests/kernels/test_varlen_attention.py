@@ -3,6 +3,7 @@ kernels on tensors of real runs without data."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron import torch_compat
 from megatron.config.activations import ActivationConfig
 from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import (
@@ -21,7 +23,13 @@ from megatron.core.ops.attention import (
     LocalAttention,
     fused_attention,
 )
-from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention, FlashAttention3, ReferenceAttention
+from megatron.core.ops.attention_kernels import (
+    CudaFlashAttention,
+    CudnnAttention,
+    CudnnVarlenAttention,
+    FlashAttention3,
+    ReferenceAttention,
+)
 from megatron.core.ops.documents import Documents, PackedSpans
 from megatron.core.topology import single_process
 from megatron.torch_compat import FakeTensorMode
@@ -46,6 +54,48 @@ def test_documents_are_packed_row_by_row(flags: list[list[bool]]) -> None:
     bounds = [*starts, len(flags) * length]
     assert packed.cu_seqlens.tolist() == bounds and packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == max(stop - start for start, stop in pairwise(bounds))
+    # Few shapes, whatever the documents.
+    padded = attention.padded
+    assert padded.max_seqlen == length and padded.cu_seqlens.dtype == torch.int32
+    count = padded.cu_seqlens.numel() - 1
+    assert count >= 16 and count.bit_count() == 1 and count // 2 < max(len(starts), 16)
+    assert padded.cu_seqlens.tolist() == bounds + [bounds[-1]] * (count + 1 - len(bounds))
+
+
+def test_cudnn_takes_all_documents_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's operators as ``varlen_attn`` calls them, by the definition: the log-sum-exp is ``[total, n, 1]``."""
+    spans = in_documents([[0, 3, 9], [5]], 16).attention
+    assert spans is not None
+    packed, exact, random_state = [], ReferenceAttention(), (torch.tensor(1), torch.tensor(2))
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, bias: None, *options: object) -> tuple[object, ...]:
+        packed.append(options)
+        attended = exact.forward_varlen(AttentionInputs(query, key, value, spans))
+        assert attended.log_sum_exp is not None
+        return attended.output, attended.log_sum_exp.t().unsqueeze(-1), *options[:4], *random_state, None
+
+    def backward(grad: Tensor, *given: Any) -> Gradients:
+        query, key, value, output, log_sum_exp, seed, offset, bias, *options = given
+        packed.append((*options[:4], True, *options[4:]))
+        assert (seed, offset) == random_state and bias is None
+        assert log_sum_exp.shape == (32, 4, 1) and log_sum_exp.is_contiguous()
+        attended = AttentionOutput(AttentionInputs(query, key, value, spans), output, log_sum_exp.squeeze(-1).t())
+        return exact.backward_varlen(grad, attended)
+
+    monkeypatch.setattr(torch_compat, "varlen_cudnn_attention", forward)
+    monkeypatch.setattr(torch_compat, "varlen_cudnn_attention_backward", backward)
+    shape, generator = AttentionShape(4, 2, 8), torch.Generator().manual_seed(0)
+    qkv = torch.randn(16, 2, 64, generator=generator, dtype=torch.float64)
+    results = []
+    for kernel in (CudnnVarlenAttention(), exact):
+        leaf = qkv.clone().requires_grad_()
+        output = fused_attention(leaf, shape, LocalAttention(kernel), spans)
+        output.backward(torch.cos(output.detach()))
+        results.append((output.detach(), leaf.grad))
+    assert all(torch.equal(found, expected) for found, expected in zip(*results))
+    starts, length = spans.padded.cu_seqlens, 16
+    assert len(packed) == 2 and all(one[0] is one[1] is starts for one in packed)
+    assert all(one[2:] == (length, length, True, 0.0, True) for one in packed)
 
 
 class Recorder(ReferenceAttention):

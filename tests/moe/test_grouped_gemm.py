@@ -13,6 +13,7 @@ from megatron.config.precision import KernelConfig
 from megatron.core.device import Machine, Unavailable
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels import candidates
+from megatron.core.kernels.candidates import SimulatedTritonGroupedGemm
 from megatron.core.kernels.choice import Choice, ExpertSizes, KernelRequest
 from megatron.core.kernels.selection import Kernels, build_kernels, choose_kernels, expert_sizes
 from megatron.core.kernels.trials import Trials, TrialSizes, try_grouped_gemm
@@ -132,7 +133,8 @@ def test_padded_gemms_have_few_shapes() -> None:
 # Which one is chosen
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-EXPERTS = ExpertSizes(4, 32, 48)
+EXPERTS = ExpertSizes(4, 32, 48, rows=2**21)
+"""Many rows: GEMMs that take longer than a launch."""
 SIZES = TrialSizes(2, AttentionShape(8, 2, 128), 32, 48, 64, (64, 57))
 
 
@@ -153,6 +155,7 @@ def choice_of(kernels: Kernels) -> Choice:
         (CPU, torch.bfloat16, EXPERTS, "padded"),
         (CPU, torch.float64, EXPERTS, "loop"),
         (GPU, torch.bfloat16, EXPERTS, "grouped_mm"),
+        (GPU, torch.bfloat16, replace(EXPERTS, rows=2**20), "triton"),
         (GPU, torch.float32, EXPERTS, "loop"),
         (GPU, torch.bfloat16, replace(EXPERTS, count=1), "loop"),
         (GPU, torch.bfloat16, replace(EXPERTS, width=44), "loop"),
@@ -178,7 +181,7 @@ def test_on_a_gpu_it_is_tried_and_passed_over_if_it_fails() -> None:
 
     machine, trials = Machine(GPU, can_try=True), Trials(grouped_gemm=failing)
     request = KernelRequest(machine, torch.bfloat16, torch.float32, SIZES, experts=EXPERTS, trials=trials)
-    grouped_mm, *_ = candidates.grouped_gemm(request, SeparateWeightGradient())
+    _, grouped_mm, *_ = candidates.grouped_gemm(request, SeparateWeightGradient())
     with pytest.raises(Unavailable, match="error of 50%"):
         grouped_mm.ready("grouped_gemm")
     assert tried == [(GPU, torch.bfloat16, torch.float32)]
@@ -236,22 +239,23 @@ RUN = (
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", ExpertSizes(8, 32, 24)),
-        ("--expert-model-parallel-size 4", ExpertSizes(2, 32, 24)),
-        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 3", ExpertSizes(4, 32, 8)),
-        ("--tensor-model-parallel-size 2 --sequence-parallel", ExpertSizes(8, 32, 12)),
+        ("", ExpertSizes(8, 32, 24, 8)),
+        ("--expert-model-parallel-size 4", ExpertSizes(2, 32, 24, 32)),
+        ("--expert-model-parallel-size 2 --expert-tensor-parallel-size 3", ExpertSizes(4, 32, 8, 48)),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", ExpertSizes(8, 32, 12, 8)),
     ],
 )
 def test_a_rank_has_its_part_of_the_experts(flags: str, expected: ExpertSizes) -> None:
     config = parse_command_line(f"{RUN} {flags}".split())
     model = config.model.resolve(61, config.parallel.tensor_model_parallel_size, config.seq_length)
-    assert expert_sizes(model, config.parallel) == expected
+    assert expert_sizes(model, config.parallel, tokens=32) == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "on_cpu", "on_gpu"),
     [
-        ("", PaddedGroupedGemm, TorchGroupedGemm),
+        ("", PaddedGroupedGemm, SimulatedTritonGroupedGemm),
+        ("--kernel grouped_gemm=grouped_mm", TorchGroupedGemm, TorchGroupedGemm),
         ("--kernel grouped_gemm=loop", LoopGroupedGemm, LoopGroupedGemm),
         ("--expert-model-parallel-size 8", PaddedGroupedGemm, LoopGroupedGemm),
         ("--expert-model-parallel-size 8 --kernel grouped_gemm=grouped_mm", TorchGroupedGemm, TorchGroupedGemm),

@@ -843,6 +843,57 @@ LAUNCHER = (
     ),
 )
 
+GPU_KERNELS = (
+    Fault(
+        "the first FP8 weight gradient of a step is written to memory of its own",
+        "        else:\n            self.gemm(a, b, buffer.dtype, out=buffer)",
+        "        else:\n            self.gemm(a, b, buffer.dtype)",
+        ("core/test_fp8.py", "kernels/test_trials.py"),
+    ),
+    Fault(
+        "an accumulating FP8 GEMM that overwrites",
+        "        if not accumulate:\n            self.gemm(a, b, buffer.dtype, out=buffer)",
+        "        if buffer.numel():\n            self.gemm(a, b, buffer.dtype, out=buffer)",
+        ("kernels/test_trials.py",),
+    ),
+    Fault(
+        "AdamW in bf16 without the last batch of shards",
+        "    if batch:\n        yield batch",
+        "    if size == SLICE:\n        yield batch",
+        ("update_rules/test_adam.py",),
+    ),
+    Fault(
+        "moments in bf16 are not written back",
+        "            if updated is not moment:",
+        "            if updated is moment:",
+        ("update_rules/test_adam.py",),
+    ),
+    Fault(
+        "weight gradients of experts from the rows of two of them",
+        "start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)",
+        "start = tl.load(ends_ptr + group - 2, mask=group > 1, other=0)",
+        ("triton_kernels/test_triton_grouped.py",),
+    ),
+    Fault(
+        "a launch for each expert where a GEMM is shorter than a launch",
+        "experts.flops < LAUNCH_FLOPS",
+        "experts.flops > LAUNCH_FLOPS",
+        ("moe/test_grouped_gemm.py",),
+    ),
+    Fault(
+        "empty documents begin at the end of the first sequence",
+        "(0, missing), value=self.rows * self.length)",
+        "(0, missing), value=self.length)",
+        ("kernels/test_varlen_attention.py",),
+    ),
+    Fault(
+        "cuDNN's log-sum-exp goes back without its last dim",
+        "log_sum_exp = log_sum_exp.t().contiguous().unsqueeze(-1)",
+        "log_sum_exp = log_sum_exp.t().contiguous()",
+        ("kernels/test_varlen_attention.py",),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *COLLECTIVES,
     *SCALES,
@@ -857,4 +908,5 @@ CHOSEN: tuple[Fault, ...] = (
     *LLAMA4,
     *FEATURES,
     *LAUNCHER,
+    *GPU_KERNELS,
 )

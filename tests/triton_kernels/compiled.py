@@ -32,7 +32,7 @@ class CompiledLaunch:
     ptx: str
 
 
-class _Hopper:
+class Hopper:
     """Triton's driver of a Hopper GPU, as far as compilation reads it."""
 
     def get_current_target(self) -> GPUTarget:
@@ -57,7 +57,7 @@ def compile_launches(function: Callable[..., Any], *arguments: Any) -> list[Comp
         kernels.append(run(kernel, *arguments, grid=grid, warmup=True, **options))
         return kernels[-1]
 
-    driver.set_active(_Hopper())
+    driver.set_active(Hopper())
     with mock.patch.object(JITFunction, "run", compile_only):
         function(*arguments)
     return [_usage(kernel) for kernel in kernels]

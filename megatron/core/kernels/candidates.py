@@ -2,7 +2,7 @@
 it launches where it is simulated."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron.core.device import Compiler, Unavailable, inductor, load
+from megatron.core.gradient import GradientProduct
 from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
 from megatron.core.ops.attention import AttentionKernel, HalfPrecisionGpuKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
     CudaFlashAttention,
     CudnnAttention,
+    CudnnVarlenAttention,
     FlashAttention3,
     ReferenceAttention,
     TorchAttention,
@@ -26,11 +28,12 @@ from megatron.core.ops.fp8 import (
     EagerQuantization,
     Fp8Format,
     Fp8WeightGradientKernel,
+    InPlaceFp8WeightGradient,
     Quantization,
     ScaledGemm,
     SeparateFp8WeightGradient,
 )
-from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, TorchGroupedGemm
+from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
@@ -43,7 +46,7 @@ from megatron.core.tensor_parallel.cross_entropy import (
     CrossEntropyKernel,
     EagerCrossEntropy,
 )
-from megatron.torch_compat import onednn_linear
+from megatron.torch_compat import onednn_linear, scaled_addmm_
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ T = TypeVar("T")
 _ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
     "flash3": ("made for Hopper", FlashAttention3),
     "cudnn": ("cuDNN's kernel for Hopper", CudnnAttention),
+    "cudnn_varlen": ("cuDNN's kernel, all documents in one call", CudnnVarlenAttention),
     "flash": ("torch's FlashAttention 2", CudaFlashAttention),
     "sdpa": ("torch chooses the kernel", TorchAttention),
     "cpu": ("torch's flash attention for CPUs", CpuFlashAttention),
@@ -90,8 +94,8 @@ def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
             obstacle=_attention_obstacle(request, name),
             trial=None if name == "reference" else request.trial(request.trials.attention, *at_sizes),
             cost=costs.get(name, ""),
-            # What kernels of packages save is what torch's FlashAttention saves.
-            simulated=(lambda compiler: CudaFlashAttention()) if name in ("te", "flash3") else None,
+            # What these kernels save is what torch's FlashAttention saves.
+            simulated=(lambda compiler: CudaFlashAttention()) if name in ("te", "flash3", "cudnn_varlen") else None,
         )
         for name in dict.fromkeys((*preferred, *kernels))
     ]
@@ -120,7 +124,7 @@ def _attention_obstacle(request: KernelRequest, name: str) -> str | None:
     supports = HalfPrecisionGpuKernel().supports if of_package else _ATTENTION[name][1]().supports
     if not supports(request.device, request.weight):
         return f"it does not support {short_name(request.weight)} on {request.device.type}"
-    if name == "cudnn" and torch.are_deterministic_algorithms_enabled():
+    if name.startswith("cudnn") and torch.are_deterministic_algorithms_enabled():
         return "its backward pass is not deterministic"  # the operator itself does not refuse that
     return None
 
@@ -152,6 +156,10 @@ def weight_gradient(request: KernelRequest) -> list[Candidate[WeightGradientKern
     ]
 
 
+LAUNCH_FLOPS = 5e9
+"""FLOPs of a GEMM that takes an H100 about as long as the host needs to launch it, 8 us. An estimate."""
+
+
 def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) -> list[Candidate[GroupedGemm]]:
     """The GEMMs of experts. ``weight_gradient`` is the chosen kernel for the weight gradients of linear layers."""
     experts = request.experts
@@ -165,13 +173,18 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
         padded = "it is for CPUs with oneDNN"
     elif request.weight == torch.float64:
         padded = "oneDNN does not multiply fp64"
-    # Separate GEMMs for weight gradients are one grouped GEMM.
-    of_group = None if isinstance(weight_gradient, SeparateWeightGradient) else weight_gradient
+    # The host launches long GEMMs ahead of the GPU; short ones wait for it.
+    is_short = experts is not None and experts.flops < LAUNCH_FLOPS
+    # A grouped GEMM for weight gradients, then an addition, instead of a GEMM for each expert.
+    of_group = None if is_short or isinstance(weight_gradient, SeparateWeightGradient) else weight_gradient
     trial = request.trial(request.trials.grouped_gemm, request.device, request.weight, request.gradient)
     # For one expert a grouped GEMM is a GEMM. On CPUs it is slower (docs/performance_cpu.md).
     is_preferred = request.on_gpu and experts is not None and experts.count > 1
     one_launch, few_shapes = "one launch for all experts", "a GEMM for each expert, of few shapes"
+    added = f"{one_launch}, which adds their weight gradients"
+    triton = _of_triton(request, "grouped.TritonGroupedGemm", added, SimulatedTritonGroupedGemm, trial)
     return [
+        replace(triton, is_automatic=is_preferred and is_short, obstacle=triton.obstacle or grouped),
         Candidate("grouped_mm", partial(TorchGroupedGemm, of_group), one_launch, is_preferred, grouped, trial),
         Candidate("padded", partial(PaddedGroupedGemm, weight_gradient), few_shapes, not request.on_gpu, padded),
         Candidate("loop", partial(LoopGroupedGemm, weight_gradient), "a GEMM for each expert"),
@@ -192,7 +205,17 @@ def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
 def fp8_weight_gradient(request: KernelRequest, gemm: ScaledGemm) -> list[Candidate[Fp8WeightGradientKernel]]:
     trial = request.trial(request.trials.fp8_weight_gradient, request.device, request.gradient)
     path, simulated = "fp8.TritonFp8WeightGradient", partial(SimulatedFp8WeightGradient, gemm)
+
+    def in_place() -> Fp8WeightGradientKernel:
+        if scaled_addmm_ is None:
+            raise Unavailable("this version of torch has no scaled_addmm_")
+        return InPlaceFp8WeightGradient(gemm, scaled_addmm_)
+
+    # Without it `separate` is no stand-in.
+    is_preferred, obstacle = scaled_addmm_ is not None and request.on_gpu, None if request.on_gpu else "it needs a GPU"
+    added = "the GEMM adds to the main gradient"
     return [
+        Candidate("in_place", in_place, added, is_preferred, obstacle, trial, simulated=simulated),
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
         # Its speed is unmeasured.
         replace(_of_triton(request, path, "", simulated, trial), is_automatic=False),
@@ -395,6 +418,38 @@ class SimulatedQuantization:
     def quantize_and_record(self, tensor: Tensor, target: Fp8Format, step_amax: Tensor) -> QuantizedTensor:
         inverse_scale = target.scale.reciprocal()
         return replace(self.quantize(tensor, target, step_amax), inverse_scale=inverse_scale)
+
+
+class SimulatedTritonGroupedGemm(TorchGroupedGemm):
+    """:class:`~megatron.core.backends.triton_grouped.TritonGroupedGemm`: one batched GEMM of groups of equal rows."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        super().__init__()
+
+    def weight_gradient(self, grad_outputs: Tensor, inputs: Tensor, counts: RowCounts) -> GradientProduct:
+        return _BatchedWeightGradient(grad_outputs, inputs, counts)
+
+
+@dataclass(frozen=True)
+class _BatchedWeightGradient:
+    grad_outputs: Tensor
+    inputs: Tensor
+    counts: RowCounts
+
+    def value(self) -> Tensor:
+        buffer = self.inputs.new_empty(len(self.counts.host) * self.grad_outputs.shape[1], self.inputs.shape[1])
+        self.write_to(buffer, accumulate=False)
+        return buffer
+
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        groups = len(self.counts.host)
+        rows = self.inputs.shape[0] // groups
+        dy, x = (one[: groups * rows].view(groups, rows, -1) for one in (self.grad_outputs, self.inputs))
+        matrices, left = self.counts.matrices(buffer), dy.transpose(1, 2)
+        if accumulate:
+            torch.ops.aten.baddbmm.dtype_out(matrices, left, x, buffer.dtype, out=matrices)
+        else:
+            torch.ops.aten.bmm.dtype_out(left, x, buffer.dtype, out=matrices)
 
 
 class SimulatedFp8WeightGradient:

@@ -155,6 +155,13 @@ class ExpertSizes:
     hidden_size: int
     width: int
     """``f / etp``."""
+    rows: int
+    """Tokens that an expert receives from a microbatch on average."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a GEMM of an expert's second matrix, the smaller one."""
+        return 2.0 * self.rows * self.hidden_size * self.width
 
 
 @dataclass(frozen=True)

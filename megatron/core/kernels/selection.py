@@ -139,17 +139,21 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         engine=find_transformer_engine(config, topology),
         fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",
         has_delayed_scales=has_delayed_scales(config),
-        experts=expert_sizes(model, config.parallel),
+        experts=expert_sizes(model, config.parallel, config.micro_batch_size * config.seq_length),
     )
     return choose_kernels(config.kernels, request)
 
 
-def expert_sizes(model: TransformerConfig, parallel: ParallelConfig) -> ExpertSizes | None:
-    """The experts of a layer on one rank; None for a dense model."""
+def expert_sizes(model: TransformerConfig, parallel: ParallelConfig, tokens: int) -> ExpertSizes | None:
+    """The experts of a layer on one rank, with microbatches of ``tokens``; None for a dense model."""
     if model.num_experts is None or model.moe_ffn_hidden_size is None:
         return None
     count = model.num_experts // parallel.expert_model_parallel_size
-    return ExpertSizes(count, model.hidden_size, model.moe_ffn_hidden_size // parallel.expert_tensor_size)
+    # Every rank of the groups that exchange tokens has a part of its microbatch.
+    ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+    of_rank = tokens / (parallel.tensor_model_parallel_size * parallel.context_parallel_size)
+    rows = int(of_rank * ranks * model.moe_router_topk / model.num_experts)
+    return ExpertSizes(count, model.hidden_size, model.moe_ffn_hidden_size // parallel.expert_tensor_size, rows)
 
 
 def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> None:

@@ -218,6 +218,32 @@ class CudnnAttention(HalfPrecisionGpuKernel, AttentionKernel):
         return grads
 
 
+class CudnnVarlenAttention(CudnnAttention, VarlenKernel):
+    """cuDNN's fused attention, within all documents in one call.
+
+    cuDNN builds a plan for a new shape while the step waits, so shapes do not depend on the documents
+    (:attr:`~megatron.core.ops.documents.AttentionSpans.padded`). Read against torch's ``varlen_attn``, in which this
+    path is switched off. Not run on a GPU so far.
+    """
+
+    def forward_varlen(self, inputs: AttentionInputs) -> AttentionOutput:
+        tensors, lengths = (inputs.query, inputs.key, inputs.value), self._few_lengths(inputs)
+        output, log_sum_exp, *kept = torch_compat.varlen_cudnn_attention(*tensors, None, *lengths, True, 0.0, True)
+        # The log-sum-exp is [total, n, 1].
+        return AttentionOutput(inputs, output, log_sum_exp.squeeze(-1).t(), tuple(kept[4:6]))
+
+    def backward_varlen(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
+        *tensors, log_sum_exp = grad, *attended.tensors
+        options = *attended.kept, None, *self._few_lengths(attended.inputs), 0.0, True
+        log_sum_exp = log_sum_exp.t().contiguous().unsqueeze(-1)
+        grads: Gradients = torch_compat.varlen_cudnn_attention_backward(*tensors, log_sum_exp, *options)
+        return grads
+
+    def _few_lengths(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, int]:
+        assert inputs.spans is not None, "a varlen call needs spans"
+        return _lengths(inputs.spans.padded)
+
+
 class TorchAttention(AutogradAttention):
     """``scaled_dot_product_attention``, which picks the fastest kernel of the device (flash, cuDNN, ...)."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import copy_to_device
@@ -51,6 +52,15 @@ class AttentionSpans:
         cu_seqlens = torch.tensor([*firsts, self.rows * self.length], dtype=torch.int32)
         longest = max(span.stop - span.start for span in self.spans)
         return PackedSpans(copy_to_device(cu_seqlens, self.device), longest)
+
+    @cached_property
+    def padded(self) -> PackedSpans:
+        """:attr:`packed` in one of few shapes, for kernels that prepare each shape: the longest span counts as a whole
+        sequence, and empty spans at the end make their number 16 or a larger power of two."""
+        starts = self.packed.cu_seqlens
+        spans = starts.numel() - 1
+        missing = max(16, 1 << (spans - 1).bit_length()) - spans
+        return PackedSpans(F.pad(starts, (0, missing), value=self.rows * self.length), self.length)
 
 
 @dataclass(frozen=True)

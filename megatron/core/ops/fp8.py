@@ -5,15 +5,15 @@ together with ``1 / scale``. *amax* is the largest magnitude of a tensor. Source
 (Micikevicius et al., arXiv 2209.05433); delayed scaling follows NVIDIA's Transformer Engine.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.gradient import add_or_overwrite
 from megatron.core.precision import Layout, QuantizedTensor
-from megatron.torch_compat import scaled_mm
+from megatron.torch_compat import ScalingType, scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -134,24 +134,33 @@ class DelayedQuantization:
 
 
 class ScaledGemm(Protocol):
-    """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``."""
+    """``a [m, k] @ b [n, k]^T`` of two quantised matrices, as ``[m, n]`` in ``dtype``; in ``out``, which has this
+    dtype, if given."""
 
-    def __call__(self, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
+    def __call__(
+        self, a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+    ) -> Tensor: ...
 
 
-def scaled_gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_gemm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     """A :class:`ScaledGemm` in bf16 or fp32, accumulated in fp32, or with fewer bits if ``fast`` and the hardware
     supports it. Hopper requires this layout, with rows of multiples of 16, and does not multiply e5m2 by e5m2."""
     assert a.data.is_contiguous() and b.data.is_contiguous(), (a.data.stride(), b.data.stride())
     assert a.inverse_scale is not None and b.inverse_scale is not None
-    return scaled_mm(a.data, b.data.t(), a.inverse_scale, b.inverse_scale, out_dtype=dtype, use_fast_accum=fast)
+    scales = a.inverse_scale, b.inverse_scale
+    return scaled_mm(a.data, b.data.t(), *scales, out_dtype=dtype, use_fast_accum=fast, out=out)
 
 
-def widened_gemm(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def widened_gemm(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     """:func:`scaled_gemm` by an fp32 GEMM, for devices without FP8 units."""
     assert a.inverse_scale is not None and b.inverse_scale is not None
     product = a.data.float() @ b.data.float().t()
-    return product.mul_(a.inverse_scale * b.inverse_scale).to(dtype)
+    product.mul_(a.inverse_scale * b.inverse_scale)
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def gemm_for(device: torch.device) -> ScaledGemm:
@@ -168,13 +177,32 @@ class Fp8WeightGradientKernel(Protocol):
 
 @dataclass(frozen=True)
 class SeparateFp8WeightGradient:
-    """A GEMM in fp32, then a sum: one more pass, and memory for the product."""
+    """A GEMM into the buffer; later microbatches have a GEMM in fp32, then a sum: one more pass, and memory for the
+    product."""
 
     gemm: ScaledGemm
 
     def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
-        product = self.gemm(a, b, torch.promote_types(buffer.dtype, torch.float32))
-        add_or_overwrite(buffer, product, accumulate)
+        if accumulate:
+            buffer.add_(self.gemm(a, b, torch.promote_types(buffer.dtype, torch.float32)))
+        else:
+            self.gemm(a, b, buffer.dtype, out=buffer)
+
+
+@dataclass(frozen=True)
+class InPlaceFp8WeightGradient:
+    """A GEMM that accumulates in the buffer."""
+
+    gemm: ScaledGemm
+    scaled_addmm_: Callable[..., Tensor]
+    """torch's, which versions up to 2.13 do not have."""
+
+    def write(self, buffer: Tensor, a: QuantizedTensor, b: QuantizedTensor, accumulate: bool) -> None:
+        if not accumulate:
+            self.gemm(a, b, buffer.dtype, out=buffer)
+            return
+        tensorwise = ScalingType.TensorWise
+        self.scaled_addmm_(buffer, a.data, b.data.t(), a.inverse_scale, tensorwise, b.inverse_scale, tensorwise)
 
 
 @dataclass(frozen=True)
@@ -208,9 +236,12 @@ class Fp8WeightGradientProduct:
         self.kernels.weight_gradient.write(buffer, self.grad_outputs, self.inputs, accumulate)
 
 
-def scaled_gemm_reference(a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def scaled_gemm_reference(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
     """:func:`scaled_gemm` in fp64."""
-    return (dequantize(a) @ dequantize(b).t()).to(dtype)
+    product = dequantize(a) @ dequantize(b).t()
+    return product.to(dtype) if out is None else out.copy_(product)
 
 
 def dequantize(operand: QuantizedTensor) -> Tensor:
