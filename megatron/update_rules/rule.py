@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 
-SLICE = 1 << 22
-"""Elements that an elementwise rule updates at once, which bounds the memory of copies in another dtype."""
+SLICE = 1 << 24
+"""Elements that an elementwise rule updates at once, which bounds the memory of copies in another dtype: 64 MiB each in
+fp32."""
 
 
 class ParameterFacts(Protocol):

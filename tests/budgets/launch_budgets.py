@@ -40,8 +40,12 @@ PRECISIONS = {
     "FP8 delayed": "--fp8-format hybrid --fp8-recipe delayed",
     "FP8 tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
 }
-GATHERED = {"FP8 delayed, gathered": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"}
-"""Of 8B alone: weights are quantised before they are all-gathered."""
+OF_8B = {
+    "FP8 delayed, gathered": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather",
+    "bf16 moments and gradients": "--grad-reduce-in-bf16 --use-precision-aware-optimizer --exp-avg-dtype bf16 "
+    "--exp-avg-sq-dtype bf16 --adam-beta2 0.95",
+}
+"""Weights that are quantised before they are all-gathered, and an AdamW that converts."""
 DOCUMENT_LENGTH = 1024
 """Eight documents in a sequence, in the rows with documents."""
 _COMMON = (
@@ -98,7 +102,7 @@ class Row:
         """One layer per stage, two microbatches."""
         # torch's flash attention takes all documents in one call.
         documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
-        precision = (PRECISIONS | GATHERED)[self.precision]
+        precision = (PRECISIONS | OF_8B)[self.precision]
         flags = (
             f"{_COMMON} {(MODELS | EXPERTS)[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
@@ -128,7 +132,7 @@ class Row:
 
 ROWS = (
     *(Row(model, precision) for model in MODELS for precision in PRECISIONS),
-    *(Row("8B", precision) for precision in GATHERED),
+    *(Row("8B", precision) for precision in OF_8B),
     Row("8B", "bf16", True),
     *(Row(model, "bf16") for model in EXPERTS),
 )
