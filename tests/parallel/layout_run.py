@@ -322,7 +322,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     )
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
-    with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
+    late_copies = mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext()
+    with late_copies:
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
     freeze(model, task.frozen, topology)
     fp8 = model.context.fp8
@@ -354,7 +355,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     if layout.fp8_param_gather:
         # The initial weights of the model were rounded to FP8.
         data_parallel.initialize(SEED)
-    optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
+    with late_copies:
+        optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
     optimizer.fp8 = fp8
     optimizer.experts = model.expert_balance
     return executor, data_parallel, optimizer
