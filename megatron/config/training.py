@@ -180,6 +180,7 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
         ends = values_of(self, *_DECAY_ENDS)
         require_at_least(0, values_of(self, "weight_decay", "clip_grad") | ends)
         require_fraction(values_of(self, "ema_decay"))
+        require_fraction(values_of(self, "optimizer_offload_fraction"), with_one=True)
         varies = self.weight_decay_incr_style != "constant"
         require_flag("--weight-decay-incr-style linear or cosine", varies, changed_flags(self, *_DECAY_ENDS))
         for flag, value in ends.items():
@@ -189,11 +190,6 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
         require_flag("--use-precision-aware-optimizer", is_precision_aware, changed_flags(self, "main_grads_dtype"))
         dependent = changed_flags(self, "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
         require_flag("--optimizer-cpu-offload", self.optimizer_cpu_offload, dependent)
-        if not 0 <= self.optimizer_offload_fraction <= 1:
-            raise ConfigError(
-                f"--optimizer-offload-fraction {self.optimizer_offload_fraction} must be from 0 to 1, the share of the "
-                "optimizer state in host memory."
-            )
         if self.optimizer_cpu_offload and not update_rules()[self.optimizer].is_elementwise:
             raise ConfigError(
                 f"--optimizer-cpu-offload does not support --optimizer {self.optimizer}, which updates whole matrices: "

@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +149,7 @@ class Optimizer:
         self._host = HostShards(config, self._param_shards, master_dtype, topology)
         first = self._host.count
         # The same tensor if it has that dtype already.
-        on_device = [shard.weight.to(master_dtype) for shard in self._param_shards[first:]]
-        self._masters = self._host.masters + on_device
+        self._masters = self._host.masters + [shard.weight.to(master_dtype) for shard in self._param_shards[first:]]
         counted = [
             number
             for number, shard in enumerate(self._param_shards)
@@ -180,30 +180,29 @@ class Optimizer:
             ).transform
 
         context = UpdateContext(kernels.adam, topology.tensor_parallel, whole_matrices)
-        self._groups: dict[tuple[int | None, UpdateRule, bool, bool, float], Group] = {}
-        """The keys are: the group on the host, or None on the device; rule, whether the weights decay, whether they are
-        of the vocabulary, the rule's factor of the learning rate."""
-        places = {number: place for place, numbers in enumerate(self._host.groups) for number in numbers}
+        self._groups: dict[tuple[int, UpdateRule, bool, bool, float], Group] = {}
+        """The keys are: 0 on the device, or the group on the host from 1; rule, whether the weights decay, whether they
+        are of the vocabulary, the rule's factor of the learning rate."""
+        places = {number: place for place, numbers in enumerate(self._host.groups, 1) for number in numbers}
         for number, shard in enumerate(self._shards):
             info = shard.info
             rule = self._rule.rule_for(info)
             factor = rule.learning_rate_factor(info)
-            key = places.get(number), rule, info.weight_decay, info.is_vocabulary, factor
+            key = places.get(number, 0), rule, info.weight_decay, info.is_vocabulary, factor
             group = self._groups.setdefault(key, Group([], config.weight_decay if info.weight_decay else 0.0))
             group.shards.append(shard)
         self._ema_decay = config.ema_decay
         # Ranks without a shard bind and update as well: a rule may communicate.
         rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
-
-        def bind(place: int | None, context: UpdateContext) -> list[Callable[[int], None]]:
-            return [
-                rule.bind([group for key, group in self._groups.items() if key[:2] == (place, rule)], context)
-                for rule in rules
-            ]
-
-        self._updates = bind(None, context)
-        on_host = replace(context, adam=torch_adam)
-        self._host.updates = [bind(place, on_host) for place in range(len(self._host.groups))]
+        updates: list[list[Callable[[int], None]]] = []
+        for place, numbers in enumerate((range(first, len(self._shards)), *self._host.groups)):
+            groups = {key: group for key, group in self._groups.items() if key[0] == place}
+            one = replace(context, adam=torch_adam) if place else context
+            with topology.on_host() if place else nullcontext():
+                updates.append([rule.bind([groups[key] for key in groups if key[1] is rule], one) for rule in rules])
+            if config.ema_decay is not None and numbers:
+                updates[-1].append(partial(self._follow, numbers, 1.0 - config.ema_decay))
+        self._updates, *self._host.updates = updates
 
     def step(
         self,
@@ -232,8 +231,7 @@ class Optimizer:
         self._host.start()
         for update in self._updates:
             update(self.num_steps)
-        self._follow(range(self._host.count, len(self._shards)))
-        self._host.update(self.num_steps, self._follow)
+        self._host.publish(self.num_steps)
         self._gather()
         return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
@@ -242,11 +240,10 @@ class Optimizer:
         self._host.publish()
         self._gather()
 
-    def _follow(self, numbers: Sequence[int]) -> None:
+    def _follow(self, numbers: Sequence[int], share: float, step: int) -> None:
         """Let the moving averages of these shards follow an update."""
-        if self._ema_decay is not None and numbers:
-            averages, masters = ([tensors[number] for number in numbers] for tensors in (self.averages, self._masters))
-            torch._foreach_lerp_(averages, masters, 1.0 - self._ema_decay)
+        averages, masters = ([tensors[number] for number in numbers] for tensors in (self.averages, self._masters))
+        torch._foreach_lerp_(averages, masters, share)
 
     def _gather(self) -> None:
         """Copy the device's master weights to the model and start the parameter all-gather."""
@@ -262,8 +259,7 @@ class Optimizer:
         self._data_parallel.start_param_all_gather()
 
     def reload_master_weights(self) -> None:
-        """Copy the model's weights to the master weights: after loading a model without optimizer state, or one whose
-        weights are as precise (:attr:`has_master_weights` is False)."""
+        """Copy the model's weights to the master weights, after loading weights to which no saved ones belong."""
         for shard, master in zip(self._param_shards, self._masters):
             if shard.weight is not master:
                 master.copy_(shard.weight)
@@ -300,11 +296,10 @@ class Optimizer:
     def global_norm(self, tensors: list[Tensor]) -> float:
         """L2 norm over the ``tensors`` of all ranks with different shards."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        on_host = [tensor for tensor in tensors if tensor.device.type != self._device.type]
-        if len(on_host) < len(tensors):
-            total += self._squared_norm([tensor for tensor in tensors if tensor.device.type == self._device.type])
-        if on_host:
-            total += torch_squared_norm(on_host).to(self._device)
+        for on_device, squared_norm in ((True, self._squared_norm), (False, torch_squared_norm)):
+            mine = [tensor for tensor in tensors if (tensor.device.type == self._device.type) == on_device]
+            if mine:
+                total += squared_norm(mine).to(self._device)
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:
@@ -331,8 +326,8 @@ class Optimizer:
             holders = data_parallel.sharing.holders(shard.info, of_shard=True)
             division = data_parallel.row_division(shard.info)
             for kind, tensor in tensors.items():
-                is_on_host = number < self._host.count
-                yield OptimizerState(kind, shard.info, shard.start, tensor, holders, division, is_on_host)
+                on_host = number < self._host.count
+                yield OptimizerState(kind, shard.info, shard.start, tensor, holders, division, on_host)
 
     def memory(self) -> dict[str, int]:
         """Bytes of master weights, moments and moving average on this rank's device, and of all these and their copies

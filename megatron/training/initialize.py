@@ -136,11 +136,6 @@ def leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def share_cores(process: Process) -> None:
-    """Compute on the CPU with this process's share of the cores."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
-
-
 def prepare_cpu(process: Process) -> None:
     """Settings of a process that computes on the CPU.
 
@@ -148,7 +143,7 @@ def prepare_cpu(process: Process) -> None:
     reallocating it in every step costs some 5 % (measured; Linux with glibc only).
     """
     if not process.has_thread_count:
-        share_cores(process)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3  # glibc's names for the two parameters

@@ -31,7 +31,7 @@ from megatron.training.checkpoints.comparison import check_architecture, given_a
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.saved_run import check_may_begin, look_up_saved_run
 from megatron.training.context import RunContext
-from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu, share_cores
+from megatron.training.initialize import Process, choose_device, init_distributed, prepare_cpu
 from megatron.training.run_files import StartedCommand, attempt_recorded, run_files_written
 
 FlagsOver = Callable[[ModelConfig], RunConfig]
@@ -66,8 +66,8 @@ def pretrain(
     if device.type == "cpu":
         prepare_cpu(process)
     elif config.optimizer.optimizer_cpu_offload and torch.get_num_threads() == 1:
-        # OMP_NUM_THREADS=1, which torchrun sets for ranks that only launch kernels.
-        share_cores(process)
+        # torchrun sets OMP_NUM_THREADS=1, for ranks that only launch kernels.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
     try:
         with (
             deterministic_algorithms(config.training.deterministic_mode),

@@ -88,6 +88,8 @@ class Layout:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     fp8_param_gather: bool = False
+    offload: float = 0.0
+    """The share of the optimizer state in host memory."""
     reshard_after_forward: bool = True
     defer_grad_reduce: bool = False
     cp: int = 1
@@ -355,8 +357,10 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     if layout.fp8_param_gather:
         # The initial weights of the model were rounded to FP8.
         data_parallel.initialize(SEED)
+    host = {"optimizer_offload_fraction": layout.offload, "overlap_cpu_optimizer_d2h_h2d": True}
+    flags = replace(task.optimizer, optimizer_cpu_offload=layout.offload > 0, **host)
     with late_copies:
-        optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
+        optimizer = RecordingOptimizer(flags, data_parallel, topology)
     optimizer.fp8 = fp8
     optimizer.experts = model.expert_balance
     return executor, data_parallel, optimizer

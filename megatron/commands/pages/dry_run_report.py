@@ -229,15 +229,10 @@ def _traffic_table(plan: Plan) -> Table:
 
 
 def host_sentence(plan: Plan) -> str:
-    """The optimizer state in host memory; empty without it."""
-    most = max(stage.on_host for stage in plan.stages)
-    node = min(plan.run.node_size, plan.run.grid.world_size)
-    if not most:
-        return ""
-    return (
-        f"host memory of the optimizer: at most {gib(most)} GiB of a rank, {gib(node * most)} GiB of the {node} ranks "
-        "of a node"
-    )
+    """The optimizer state in host memory, with its copies; empty without it."""
+    most, ranks = max(stage.on_host for stage in plan.stages), min(plan.run.node_size, plan.run.grid.world_size)
+    text = f"host memory of the optimizer: at most {gib(most)} GiB of a rank, {gib(ranks * most)} GiB of a node"
+    return text if most else ""
 
 
 def expert_load_sentence(plan: Plan, fitting_load: float | None) -> str:

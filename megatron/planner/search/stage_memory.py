@@ -300,8 +300,7 @@ def _sharded_unit(unit: Sequence[Weight], formats: Formats, sharding: Sharding) 
     for weight in unit:
         shards = sharding.of(weight.is_expert)
         padded = -(-weight.rows // shards) * weight.width  # elements of a rank; rows are padded to whole shards
-        # The master weights are those that are gathered.
-        state = formats.master + formats.moments * formats.on_device
+        state = formats.master + formats.moments * formats.on_device  # master weights are gathered from the device
         lasting += int(min(padded, weight.size) * state) + padded * formats.gradient
         gathered += padded * shards * formats.weight
         gradients += padded * shards * formats.gradient
