@@ -89,7 +89,7 @@ class Layout:
     overlap_param_gather: bool = False
     fp8_param_gather: bool = False
     offload: float = 0.0
-    """The share of the optimizer state in host memory."""
+    """The share of the optimizer state in host memory; not of muon."""
     reshard_after_forward: bool = True
     defer_grad_reduce: bool = False
     cp: int = 1
@@ -358,7 +358,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         # The initial weights of the model were rounded to FP8.
         data_parallel.initialize(SEED)
     host = {"optimizer_offload_fraction": layout.offload, "overlap_cpu_optimizer_d2h_h2d": True}
-    flags = replace(task.optimizer, optimizer_cpu_offload=layout.offload > 0, **host)
+    offloads = layout.offload > 0 and task.optimizer.optimizer != "muon"
+    flags = replace(task.optimizer, optimizer_cpu_offload=offloads, **host)
     with late_copies:
         optimizer = RecordingOptimizer(flags, data_parallel, topology)
     optimizer.fp8 = fp8
