@@ -184,13 +184,13 @@ class Optimizer:
         """The keys are: 0 on the device, or the group on the host from 1; rule, whether the weights decay, whether they
         are of the vocabulary, the rule's factor of the learning rate."""
         places = {number: place for place, numbers in enumerate(self._host.groups, 1) for number in numbers}
-        for number, shard in enumerate(self._shards):
-            info = shard.info
+        for number, updated in enumerate(self._shards):
+            info = updated.info
             rule = self._rule.rule_for(info)
             factor = rule.learning_rate_factor(info)
             key = places.get(number, 0), rule, info.weight_decay, info.is_vocabulary, factor
             group = self._groups.setdefault(key, Group([], config.weight_decay if info.weight_decay else 0.0))
-            group.shards.append(shard)
+            group.shards.append(updated)
         self._ema_decay = config.ema_decay
         # Ranks without a shard bind and update as well: a rule may communicate.
         rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)

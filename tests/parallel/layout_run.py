@@ -357,9 +357,13 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     if layout.fp8_param_gather:
         # The initial weights of the model were rounded to FP8.
         data_parallel.initialize(SEED)
-    host = {"optimizer_offload_fraction": layout.offload, "overlap_cpu_optimizer_d2h_h2d": True}
     offloads = layout.offload > 0 and task.optimizer.optimizer != "muon"
-    flags = replace(task.optimizer, optimizer_cpu_offload=offloads, **host)
+    flags = replace(
+        task.optimizer,
+        optimizer_cpu_offload=offloads,
+        optimizer_offload_fraction=layout.offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
+    )
     with late_copies:
         optimizer = RecordingOptimizer(flags, data_parallel, topology)
     optimizer.fp8 = fp8
