@@ -79,9 +79,10 @@ def require_positive(values: Values) -> None:
     _refuse(values, lambda value: 0 < value < math.inf, "be positive and finite")
 
 
-def require_fraction(values: Values) -> None:
-    """Raise :class:`ConfigError` for the values outside [0, 1)."""
-    _refuse(values, lambda value: 0 <= value < 1, "be at least 0 and below 1")
+def require_fraction(values: Values, with_one: bool = False) -> None:
+    """Raise :class:`ConfigError` for the values outside [0, 1), or outside [0, 1] ``with_one``."""
+    bound = "be from 0 to 1" if with_one else "be at least 0 and below 1"
+    _refuse(values, lambda value: 0 <= value < 1 or (with_one and value == 1), bound)
 
 
 def _refuse(values: Values, is_in_range: Callable[[float], bool], bound: str) -> None:

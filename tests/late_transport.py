@@ -149,6 +149,8 @@ class LateCopy:
             target.copy_(source)
         self._pairs.clear()
 
+    synchronize = wait
+
 
 class LateCopies:
     """A copy stream (:class:`megatron.core.activations.CopyStream`) that is never ahead of its events."""

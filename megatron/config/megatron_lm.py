@@ -21,7 +21,6 @@ REFUSED = {
     ),
     "it follows from --hidden-size and --mup-base-hidden-size: remove it.": "--mup-width-mult",
     "weight decay applies to no norm: remove it.": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",
-    "the optimizer state is always on the training device: remove it.": "--optimizer-cpu-offload",
     "it is spelled --muon-nesterov.": "--muon-use-nesterov",
     "a loss or gradient that is not finite stops the run, and --clip-grad bounds large ones: remove it.": (
         "--check-for-large-grads"
@@ -253,9 +252,8 @@ _NO_EFFECT_BY_REASON = {
         "--megatron-fsdp-enable-fine-grained-param-gather --megatron-fsdp-max-pool-double-buffer "
         "--fsdp-db-use-persist-buf-on-alloc-fail --keep-fp8-transpose-cache"
     ),
-    "it is a setting of --optimizer-cpu-offload": (
-        "--optimizer-offload-fraction= --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload "
-        "--no-pin-cpu-grads --no-pin-cpu-params"
+    "--optimizer-cpu-offload updates with PyTorch's optimizers, and pins the memory that is copied": (
+        "--use-torch-optimizer-for-cpu-offload --no-pin-cpu-grads --no-pin-cpu-params"
     ),
     "the exchange of tokens overlaps with --moe-shared-expert-overlap alone": (
         "--overlap-moe-expert-parallel-comm --ep-overlap-early-attn-memory-release"

@@ -157,16 +157,30 @@ class CommonOptimizerFlags(Flags):
     ema_decay: float | None = None
     """Keep an exponential moving average of the weights beside the optimizer state, in the dtype of the master weights:
     after every update, average = decay x average + (1 - decay) x weights. Checkpoints hold it (docs/training.md)."""
+    # Host memory
+    optimizer_cpu_offload: bool = False
+    """Keep master weights, moments and moving average of adam or sgd in host memory, and update them there: every step
+    copies gradients to the host, and weights back (docs/optimizer.md)."""
+    optimizer_offload_fraction: float = 1.0
+    """With --optimizer-cpu-offload: the share of a rank's bytes that is on the host, in whole parameters."""
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """With --optimizer-cpu-offload: copy on streams of their own, while other parameters are updated."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
     """Optimizer, weight decay and clipping."""
 
+    @property
+    def offloaded_fraction(self) -> float:
+        """The share of the optimizer state in host memory."""
+        return self.optimizer_offload_fraction if self.optimizer_cpu_offload else 0.0
+
     def check(self) -> None:  # type: ignore[override]
         ends = values_of(self, *_DECAY_ENDS)
         require_at_least(0, values_of(self, "weight_decay", "clip_grad") | ends)
         require_fraction(values_of(self, "ema_decay"))
+        require_fraction(values_of(self, "optimizer_offload_fraction"), with_one=True)
         varies = self.weight_decay_incr_style != "constant"
         require_flag("--weight-decay-incr-style linear or cosine", varies, changed_flags(self, *_DECAY_ENDS))
         for flag, value in ends.items():
@@ -174,6 +188,13 @@ class OptimizerConfig(RuleFlags, CommonOptimizerFlags):
                 raise ConfigError(f"--weight-decay-incr-style {self.weight_decay_incr_style} needs {flag}: add it.")
         is_precision_aware = self.use_precision_aware_optimizer
         require_flag("--use-precision-aware-optimizer", is_precision_aware, changed_flags(self, "main_grads_dtype"))
+        dependent = changed_flags(self, "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
+        require_flag("--optimizer-cpu-offload", self.optimizer_cpu_offload, dependent)
+        if self.optimizer_cpu_offload and not update_rules()[self.optimizer].is_elementwise:
+            raise ConfigError(
+                f"--optimizer-cpu-offload does not support --optimizer {self.optimizer}, which updates whole matrices: "
+                "use adam or sgd, or remove it."
+            )
         # Every update rule checks its flags, also where --optimizer names another one.
         for flags in rule_flags():
             flags.check(self, self.optimizer)

@@ -158,6 +158,9 @@ class CopyEvent(Protocol):
     def wait(self) -> None:
         """Make the current stream wait for it."""
 
+    def synchronize(self) -> None:
+        """Make the host wait for it."""
+
 
 class CopyStream(Protocol):
     """Copies in order, concurrent with computation."""

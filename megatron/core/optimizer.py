@@ -1,7 +1,8 @@
 """The optimizer of this rank's shards: clipping by the global norm, master weights, an update rule.
 
-Shards whose weights have the master weights' dtype are their own master weights. The moving average of the weights
-(``--ema-decay``) is one of the master weights, in their dtype: ``average <- decay average + (1 - decay) weight``.
+Shards whose weights have the master weights' dtype are their own master weights, unless they are updated in host memory
+(:mod:`megatron.core.host_optimizer`). The moving average of the weights (``--ema-decay``) is one of the master weights,
+in their dtype and beside them: ``average <- decay average + (1 - decay) weight``.
 """
 
 # A step:
@@ -17,8 +18,9 @@ Shards whose weights have the master weights' dtype are their own master weights
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from megatron.config.training import OptimizerConfig
 from megatron.core.communication import Communicator
 from megatron.core.data_parallel.buffer import ParameterSplit
 from megatron.core.data_parallel.strategy import DataParallel
+from megatron.core.host_optimizer import HostShards
 from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.parameter import ParameterInfo, RowDivision, flat_range_boxes
 from megatron.core.topology import Topology
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 AVERAGE = "ema"
 """The kind of the state that holds the moving average of the weights."""
+HOST = "host memory"
 
 # The optimizer's kernels; optional packages provide others.
 
@@ -111,6 +115,8 @@ class OptimizerState:
     """The ranks that keep the same elements."""
     division: RowDivision | None
     """The division of the parameter's rows, if it is even and each part is on one rank alone."""
+    is_on_host: bool = False
+    """Whether it is in host memory, beside a device."""
 
 
 class Optimizer:
@@ -138,10 +144,12 @@ class Optimizer:
         """Whether all ranks certainly have the same norms."""
         self._param_shards = data_parallel.param_shards
         self.has_master_weights = data_parallel.needs_master_weights
-        """Whether master weights differ from the model's weights."""
+        """Whether master weights differ from the model's weights, and are a state of their own."""
         master_dtype = data_parallel.formats.master
+        self._host = HostShards(config, self._param_shards, master_dtype, topology)
+        first = self._host.count
         # The same tensor if it has that dtype already.
-        self._masters = [shard.weight.to(master_dtype) for shard in self._param_shards]
+        self._masters = self._host.masters + [shard.weight.to(master_dtype) for shard in self._param_shards[first:]]
         counted = [
             number
             for number, shard in enumerate(self._param_shards)
@@ -153,11 +161,16 @@ class Optimizer:
         self.num_steps = 0
         """Updates so far."""
         self._rule = build_rule(config)
-        assert self._rule.supports_experts or sharing.experts is None, config.optimizer
-        self._shards = [
-            Shard(shard.info, master, shard.gradient, self._rule.rule_for(shard.info).state(master))
-            for shard, master in zip(self._param_shards, self._masters)
-        ]
+        assert self._rule.is_elementwise or (sharing.experts is None and not first), config.optimizer
+        gradients = self._host.gradients + [shard.gradient for shard in self._param_shards[first:]]
+        self._shards: list[Shard] = []
+        self.averages: list[Tensor] = []
+        """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
+        for number, (shard, master, gradient) in enumerate(zip(self._param_shards, self._masters, gradients)):
+            with topology.on_host() if number < first else nullcontext():
+                state = self._rule.rule_for(shard.info).state(master)
+                self._shards.append(Shard(shard.info, master, gradient, state))
+                self.averages += [master.detach().clone()] if config.ema_decay is not None else []
         empty = torch.empty(0, dtype=master_dtype, device=topology.device)
         dense = [split for split in data_parallel.splits if not split.info.is_expert]
 
@@ -167,25 +180,29 @@ class Optimizer:
             ).transform
 
         context = UpdateContext(kernels.adam, topology.tensor_parallel, whole_matrices)
-        self._groups: dict[tuple[UpdateRule, bool, bool, float], Group] = {}
-        """The keys are: rule, whether the weights decay, whether they are of the vocabulary, the rule's factor of the
-        learning rate."""
-        for shard in self._shards:
-            info = shard.info
+        self._groups: dict[tuple[int, UpdateRule, bool, bool, float], Group] = {}
+        """The keys are: 0 on the device, or the group on the host from 1; rule, whether the weights decay, whether they
+        are of the vocabulary, the rule's factor of the learning rate."""
+        places = {number: place for place, numbers in enumerate(self._host.groups, 1) for number in numbers}
+        for number, updated in enumerate(self._shards):
+            info = updated.info
             rule = self._rule.rule_for(info)
-            key = rule, info.weight_decay, info.is_vocabulary, rule.learning_rate_factor(info)
+            factor = rule.learning_rate_factor(info)
+            key = places.get(number, 0), rule, info.weight_decay, info.is_vocabulary, factor
             group = self._groups.setdefault(key, Group([], config.weight_decay if info.weight_decay else 0.0))
-            group.shards.append(shard)
+            group.shards.append(updated)
         self._ema_decay = config.ema_decay
-        self.averages: list[Tensor] = []
-        """The moving average of every shard of the data parallelism; empty without ``--ema-decay``."""
-        if config.ema_decay is not None:
-            self.averages = [master.detach().clone() for master in self._masters]
         # Ranks without a shard bind and update as well: a rule may communicate.
         rules = dict.fromkeys(self._rule.rule_for(split.info) for split in data_parallel.splits)
-        self._updates = [
-            rule.bind([group for key, group in self._groups.items() if key[0] is rule], context) for rule in rules
-        ]
+        updates: list[list[Callable[[int], None]]] = []
+        for place, numbers in enumerate((range(first, len(self._shards)), *self._host.groups)):
+            groups = {key: group for key, group in self._groups.items() if key[0] == place}
+            one = replace(context, adam=torch_adam) if place else context
+            with topology.on_host() if place else nullcontext():
+                updates.append([rule.bind([groups[key] for key in groups if key[1] is rule], one) for rule in rules])
+            if config.ema_decay is not None and numbers:
+                updates[-1].append(partial(self._follow, numbers, 1.0 - config.ema_decay))
+        self._updates, *self._host.updates = updates
 
     def step(
         self,
@@ -204,25 +221,36 @@ class Optimizer:
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
         if factor != 1.0 and self._param_shards:
             torch._foreach_mul_([shard.gradient for shard in self._param_shards], factor)
-        for (_, decays, is_vocabulary, learning_rate_factor), group in self._groups.items():
+        for (_, _, decays, is_vocabulary, learning_rate_factor), group in self._groups.items():
             group.learning_rate = hyperparameters.learning_rate * learning_rate_factor
             if hyperparameters.vocabulary_learning_rate is not None and is_vocabulary:
                 group.learning_rate = hyperparameters.vocabulary_learning_rate
             if hyperparameters.weight_decay is not None and decays:
                 group.weight_decay = hyperparameters.weight_decay
         self.num_steps += 1
+        self._host.start()
         for update in self._updates:
             update(self.num_steps)
-        if self._ema_decay is not None and self.averages:
-            torch._foreach_lerp_(self.averages, self._masters, 1.0 - self._ema_decay)
-        self.publish()
+        self._host.publish(self.num_steps)
+        self._gather()
         return StepResult(grad_norm, is_applied=True, metrics={"grad_norm": grad_norm})
 
     def publish(self) -> None:
         """Copy the master weights to the model and start the parameter all-gather."""
+        self._host.publish()
+        self._gather()
+
+    def _follow(self, numbers: Sequence[int], share: float, step: int) -> None:
+        """Let the moving averages of these shards follow an update."""
+        averages, masters = ([tensors[number] for number in numbers] for tensors in (self.averages, self._masters))
+        torch._foreach_lerp_(averages, masters, share)
+
+    def _gather(self) -> None:
+        """Copy the device's master weights to the model and start the parameter all-gather."""
+        first = self._host.count
         outdated = [
             (shard.weight, master)
-            for shard, master in zip(self._param_shards, self._masters)
+            for shard, master in zip(self._param_shards[first:], self._masters[first:])
             if shard.weight is not master
         ]
         if outdated:
@@ -231,7 +259,7 @@ class Optimizer:
         self._data_parallel.start_param_all_gather()
 
     def reload_master_weights(self) -> None:
-        """Copy the model's weights to the master weights (after loading a model without optimizer state)."""
+        """Copy the model's weights to the master weights, after loading weights to which no saved ones belong."""
         for shard, master in zip(self._param_shards, self._masters):
             if shard.weight is not master:
                 master.copy_(shard.weight)
@@ -268,8 +296,10 @@ class Optimizer:
     def global_norm(self, tensors: list[Tensor]) -> float:
         """L2 norm over the ``tensors`` of all ranks with different shards."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        if tensors:
-            total += self._squared_norm(tensors)
+        for on_device, squared_norm in ((True, self._squared_norm), (False, torch_squared_norm)):
+            mine = [tensor for tensor in tensors if (tensor.device.type == self._device.type) == on_device]
+            if mine:
+                total += squared_norm(mine).to(self._device)
         return float(self._ranks.all_reduce(total).sqrt())
 
     def weight_norm(self) -> float:
@@ -296,14 +326,18 @@ class Optimizer:
             holders = data_parallel.sharing.holders(shard.info, of_shard=True)
             division = data_parallel.row_division(shard.info)
             for kind, tensor in tensors.items():
-                yield OptimizerState(kind, shard.info, shard.start, tensor, holders, division)
+                on_host = number < self._host.count
+                yield OptimizerState(kind, shard.info, shard.start, tensor, holders, division, on_host)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of master weights, moments and moving average on this rank."""
+        """Bytes of master weights, moments and moving average on this rank's device, and of all these and their copies
+        in host memory beside it."""
         names = {"master": "master weights", AVERAGE: "moving average"}
-        sizes = {"master weights": 0, "moments": 0, "moving average": 0}
+        sizes = {"master weights": 0, "moments": 0, "moving average": 0, HOST: self._host.num_bytes}
         for state in self.state():
-            sizes[names.get(state.kind, "moments")] += state.tensor.nbytes
+            # The host's master weights are counted there: of weights in their dtype they are no state.
+            if state.kind != "master" or not state.is_on_host:
+                sizes[HOST if state.is_on_host else names.get(state.kind, "moments")] += state.tensor.nbytes
         return sizes
 
 

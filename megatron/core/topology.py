@@ -5,6 +5,7 @@ alone. (Llama 3 orders ranks [TP, CP, PP, DP] from the fastest link to the slowe
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -218,6 +219,10 @@ class Topology:
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
     ) -> Communicator:
         return Communicator(ranks, self.rank, name, twin, exclusive, self._timeout, self._shares_memory)
+
+    def on_host(self) -> AbstractContextManager[None]:
+        """What is allocated inside is in host memory, beside a device: a dry run does not count it as the device's."""
+        return nullcontext()
 
     @property
     def communicators(self) -> list[Communicator]:

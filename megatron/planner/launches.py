@@ -177,6 +177,8 @@ class LaunchRecorder(ShapeTracker):
         if name == "aten::_to_copy" and device == torch.device("cpu"):
             # What the host reads is 1.
             result: Any = torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        elif name == "aten::copy_" and args[0].device.type == "cpu":
+            result = args[0].fill_(1)
         else:
             result = super().run(func, args, kwargs)
         operation = _Operation.of(func, args, kwargs, result)

@@ -19,6 +19,7 @@ from megatron.config.dry_run import ALLOWANCE
 from megatron.config.run import RunConfig
 from megatron.core.communication import CollectiveRecord
 from megatron.core.models.parallelize import pipeline_schedule
+from megatron.core.optimizer import HOST
 from megatron.core.precision import number_formats
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.planner.launches import Link, Traffic, is_in_node
@@ -52,6 +53,8 @@ class StagePlan:
     peak: MemoryUse
     steady: MemoryUse
     """Memory between steps."""
+    on_host: int
+    """Bytes of optimizer state in host memory, with the copies of gradients and weights."""
     simulated_microbatches: int
     sent_by_axis: dict[str, int]
     """Bytes per step."""
@@ -254,7 +257,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
             one = deepcopy(traffic)
             traffic.clear()
         run_step(run.config, topology, module, count, tracker)
-        parameters = module.data_parallel.num_parameters
+        parameters, on_host = module.data_parallel.num_parameters, module.optimizer.memory()[HOST]
     sent = traffic if one is None else traffic.extrapolate(one, count, run.num_microbatches)
     return StagePlan(
         stage,
@@ -264,6 +267,7 @@ def simulate_rank(run: Run, rank: int, num_microbatches: int | None = None) -> S
         parameters,
         tracker.peak,
         steady,
+        on_host,
         count,
         dict(sent.by_axis),
         dict(sent.by_link),

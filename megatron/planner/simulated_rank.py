@@ -5,7 +5,7 @@ real topology and real tensors the same code measures a real step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -171,12 +171,15 @@ class SimulatedTopology(Topology):
     ) -> None:
         super().__init__(grid, rank, tensors_device)
         self.simulated_overlap = None if device.type == "cpu" else SimulatedSymmetricMemory
-        self._observer = observer
+        self._observer, self._tracker = observer, tracker
         self._transport = FakeTransport(
             lambda tensor: tracker.mark(tensor, "communication buffers", if_temporary=True),
             device.type == "cpu",
             start_work,
         )
+
+    def on_host(self) -> AbstractContextManager[None]:
+        return self._tracker.untracked()
 
     def _connect(
         self, ranks: Sequence[int], name: str, twin: Communicator | None = None, exclusive: bool = False
@@ -251,7 +254,8 @@ def build_rank(
     with tracker.allocating("moments"):
         module = TrainModule.of(config, topology, parallel, kernels)
     for state in module.optimizer.state():
-        tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
+        if not state.is_on_host:
+            tracker.mark(state.tensor, "master weights" if state.kind == "master" else "moments")
     if shards_weights(config.parallel, topology, bool(config.model.num_experts)):
         # Only the simulated set-up allocates whole weights.
         tracker.peak = tracker.now

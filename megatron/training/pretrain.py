@@ -65,6 +65,9 @@ def pretrain(
     device = choose_device(config.training.device, process)
     if device.type == "cpu":
         prepare_cpu(process)
+    elif config.optimizer.optimizer_cpu_offload and torch.get_num_threads() == 1:
+        # torchrun sets OMP_NUM_THREADS=1, for ranks that only launch kernels.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // process.local_world_size))
     try:
         with (
             deterministic_algorithms(config.training.deterministic_mode),

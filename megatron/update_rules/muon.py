@@ -92,7 +92,7 @@ class Muon(UpdateRule):
 
     name = "muon"
     flags = MuonFlags
-    supports_experts = False
+    is_elementwise = False
 
     def __init__(self, flags: MuonFlags, others: UpdateRule) -> None:
         self._flags, self._others = flags, others

@@ -125,8 +125,9 @@ class UpdateRule(ABC):
     name: ClassVar[str]
     """Value of ``--optimizer``."""
     flags: ClassVar[type[Flags]] = Flags
-    supports_experts: ClassVar[bool] = True
-    """False for a rule that needs whole matrices: the experts of a layer are two stacks of matrices."""
+    is_elementwise: ClassVar[bool] = True
+    """False for a rule that needs whole matrices: it updates no experts, since those of a layer are two stacks of
+    matrices, and no shards in host memory."""
 
     @classmethod
     def of(cls, config: Any) -> Self:

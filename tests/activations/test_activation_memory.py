@@ -306,6 +306,8 @@ class LazyCopies:
             target.copy_(alive)
         self.is_done = True
 
+    synchronize = wait
+
 
 class LazyStream:
     """Copies as late as a busy stream might."""

@@ -107,6 +107,7 @@ BOUNDS = {
     "be finite and not negative": (("-1", "nan"), "0"),
     "be positive and finite": (("0", "nan"), "0.5"),
     "be at least 0 and below 1": (("1.0", "-0.1"), "0"),
+    "be from 0 to 1": (("1.1", "nan"), "1"),
 }
 """Values outside of a bound, and a value inside; all of them exclude -1."""
 

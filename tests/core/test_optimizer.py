@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimizerConfig
+from megatron.core.activations import HostCopies
 from megatron.core.data_parallel.buffered import BufferedDataParallel
 from megatron.core.gradient import main_grad_of
 from megatron.core.hyperparameters import Hyperparameters
@@ -25,6 +26,7 @@ from megatron.core.optimizer import (
 from megatron.core.parameter import ParameterInfo, empty_parameter, sharded_boxes
 from megatron.core.precision import NumberFormats
 from megatron.core.topology import single_process
+from tests.late_transport import late_host_copies
 
 SHAPES: list[tuple[int, ...]] = [(6, 4), (4,), (3, 5), (5,)]
 """Matrices decay, vectors (norms) do not."""
@@ -276,6 +278,19 @@ def test_the_state_exists_before_the_first_step(config: OptimizerConfig, kinds: 
         assert {state.kind for state in optimizer.state()} == kinds | masters
 
 
+def load(run: Run, saved: Run) -> None:
+    """Weights, state and step count, as from a checkpoint."""
+    with torch.no_grad():
+        for target, source in zip(run.parameters, saved.parameters):
+            target.copy_(source)
+    for state, source_state in zip(run.optimizer.state(), saved.optimizer.state(), strict=True):
+        assert (state.kind, state.info.name) == (source_state.kind, source_state.info.name)
+        state.tensor.copy_(source_state.tensor)
+    run.optimizer.num_steps = saved.optimizer.num_steps
+    if not run.optimizer.has_master_weights:
+        run.optimizer.reload_master_weights()
+
+
 @pytest.mark.parametrize("config", [ADAM, SGD], ids=["adam", "sgd"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_state_and_step_count_carried_over_continue_bit_for_bit(
@@ -285,13 +300,7 @@ def test_state_and_step_count_carried_over_continue_bit_for_bit(
     for number in range(3):
         old.step(number)
     new = Run(config, weight_dtype, torch.float32, values=start_values(seed=1))
-    with torch.no_grad():
-        for target, source in zip(new.parameters, old.parameters):
-            target.copy_(source)
-    for target_state, source_state in zip(new.optimizer.state(), old.optimizer.state(), strict=True):
-        assert (target_state.kind, target_state.info.name) == (source_state.kind, source_state.info.name)
-        target_state.tensor.copy_(source_state.tensor)
-    new.optimizer.num_steps = old.optimizer.num_steps
+    load(new, old)
     for run in (old, new):
         run.step(3)
     assert_all_close(new.everything(), old.everything(), 0.0)
@@ -354,3 +363,58 @@ def test_the_model_has_the_average_for_an_evaluation_and_then_its_weights(weight
         raise KeyError
     # Without the weights of the model.
     assert_all_close(run.everything()[4:], before[4:], 0.0)
+
+
+# State in host memory
+
+BF16_STATE = replace(ADAM, use_precision_aware_optimizer=True, exp_avg_dtype="bf16")
+
+
+def with_offload(config: OptimizerConfig, fraction: float, overlaps: bool = True) -> OptimizerConfig:
+    return replace(
+        config,
+        optimizer_cpu_offload=True,
+        optimizer_offload_fraction=fraction,
+        overlap_cpu_optimizer_d2h_h2d=overlaps,
+    )
+
+
+@pytest.mark.parametrize(("fraction", "names"), [(0.5, ["p3", "p2", "p1"]), (1.0, ["p3", "p2", "p1", "p0"])], ids=str)
+@pytest.mark.parametrize(
+    ("config", "weight_dtype", "dtype"),
+    [
+        (ADAM, torch.float64, torch.float64),
+        (SGD, torch.float32, torch.float32),
+        (ADAM, torch.bfloat16, torch.float32),
+        (BF16_STATE, torch.bfloat16, torch.float32),
+    ],
+    ids=["adam, fp64", "sgd, fp32", "adam, bf16", "bf16 moments"],
+)
+def test_updates_in_host_memory_give_the_same_bits(
+    config: OptimizerConfig,
+    weight_dtype: torch.dtype,
+    dtype: torch.dtype,
+    fraction: float,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies happen when they are waited for, as streams of their own may do. The state goes on with another share on
+    the host, or none."""
+    monkeypatch.setattr(HostCopies, "of", late_host_copies)
+    config = replace(config, ema_decay=0.7)
+    configs = [config, with_offload(config, fraction), with_offload(config, 1.5 - fraction, overlaps=False)]
+    plain, offloaded = (Run(one, weight_dtype, dtype) for one in configs[:2])
+    on_host = {state.info.name for state in offloaded.optimizer.state() if state.is_on_host}
+    assert sorted(on_host, reverse=True) == names
+    for number in range(3):
+        norms = [run.step(number, rate=0.1).grad_norm for run in (plain, offloaded)]
+        assert norms[0] == norms[1] and plain.optimizer.weight_norm() == offloaded.optimizer.weight_norm()
+        assert_all_close(offloaded.everything(), plain.everything(), 0.0)
+    with plain.optimizer.averaged(), offloaded.optimizer.averaged():
+        assert_all_close(offloaded.weights(), plain.weights(), 0.0)
+    loaded = [Run(one, weight_dtype, dtype, start_values(seed=1)) for one in configs]
+    for run in loaded:
+        load(run, offloaded)
+    for run in (plain, *loaded):
+        run.step(3, rate=0.1)
+        assert_all_close(run.everything(), plain.everything(), 0.0)

@@ -19,6 +19,7 @@ from tests.parallel.tasks import (
     ADAM_CLIPPED_HARD,
     CONTEXT_IN_DOCUMENTS,
     DELAYED,
+    EMA,
     MUON,
     QWEN3,
     SGD_SHORT,
@@ -36,6 +37,7 @@ CASES: dict[str, Case] = {
     "recompute of modules": (SGD_SHORT, Layout(activations=selective("core_attn", "layernorm", "mlp_act"))),
     "offload": (SGD_SHORT, Layout(activations=full("uniform", 1, cpu_offloading_num_layers=2), microbatches=2)),
     "offload of all": (SGD_SHORT, Layout(activations=selective("mlp_act", cpu_offloading_num_layers=1))),
+    "state on the host": (EMA, Layout(microbatches=2, offload=0.5)),
     "FP8 delayed": (DELAYED, Layout(microbatches=2)),
     "FP8 tensorwise": (TENSORWISE, Layout()),
 }

@@ -88,6 +88,8 @@ class Layout:
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     fp8_param_gather: bool = False
+    offload: float = 0.0
+    """The share of the optimizer state in host memory; not of muon."""
     reshard_after_forward: bool = True
     defer_grad_reduce: bool = False
     cp: int = 1
@@ -322,7 +324,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     )
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
-    with mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext():
+    late_copies = mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext()
+    with late_copies:
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
     freeze(model, task.frozen, topology)
     fp8 = model.context.fp8
@@ -354,7 +357,15 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     if layout.fp8_param_gather:
         # The initial weights of the model were rounded to FP8.
         data_parallel.initialize(SEED)
-    optimizer = RecordingOptimizer(task.optimizer, data_parallel, topology)
+    offloads = layout.offload > 0 and task.optimizer.optimizer != "muon"
+    flags = replace(
+        task.optimizer,
+        optimizer_cpu_offload=offloads,
+        optimizer_offload_fraction=layout.offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
+    )
+    with late_copies:
+        optimizer = RecordingOptimizer(flags, data_parallel, topology)
     optimizer.fp8 = fp8
     optimizer.experts = model.expert_balance
     return executor, data_parallel, optimizer

@@ -309,10 +309,11 @@ def z_loss_matrix() -> Iterator[Case]:
 
 
 def average_matrix() -> Iterator[Case]:
-    """The moving average of the weights under every strategy, and where both ends of a pipeline have a weight."""
-    for strategy in get_args(ShardingStrategy):
-        yield EMA, Layout(2, 2, True, strategy, microbatches=2)
-    yield EMA, Layout(1, 4, strategy="optim_grads_params", instances=2)
+    """The moving average of the weights under every strategy, also in host memory, and where both ends of a pipeline
+    have a weight."""
+    for strategy, offload in zip(get_args(ShardingStrategy), (0.0, 0.5, 1.0, 0.5)):
+        yield EMA, Layout(2, 2, True, strategy, microbatches=2, offload=offload)
+    yield EMA, Layout(1, 4, strategy="optim_grads_params", instances=2, offload=1.0)
     yield replace(EMA, model=DEEP_TIED_MODEL), Layout(1, 2, pp=2, schedule="zb-h1", microbatches=2, strategy="optim")
 
 

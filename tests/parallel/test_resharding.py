@@ -47,12 +47,12 @@ LAYOUTS = {
     "dp4": Layout(dp=4, microbatches=2),
     "pp4": Layout(pp=4, microbatches=4),
     "fsdp4": Layout(dp=4, strategy="optim_grads_params"),
-    "tp2-dp2-zero1": Layout(2, 2, strategy="optim", bucket_size=3000),
+    "tp2-dp2-zero1": Layout(2, 2, strategy="optim", bucket_size=3000, offload=0.5),
     "pp2-vp4-tp2": Layout(2, pp=2, schedule="interleaved", chunks=4, microbatches=4, sequence_parallel=True),
     "cp2-fsdp2": Layout(dp=2, cp=2, strategy="optim_grads_params"),
     "zbv2-dp2-zero2": Layout(dp=2, pp=2, schedule="zb-v", strategy="optim_grads", microbatches=4),
     "dp4-zero1-2": Layout(dp=4, strategy="optim", instances=2),
-    "pp2-fsdp2": Layout(dp=2, pp=2, strategy="optim_grads_params", microbatches=2),
+    "pp2-fsdp2": Layout(dp=2, pp=2, strategy="optim_grads_params", microbatches=2, offload=1.0),
     "cp2-tp2": Layout(2, cp=2, sequence_parallel=True, cp_comm_type=("allgather",)),
     "uneven pp3": Layout(pp=3, split="Et|tttttt|tL", microbatches=2, schedule="zb-h1"),
 }
@@ -115,6 +115,8 @@ def continue_in(
     tensors = tensors_of(data_parallel, optimizer, True)
     optimizer.num_steps = load_checkpoint(root, SAVED, tensors, topology.control)["steps"]
     different = differences(root, tensors)
+    if not optimizer.has_master_weights:
+        optimizer.reload_master_weights()
     trace = make_steps(task, layout, topology, executor, data_parallel, optimizer, range(SAVED, STEPS))
     return different, trace.losses, trace.grad_norms, trace.weights[-1] + renamed_averages(trace)
 

@@ -1,5 +1,6 @@
 """Recorded launches: kinds, bytes, shapes of GEMMs, FLOPs of attention, recompute; what a rank sends, and where."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -16,6 +17,7 @@ from tests.recorded_step import record_step
 
 META = torch.device("meta")
 BF16, FP32 = torch.bfloat16, torch.float32
+HOST = "--optimizer-cpu-offload"
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -62,6 +64,14 @@ def test_a_recomputed_layer_is_marked_and_skips_its_last_product() -> None:
     again = [launch for launch in launches if launch.is_recomputed]
     assert sum(launch.product is not None for launch in again) == 2 * 3  # of one layer, two microbatches
     assert sum(launch.kind == "attention" for launch in again) == 2
+
+
+def test_a_shard_on_the_host_is_copied_once_each_way_and_launches_no_update() -> None:
+    small = "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 --vocab-size 512"
+    plain, on_host = (Counter(one.kind for one in recorded(f"{small} {one}", 1)) for one in ("", HOST))
+    # Six weights in each layer, and three others.
+    assert on_host["host sync"] - plain["host sync"] == 2 * (2 * 6 + 3)
+    assert on_host["elementwise"] < plain["elementwise"] and on_host["gemm"] == plain["gemm"]
 
 
 # --- kinds and bytes -------------------------------------------------------------------------------------------

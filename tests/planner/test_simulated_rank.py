@@ -60,6 +60,8 @@ LAYOUTS = {
     "context parallel in two levels": "--context-parallel-size 4 --cp-comm-type a2a+p2p "
     "--hierarchical-context-parallel-sizes 2 2 --bf16",
     "FSDP": "--use-torch-fsdp2 --bf16",
+    "state on the host": "--use-distributed-optimizer --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.5 "
+    "--overlap-cpu-optimizer-d2h-h2d --ema-decay 0.9",
     "experts, all-to-all": f"{EXPERTS} --expert-model-parallel-size 4 --moe-token-dispatcher-type alltoall --bf16 "
     "--use-distributed-optimizer",
     "experts, all-to-all, divided experts": f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type "
@@ -97,6 +99,7 @@ def real_step(flags: str, num_microbatches: int) -> tuple[int, dict[Kind, int], 
     topology = ObservedTopology(run.grid, dist.get_rank(), torch.device("cpu"), shares_memory=False)
     topology.traffic = Traffic(dist.get_rank(), node_size=8)
     tracker = MemoryTracker()
+    topology.on_host = tracker.untracked  # type: ignore[method-assign]
     with tracker:
         module = build_rank(run.config, topology, run.vocabulary, tracker)
     module.data_parallel.initialize(run.config.training.seed)

@@ -35,6 +35,7 @@ def step(flags: str, num_gpus: int = 64, batch: int = 64) -> PlannedStep:
 
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 TP4 = f"{ZERO} --tensor-model-parallel-size 4 --sequence-parallel"
+HOST = "--optimizer-cpu-offload"
 PP4 = f"{TP4} --pipeline-model-parallel-size 4"
 KINDS = [
     PP4,
@@ -109,6 +110,8 @@ def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
         (TP4, "--no-overlap-param-gather", "data parallelism"),
         (TP4, "--no-overlap-grad-reduce", "data parallelism"),
         (f"{TP4} --optimizer sgd", "--ema-decay 0.99", "optimizer"),
+        (TP4, f"{HOST} --optimizer-offload-fraction 0.1", "optimizer"),
+        (f"{TP4} {HOST} --overlap-cpu-optimizer-d2h-h2d", "--no-overlap-cpu-optimizer-d2h-h2d", "optimizer"),
         (f"{TP4} --use-precision-aware-optimizer --exp-avg-dtype bf16", "--exp-avg-dtype fp32", "optimizer"),
     ],
 )

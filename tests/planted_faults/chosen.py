@@ -400,6 +400,27 @@ ORDER = (
     ),
 )
 
+HOST = (
+    Fault(
+        "an update on the host does not wait for the gradients",
+        "            arriving.synchronize()",
+        "            pass",
+        ("core/test_optimizer.py", LAYOUTS),
+    ),
+    Fault(
+        "all of the optimizer state is on the host, whatever the share",
+        "wanted = config.offloaded_fraction * starts[-1]",
+        "wanted = starts[-1] if config.offloaded_fraction else 0",
+        ("core/test_optimizer.py", "planner/test_simulated_rank.py"),
+    ),
+    Fault(
+        "moments and averages of shards on the host stay on the device",
+        "            with topology.on_host() if number < first else nullcontext():",
+        "            with nullcontext():",
+        ("planner/test_stage_memory.py", "planner/test_simulated_rank.py"),
+    ),
+)
+
 SENTENCES = (
     Fault(
         "the remedy of a large blend names the wrong flag",
@@ -902,6 +923,7 @@ CHOSEN: tuple[Fault, ...] = (
     *DEFAULTS,
     *LOST_ERRORS,
     *ORDER,
+    *HOST,
     *SENTENCES,
     *FIGURES,
     *EXPERTS,

@@ -117,6 +117,7 @@ def facts_of_state(state: RunState) -> Facts:
         "shards": strategy.sharing.dense.shards.size,
         **vars(strategy.formats),
         **{f"state {one.kind}": one.tensor.dtype for one in state.module.optimizer.state()},
+        "shards on the host": len({one.info.name for one in state.module.optimizer.state() if one.is_on_host}),
         "loss scale": (type(scaler).__name__, scaler.scale),
         "learning rates": [round(state.lr_schedule(samples), 6) for samples in (16, 64, 128)],
         "weight decay": None if decay is None else [decay(samples) for samples in (0, 64, 128)],
@@ -246,6 +247,7 @@ ROWS: list[tuple[Any, ...]] = [
     ("--optimizer muon", {"state momentum_buffer": torch.float32}),
     ("--optimizer sgd", {"state exp_avg": None, "state exp_avg_sq": None, "state momentum_buffer": torch.float32}),
     ("--ema-decay 0.9", {"state ema": torch.float32}),
+    ("--optimizer-cpu-offload --optimizer-offload-fraction 0.25", {"shards on the host": 7}),
     ("--freeze-parameters embedding.*", {"frozen": ["chunks.0.embedding.weight"]}),
     ("--lr-decay-style cosine --min-lr 1e-3", {"learning rates": [0.005, 0.00775, 0.001]}),
     (

@@ -99,6 +99,7 @@ def as_json(plan: Plan, plan_command: str | None, fitting_load: float | None, se
         "memory_bytes": by_stage(lambda stage: {**stage.peak.by_kind, "allowance": ALLOWANCE, "total": stage.needed}),
         "peak_during": by_stage(lambda stage: stage.peak.during),
         "steady_bytes": by_stage(lambda stage: stage.steady.total),
+        "host_bytes": by_stage(lambda stage: stage.on_host),
         "gpu_memory_bytes": plan.limit,
         "fits": plan.fits,
         "tightest_stage": plan.tightest.stage,
@@ -227,6 +228,13 @@ def _traffic_table(plan: Plan) -> Table:
     return table
 
 
+def host_sentence(plan: Plan) -> str:
+    """The optimizer state in host memory, with its copies; empty without it."""
+    most, ranks = max(stage.on_host for stage in plan.stages), min(plan.run.node_size, plan.run.grid.world_size)
+    text = f"host memory of the optimizer: at most {gib(most)} GiB of a rank, {gib(ranks * most)} GiB of a node"
+    return text if most else ""
+
+
 def expert_load_sentence(plan: Plan, fitting_load: float | None) -> str:
     """What is assumed of the load of the experts, and what still fits; empty where it does not matter."""
     run = plan.run
@@ -252,8 +260,8 @@ def _verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -
     else:
         sentence = f"\ndoes not fit {limit} GiB: {where}, which needs {needed} GiB, {distance} too many"
         text = Text(sentence, style="bold red").append(f"\n{TO_SEARCH}: {plan_command}", style="not bold")
-    load = expert_load_sentence(plan, fitting_load if plan.fits else None)
-    return text.append(f"\n{load}" if load else "", style="not bold")
+    sentences = host_sentence(plan), expert_load_sentence(plan, fitting_load if plan.fits else None)
+    return text.append("".join(f"\n{sentence}" for sentence in sentences if sentence), style="not bold")
 
 
 def dry_run_page(plan: Plan, plan_command: str | None, fitting_load: float | None, seconds: float) -> str:
@@ -325,8 +333,8 @@ def _sizes(plan: Plan) -> str:
 
 def _page_verdict(plan: Plan, plan_command: str | None, fitting_load: float | None) -> str:
     """Whether it fits, the command that searches what fits, and warnings."""
-    load = expert_load_sentence(plan, fitting_load if plan.fits else None)
-    found = html.notes([*warnings(plan), *([load] if load else [])])
+    sentences = host_sentence(plan), expert_load_sentence(plan, fitting_load if plan.fits else None)
+    found = html.notes([*warnings(plan), *filter(None, sentences)])
     if plan_command is None:
         return found
     tightest = plan.tightest

@@ -181,7 +181,7 @@ def check_expert_precision(run: RunConfig, world_size: int) -> None:
 
 def check_expert_optimizer(run: RunConfig, world_size: int) -> None:
     name = run.optimizer.optimizer
-    if run.model.num_experts and not update_rules()[name].supports_experts:
+    if run.model.num_experts and not update_rules()[name].is_elementwise:
         raise ConfigError(
             f"--optimizer {name} is not supported with --num-experts: it updates whole matrices, and the weights of "
             "experts are stacks of matrices; use adam."

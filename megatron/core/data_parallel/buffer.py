@@ -145,13 +145,15 @@ class ParameterBuffer:
         self._shards, self._shards_gradients = shards, shard_gradients
         first = self.parameters[0]
         self.weights = torch.zeros(self.layout.size, dtype=first.dtype, device=first.device)
-        kept = self.layout.size // shards if shard_gradients else self.layout.size
-        self.gradients = torch.zeros(kept, dtype=gradient_dtype, device=first.device)
-        self.main_grads: list[MainGrad] = []
         for parameter, (start, stop) in zip(self.parameters, self.layout.parameters):
             view = self.weights[start:stop].view(parameter.shape)
             view.copy_(parameter.detach())
             parameter.data = view
+        # Only now, when the memory that the parameters had is free.
+        kept = self.layout.size // shards if shard_gradients else self.layout.size
+        self.gradients = torch.zeros(kept, dtype=gradient_dtype, device=first.device)
+        self.main_grads: list[MainGrad] = []
+        for parameter, (start, stop) in zip(self.parameters, self.layout.parameters):
             main_grad = MainGrad(None if shard_gradients else self.gradients[start:stop].view(parameter.shape))
             attach_main_grad(parameter, main_grad)
             self.main_grads.append(main_grad)

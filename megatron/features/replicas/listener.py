@@ -168,7 +168,8 @@ def training_state(trainer: Trainer) -> TrainingState:
 def not_finite_tensors(state: TrainingState) -> list[str]:
     """The names of tensors with an infinity or NaN; waits for the device once."""
     labels, tensors = zip(*state.floating())
-    largest = torch.stack([one.float() for one in torch._foreach_norm(tensors, float("inf"))])
+    # Those of the optimizer may be in host memory, the first ones are weights.
+    largest = torch.stack([one.float().to(tensors[0].device) for one in torch._foreach_norm(tensors, float("inf"))])
     return [label for label, is_finite in zip(labels, torch.isfinite(largest).tolist()) if not is_finite]
 
 

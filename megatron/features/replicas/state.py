@@ -165,7 +165,7 @@ class StateDigests:
     def of(cls, tensors: Iterable[HeldTensor], topology: Topology) -> "StateDigests":
         held = list(tensors)
         empty = torch.zeros((0, 2), dtype=torch.int64, device=topology.device)
-        return cls(held, torch.stack([digest(one.tensor) for one in held]) if held else empty)
+        return cls(held, torch.stack([digest(one.tensor).to(topology.device) for one in held]) if held else empty)
 
     def folds(self) -> Tensor:
         """One digest for each class of :data:`HOLDERS`: ``[classes, 2]``."""

@@ -30,6 +30,7 @@ from megatron.planner.step_time.prices import (
     exposed_reduction,
     exposed_sharding,
     growth,
+    host_optimizer_seconds,
     message_rate,
     optimizer_seconds,
     reduction_window,
@@ -380,7 +381,7 @@ class _Steps:
 
     def _optimizer(self) -> Array:
         """The norm of the gradients and their scaling, copies of narrow ones in fp32, the update of main weights and
-        moments, and the cast to the dtype of the model."""
+        moments, and the cast to the dtype of the model; of the shards in host memory with the copies to it and back."""
         ranks = np.array([self.dp * self.cp, self.edp])
         shards = np.where(self.is_sharded, ranks / self.replicas, 1.0)
         parameters = (self._parameters / shards).sum(axis=0)
@@ -388,10 +389,17 @@ class _Steps:
         moments = np.array([float(step.units.bytes_of_moments) for step in self.steps])
         # The update reads and writes gradients, main weights and moments. Narrow gradients are copied into fp32 (6
         # bytes) and between tensors in fp32 (16 bytes), as in a recorded step.
-        moved = 3 * gradient + 2 * (8 + moments) + np.where(gradient < 4, 22.0, 0.0)
+        moved = 2 * (8 + moments) + np.where(gradient < 4, 22.0, 0.0)
         # FSDP casts the weights that it gathers.
         moved = moved + np.where((weight < 4) & ~self.is_fully_sharded, 4 + weight, 0.0)
-        return optimizer_seconds(self.machines, self.c, parameters * moved)
+        on_host = parameters * np.array([step.config.optimizer.offloaded_fraction for step in self.steps])
+        device = optimizer_seconds(self.machines, self.c, 3 * gradient * parameters + moved * (parameters - on_host))
+        # The host writes the gradients that arrive, and reads the weights that it sends.
+        sent = np.where(self.is_fully_sharded, 4.0, weight)
+        overlaps = np.array([step.config.optimizer.overlap_cpu_optimizer_d2h_h2d for step in self.steps])
+        return device + host_optimizer_seconds(
+            self.machines, self.c, (moved + gradient + sent) * on_host, gradient * on_host, sent * on_host, overlaps
+        )
 
 
 def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float, float]:

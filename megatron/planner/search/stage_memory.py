@@ -111,6 +111,8 @@ class Formats:
     moments: int
     """All moments together."""
     master: int = 4
+    on_device: float = 1.0
+    """The share of the optimizer state that is not in host memory."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ def buffered_state(units: Sequence[Sequence[Weight]], formats: Formats, sharding
         gradients = layout.size // shards if splits else layout.size
         # Weights in the dtype of the main weights are the main weights.
         state = formats.moments + (formats.master if formats.weight != formats.master else 0)
-        lasting += layout.size * formats.weight + gradients * formats.gradient + own * state
+        lasting += layout.size * formats.weight + gradients * formats.gradient + int(own * state * formats.on_device)
         if splits:
             places = [number for number, _ in owners]
             used = _whole_gradients(layout, places, len(units), shards, 2 if sharding.overlaps else 0)
@@ -298,7 +300,8 @@ def _sharded_unit(unit: Sequence[Weight], formats: Formats, sharding: Sharding) 
     for weight in unit:
         shards = sharding.of(weight.is_expert)
         padded = -(-weight.rows // shards) * weight.width  # elements of a rank; rows are padded to whole shards
-        lasting += min(padded, weight.size) * (formats.master + formats.moments) + padded * formats.gradient
+        state = formats.master + formats.moments * formats.on_device  # master weights are gathered from the device
+        lasting += int(min(padded, weight.size) * state) + padded * formats.gradient
         gathered += padded * shards * formats.weight
         gradients += padded * shards * formats.gradient
         part += padded * formats.gradient
@@ -429,7 +432,8 @@ class _LayoutMemory:
     def _state(self, numbers: Sequence[int]) -> StateMemory:
         formats = number_formats(self.config.precision, self.config.optimizer)
         weight, gradient, master = (one.itemsize for one in (formats.weight, formats.gradient, formats.master))
-        sizes = Formats(weight, gradient, self.units.bytes_of_moments, master)
+        on_device = 1.0 - self.config.optimizer.offloaded_fraction
+        sizes = Formats(weight, gradient, self.units.bytes_of_moments, master, on_device)
         sharding, stages = self._sharding(), [self.division.stages[number] for number in numbers]
         ends = self.units.ends
         tables = {info.name for info in ends.embedding.parameters}

@@ -132,6 +132,7 @@ class Machines:
         self.bf16_flops, self.hbm = numbers("bf16_flops"), numbers("hbm_bytes_per_s")
         self.multiprocessors, self.node_size = numbers("multiprocessors"), numbers("node_size")
         self.link, self.network = numbers("link_bytes_per_s"), numbers("network_bytes_per_s")
+        self.host_link, self.host_memory = numbers("host_link_bytes_per_s"), numbers("host_memory_bytes_per_s")
         self.pod_size = np.array([float(cluster.pod_size or np.inf) for cluster in clusters])
         self.oversubscription = numbers("oversubscription")
         names = [cluster.generation for cluster in clusters]
@@ -221,6 +222,14 @@ def elementwise_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Arr
 def optimizer_seconds(machines: Machines, c: Constants, num_bytes: Any) -> Array:
     """An update that reads and writes ``num_bytes`` of gradients, weights and optimizer state."""
     return np.asarray(c["optimizer"] * num_bytes / machines.hbm)
+
+
+def host_optimizer_seconds(machines: Machines, c: Constants, moved: Any, out: Any, back: Any, overlaps: Any) -> Array:
+    """An update in host memory that reads and writes ``moved`` bytes there, of gradients of ``out`` bytes, which are
+    copied to it, and of weights of ``back`` bytes, which are copied from it, one after the other or at once."""
+    update = c["optimizer"] * moved / machines.host_memory
+    out, back = out / machines.host_link, back / machines.host_link
+    return np.where(overlaps, np.maximum(np.maximum(out, back), update), out + update + back)
 
 
 def message_rate(machines: Machines, c: Constants, is_in_node: Any, share: Any = 1.0) -> Array:

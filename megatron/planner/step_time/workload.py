@@ -88,6 +88,11 @@ class Cluster:
     """The rate of the adapters of a pod, divided by that of its links to other pods."""
     pod_size: int | None = None
     """GPUs between which the network has its full rate; None for all."""
+    host_link_bytes_per_s: float = 6.4e10
+    """Between a GPU and its host; the default is PCIe 5 (NVIDIA H100 data sheet, 2023)."""
+    host_memory_bytes_per_s: float = 7.68e10
+    """A GPU's share of the host's memory; the default is sixteen channels of DDR5-4800 for eight GPUs (DGX H100 user
+    guide, 2022)."""
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
     """The source of each constant, with a date."""
     constants: Mapping[str, float] = field(default_factory=dict, hash=False)

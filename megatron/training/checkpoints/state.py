@@ -145,7 +145,7 @@ class RunState:
         if with_optimizer:
             self.module.optimizer.num_steps = saved.state.optimizer_steps
             self.module.loss_scaler.restore(saved.state.loss_scaler)
-        else:
+        if not with_optimizer or not self.module.optimizer.has_master_weights:
             self.module.optimizer.reload_master_weights()
         if self.module.optimizer.has_master_weights and not saved.state.has_master_weights:
             # The weights of the model are the best that the checkpoint has.
@@ -177,6 +177,8 @@ class RunState:
             return model.describe_left_out()
 
         left_out = run_on_all_ranks(control, fill)
+        if not self.module.optimizer.has_master_weights:
+            self.module.optimizer.reload_master_weights()
         self.module.optimizer.reset_average()
         self.module.optimizer.publish()
         self.module.data_parallel.finish_param_all_gather()
