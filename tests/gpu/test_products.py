@@ -38,7 +38,7 @@ def test_weight_gradients_add_to_their_buffer(device: torch.device, name: str, n
 def linear_layer(device: torch.device, fp8_format: Literal["hybrid", "e4m3"], kernels: Fp8Kernels | None) -> Fp8Gemm:
     config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe="tensorwise")
     alone = Communicator((0,), 0)
-    return Fp8Scaling(config, alone, device, kernels=kernels).gemm("linear", torch.bfloat16, alone, ())
+    return Fp8Scaling(config, alone, device, kernels=kernels).gemm("linear", torch.bfloat16, alone, (), ())
 
 
 @pytest.mark.parametrize(("n", "k"), [*WIDTHS[:5], *(on_cpu(*one) for one in SMALL)])

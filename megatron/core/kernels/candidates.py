@@ -22,6 +22,7 @@ from megatron.core.ops.attention_kernels import (
     attention_kernels,
 )
 from megatron.core.ops.fp8 import (
+    BlockQuantization,
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
@@ -180,23 +181,34 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
 
 # FP8
 
+_FOR_BLOCKS = "for --fp8-recipe blockwise"
+
 
 def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
     trial = request.trial(request.trials.fp8_quantization, request.device, request.weight)
     return [
         _of_triton(request, "fp8.TritonQuantization", "one pass", SimulatedQuantization, trial),
         Candidate("eager", EagerQuantization, "one operation after the other"),
+        Candidate("compiled", EagerQuantization, "", False, f"it is {_FOR_BLOCKS}"),
+    ]
+
+
+def block_quantization(request: KernelRequest) -> list[Candidate[BlockQuantization]]:
+    trial = request.trial(request.trials.block_quantization, request.device, request.weight)
+    return [
+        *_elementwise(request, BlockQuantization, BlockQuantization, trial),
+        Candidate("triton", BlockQuantization, "", False, f"it is not {_FOR_BLOCKS}"),
     ]
 
 
 def fp8_weight_gradient(request: KernelRequest, gemm: ScaledGemm) -> list[Candidate[Fp8WeightGradientKernel]]:
     trial = request.trial(request.trials.fp8_weight_gradient, request.device, request.gradient)
     path, simulated = "fp8.TritonFp8WeightGradient", partial(SimulatedFp8WeightGradient, gemm)
-    return [
-        Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
-        # Its speed is unmeasured.
-        replace(_of_triton(request, path, "", simulated, trial), is_automatic=False),
-    ]
+    # Its speed is unmeasured.
+    triton = replace(_of_triton(request, path, "", simulated, trial), is_automatic=False)
+    if request.has_block_scales:
+        triton = replace(triton, obstacle=f"it is not {_FOR_BLOCKS}")
+    return [Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"), triton]
 
 
 # Elementwise kernels
