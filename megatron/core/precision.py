@@ -150,7 +150,7 @@ class QuantizedTensor:
     transposed_scale: Tensor | None = None
     """``[k, blocks]``: one inverse scale per block of a row of ``transposed``, which was quantised on its own. None:
     its scale is ``inverse_scale``."""
-    columns: "QuantizedTensor | None" = None
+    columns: "QuantizedTensor | None" = field(default=None, kw_only=True)
     """The rows in the layout ``COLUMNS``, with scales ``[s b / block, k]``; None: they are ``data``."""
 
     @property

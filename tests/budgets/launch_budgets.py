@@ -39,6 +39,8 @@ PRECISIONS = {
 }
 GATHERED = {"FP8 delayed, gathered": "--fp8-format hybrid --fp8-recipe delayed --fp8-param-gather"}
 """Of 8B alone: weights are quantised before they are all-gathered."""
+IN_BLOCKS = {"FP8 blockwise": "--fp8-format e4m3 --fp8-recipe blockwise"}
+"""Of 70B alone, whose rows are quantised again in blocks of tokens before they are all-gathered."""
 DOCUMENT_LENGTH = 1024
 """Eight documents in a sequence, in the rows with documents."""
 _COMMON = (
@@ -95,7 +97,7 @@ class Row:
         """One layer per stage, two microbatches."""
         # torch's flash attention takes all documents in one call.
         documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
-        precision = (PRECISIONS | GATHERED)[self.precision]
+        precision = (PRECISIONS | GATHERED | IN_BLOCKS)[self.precision]
         flags = (
             f"{_COMMON} {(MODELS | EXPERTS)[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
@@ -126,6 +128,7 @@ class Row:
 ROWS = (
     *(Row(model, precision) for model in MODELS for precision in PRECISIONS),
     *(Row("8B", precision) for precision in GATHERED),
+    *(Row("70B, TP4", precision) for precision in IN_BLOCKS),
     Row("8B", "bf16", True),
     *(Row(model, "bf16") for model in EXPERTS),
 )

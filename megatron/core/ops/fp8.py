@@ -142,7 +142,7 @@ class BlockQuantization:
         if Layout.COLUMNS in layout:
             numbers, scales = self._quantize_blocks(matrix, size, 1, dtype)
             columns = QuantizedTensor(numbers.view(tensor.shape), scales)
-        return QuantizedTensor(data, scale, *transposed, columns)
+        return QuantizedTensor(data, scale, *transposed, columns=columns)
 
     def quantize_weight(self, weight: Tensor, dtype: torch.dtype, layout: Layout) -> QuantizedTensor:
         """A weight ``[n, k]``."""
