@@ -54,7 +54,9 @@ def test_fp8_products(
     """The quantised numbers are the same for both: only products and roundings differ."""
     if recipe == "blockwise" and (n % FP8_BLOCK or k % FP8_BLOCK):
         pytest.skip("no whole blocks")
-    kernels = kernels_with(device, torch.bfloat16, "--fp8-format", fp8_format, "--fp8-recipe", recipe).fp8
+    in_blocks = ("--seq-length", "128", "--kv-channels", "32")
+    flags = ("--fp8-format", fp8_format, "--fp8-recipe", recipe, *in_blocks)
+    kernels = kernels_with(device, torch.bfloat16, *flags).fp8
     config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe=recipe)
     inputs = random(2048, 1, k, device=device, dtype=torch.bfloat16)
     grad = random(2048, 1, n, device=device, dtype=torch.bfloat16, seed=1).mul_(1e-3)
