@@ -70,7 +70,7 @@ def measure_parts(run: LineRun, inputs: int, outputs: int, tokens: int, flags: s
     kernels = slice_.choose_kernels(slice_.topology(run.device)).fp8
     alone = Communicator((0,), 0)
     scaling = Fp8Scaling(slice_.precision, alone, run.device, kernels=kernels)
-    gemm = scaling.gemm("linear", torch.bfloat16, alone, ())
+    gemm = scaling.gemm("linear", torch.bfloat16, alone, (), ())
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=run.device)

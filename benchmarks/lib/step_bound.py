@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput
 from megatron.core.ops.attention_kernels import TorchAttention
-from megatron.core.ops.fp8 import E4M3, E5M2, ScaledGemm
+from megatron.core.ops.fp8 import BLOCK, E4M3, E5M2, ScaledGemm
 from megatron.core.precision import QuantizedTensor
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -73,16 +73,19 @@ class BareFp8Products:
         multiply: ScaledGemm,
         dtype: torch.dtype,
         device: torch.device,
+        has_blocks: bool = False,
     ) -> None:
         self._shapes, self._multiply, self._dtype = shapes, multiply, dtype
 
-        def random(rows: int, columns: int, fp8: torch.dtype = E4M3) -> QuantizedTensor:
+        def random(rows: int, columns: int, fp8: torch.dtype = E4M3, height: int = 1) -> QuantizedTensor:
             data = torch.randn(rows, columns, dtype=torch.bfloat16, device=device).to(fp8)
-            return QuantizedTensor(data, torch.ones((), device=device))
+            scales = (rows // height, columns // BLOCK) if has_blocks else ()
+            return QuantizedTensor(data, torch.ones(scales, device=device))
 
+        gradient = E4M3 if has_blocks else E5M2
         self._inputs = {(k, n): (random(tokens, k), random(k, tokens)) for k, n in shapes}
-        self._weights = {(k, n): (random(n, k), random(k, n)) for k, n in shapes}
-        self._grads = {(k, n): (random(tokens, n, E5M2), random(n, tokens, E5M2)) for k, n in shapes}
+        self._weights = {(k, n): (random(n, k, height=BLOCK), random(k, n, height=BLOCK)) for k, n in shapes}
+        self._grads = {(k, n): (random(tokens, n, gradient), random(n, tokens, gradient)) for k, n in shapes}
 
     def forward(self) -> None:
         """Outputs, which alone may accumulate fast."""

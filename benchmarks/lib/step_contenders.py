@@ -204,8 +204,9 @@ def bound(
     layers = linear_shapes(model, size, config.with_head)
     products: BareProducts | BareFp8Products
     if kind == "FP8":
+        has_blocks = config.precision.fp8_recipe == "blockwise"
         products = BareFp8Products(
-            linear_shapes(model, size, False), config.tokens, kernels.fp8.gemm, config.dtype, device
+            linear_shapes(model, size, False), config.tokens, kernels.fp8.gemm, config.dtype, device, has_blocks
         )
     else:
         products = BareProducts(layers, config.tokens, config.dtype, device, F.linear if kind == "torch" else linear)

@@ -11,6 +11,8 @@ PrecisionName = Literal["fp32", "bf16", "fp16", "fp64"]
 
 # Sizes of FP8 matrices must be multiples of this, by recipe.
 FP8_UNITS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
+FP8_BLOCK = 128
+"""The same under blockwise in local layers, whose ranks have whole blocks."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,9 @@ class PrecisionConfig:
     """Compute the linear layers of the transformer layers in FP8, and everything else in bf16 (needs --bf16): e4m3, or
     hybrid with e4m3 for inputs and weights and e5m2 for output gradients. See docs/precision.md."""
     fp8_recipe: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] = "delayed"
-    """FP8 scaling: from the tensor's amax in past steps (delayed), or from its current amax (tensorwise). blockwise
-    (Hopper) and mxfp8 (Blackwell) have a scale per block and need --transformer-impl transformer_engine."""
+    """FP8 scaling: from the tensor's amax in past steps (delayed), from its current amax (tensorwise), or from the
+    current amax of each block of 128 or 128 x 128 (blockwise, Hopper; local layers need --fp8-format e4m3). mxfp8
+    (Blackwell) has a scale per block of 32 and needs --transformer-impl transformer_engine."""
     fp8_margin: int = 0
     """Delayed scaling: divide the scale by two to this power."""
     fp8_amax_history_len: int = 1
@@ -129,7 +132,7 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("eager", "compiled"),
     "weight_gradient": ("separate", "in_place", "apex"),
     "grouped_gemm": ("triton", "grouped_mm", "padded", "loop"),
-    "fp8_quantization": ("eager", "triton"),
+    "fp8_quantization": ("eager", "compiled", "triton"),
     "fp8_weight_gradient": ("in_place", "separate", "triton"),
     "adam": ("torch", "apex", "te"),
     "l2_norm": ("torch", "apex", "te"),
@@ -159,9 +162,9 @@ class KernelConfig:
     """Required implementations, each as OPERATION=IMPLEMENTATION: attention={te,flash3,cudnn,cudnn_varlen,
     flash,sdpa,cpu,reference}, rms_norm={eager,compiled,triton,apex,te}, swiglu and rope={eager,compiled,triton},
     cross_entropy={eager,compiled}, weight_gradient={separate,in_place,apex},
-    grouped_gemm={triton,grouped_mm,padded,loop} (of experts), fp8_quantization={eager,triton},
-    fp8_weight_gradient={in_place,separate,triton} (triton is never chosen without this flag, because its speed is
-    unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
+    grouped_gemm={triton,grouped_mm,padded,loop} (of experts), fp8_quantization={eager,compiled,triton} (compiled is for
+    blockwise, triton for other recipes), fp8_weight_gradient={in_place,separate,triton} (triton is never chosen without
+    this flag, because its speed is unmeasured), adam and l2_norm={torch,apex,te}. An unavailable one is an error."""
     bias_swiglu_fusion: bool = True
     """--no-bias-swiglu-fusion means --kernel swiglu=eager."""
     rope_fusion: bool = True

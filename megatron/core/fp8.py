@@ -6,13 +6,13 @@
 Every linear layer has three quantised tensors, each with one scale: input, weight and output gradient. Under delayed
 scaling all microbatches of a step use the same scales, so results depend neither on their number nor on the layout; at
 the end of the step the amaxes of all ranks with the same layers set the next scales. Under current scaling
-(``tensorwise``) each tensor is scaled by its own amax.
+(``tensorwise``) each tensor is scaled by its own amax, under block scaling (``blockwise``) each block by the block's.
 
 Amaxes of a step are recorded as maxima, so a recomputed forward pass does not change them.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,13 +27,18 @@ from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     DelayedQuantization,
+    FlatPieces,
     Fp8Format,
     Fp8Kernels,
     Fp8Role,
     Fp8WeightGradientProduct,
+    ScaledGemm,
     amax_of,
+    block_scaled_gemm,
     gemm_for,
+    inverse_of,
     largest_value,
+    power_of_two_scale,
     push_amax,
     scale_from_amax,
     scaled_gemm,
@@ -79,6 +84,11 @@ class Fp8Layers:
     def is_delayed(self) -> bool:
         """Whether scales depend on the steps before."""
         return self.config.fp8_recipe == "delayed"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether each block of a tensor has a scale."""
+        return self.config.fp8_recipe == "blockwise"
 
     def includes(self, layer: int, num_layers: int) -> bool:
         """Whether ``layer`` of ``num_layers`` multiplies in FP8."""
@@ -128,21 +138,32 @@ class Fp8Scaling(Fp8Layers):
     ) -> None:
         super().__init__(config)
         self.keeps_weights = keeps_weights
-        self.kernels = kernels or Fp8Kernels.eager(gemm_for(device))
-        self.gemm_name = "torch._scaled_mm" if self.kernels.gemm is scaled_gemm else "fp32 products of the FP8 numbers"
+        self.kernels = kernels or Fp8Kernels.eager(gemm_for(device, self.has_blocks))
+        names: dict[ScaledGemm, str] = {
+            scaled_gemm: "torch._scaled_mm",
+            block_scaled_gemm: "torch.nn.functional.scaled_mm",
+        }
+        self.gemm_name = names.get(self.kernels.gemm, "fp32 products of the FP8 numbers")
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Gemm] = []
         gradient = E5M2 if config.fp8_format == "hybrid" else E4M3
         self.formats: dict[Fp8Role, torch.dtype] = {"input": E4M3, "weight": E4M3, "output_gradient": gradient}
 
     def gemm(
-        self, name: str, dtype: torch.dtype, tensor_parallel: Communicator, sharded: Collection[Fp8Role]
+        self,
+        name: str,
+        dtype: torch.dtype,
+        tensor_parallel: Communicator,
+        sharded: Collection[Fp8Role],
+        weight_shape: Sequence[int],
     ) -> "Fp8Gemm":
         """The GEMMs of the linear layer ``name``, with results in ``dtype``; to be called before the first step.
 
-        The tensors in ``sharded`` are sharded over the ``tensor_parallel`` ranks, which reduce their amax.
+        The tensors in ``sharded`` are sharded over the ``tensor_parallel`` ranks, which reduce their amax; blocks are
+        whole on a rank. ``weight_shape`` is this rank's ``[n, k]``.
         """
-        self._layers.append(Fp8Gemm(self, len(self._layers), name, dtype, tensor_parallel, sharded))
+        number = len(self._layers)
+        self._layers.append(Fp8Gemm(self, number, name, dtype, tensor_parallel, sharded, weight_shape))
         return self._layers[-1]
 
     @cached_property
@@ -160,12 +181,16 @@ class Fp8Scaling(Fp8Layers):
         shape = (2, len(self._layers))
         return _WeightState(*torch.zeros(shape, dtype=torch.float32, device=self._device))
 
-    def quantize_weights(self, shards: Mapping[str, tuple[Tensor, Tensor]], ranks: Communicator) -> None:
-        """Quantise this rank's shards of weights by the names of their layers: ``(master weights, FP8 numbers)``, 1-D
-        each, of which the second are overwritten. Collective over ``ranks``, which divide the weights, and over the
-        tensor-parallel ranks: all shards of a weight get one scale, under delayed scaling the scale of the step."""
+    def quantize_weights(self, shards: Mapping[str, tuple[Tensor, Tensor, int]], ranks: Communicator) -> None:
+        """Quantise this rank's shards of weights by the names of their layers: ``(master weights, FP8 numbers,
+        start)``, 1-D each from element ``start`` of the flattened weight, of which the second are overwritten.
+        Collective over ``ranks``, which divide the weights, and over the tensor-parallel ranks: all shards of a weight
+        get one scale, under delayed scaling the scale of the step; under block scaling all shards of a block."""
         self._drop_weights()
         if not self._layers:
+            return
+        if self.has_blocks:
+            self._quantize_weight_blocks(shards, ranks)
             return
         nothing = torch.zeros((), dtype=torch.float32, device=self._device)
         masters = (shards.get(layer.name) for layer in self._layers)
@@ -183,9 +208,32 @@ class Fp8Scaling(Fp8Layers):
         for number, layer in enumerate(self._layers):
             if layer.name in shards:
                 # As rows of 64, because kernels quantise matrices and a narrow one would leave threads idle.
-                master, numbers = (one.view(-1, math.gcd(one.numel(), 64)) for one in shards[layer.name])
+                master, numbers = (one.view(-1, math.gcd(one.numel(), 64)) for one in shards[layer.name][:2])
                 target = Fp8Format(scale[number], E4M3, Layout.ROWS)
                 self.kernels.quantization.quantize(master, target, amax[number], out=numbers)
+
+    def _quantize_weight_blocks(self, shards: Mapping[str, tuple[Tensor, Tensor, int]], ranks: Communicator) -> None:
+        """:meth:`quantize_weights` with one all-reduce of the amaxes of all blocks of this rank's weights."""
+        blocks = self.kernels.blocks
+        grids = [[side // blocks.size for side in layer.weight_shape] for layer in self._layers]
+        counts = [math.prod(grid) for grid in grids]
+        amax = torch.zeros(sum(counts), dtype=torch.float32, device=self._device)
+        pieces: dict[str, FlatPieces] = {}
+        for layer, own in zip(self._layers, amax.split(counts)):
+            if layer.name in shards:
+                master, _, start = shards[layer.name]
+                pieces[layer.name] = FlatPieces.of(master, start, layer.weight_shape, blocks.size)
+                own.copy_(pieces[layer.name].amax(master, own.numel()))
+        # Each tensor-parallel rank has blocks of its own.
+        amax = ranks.all_reduce(amax, "max")
+        scales = power_of_two_scale(amax, E4M3)
+        inverse_scales = inverse_of(scales, amax).split(counts)
+        for layer, grid, scale, inverse_scale in zip(self._layers, grids, scales.split(counts), inverse_scales):
+            layer.block_scales = inverse_scale.view(*grid)
+            if layer.name in pieces:
+                of_layer = pieces[layer.name]
+                master, numbers = (one.view(-1, of_layer.width) for one in shards[layer.name][:2])
+                blocks.quantize_pieces(master, scale[of_layer.block], E4M3, numbers)
 
     @cached_property
     def _largest(self) -> Tensor:
@@ -269,13 +317,16 @@ class Fp8Gemm:
         dtype: torch.dtype,
         tensor_parallel: Communicator,
         sharded: Collection[Fp8Role],
+        weight_shape: Sequence[int],
     ) -> None:
-        self.name, self.has_scales = name, False
+        self.name, self.has_scales, self.weight_shape = name, False, weight_shape
         self._scaling, self._number, self._dtype = scaling, number, dtype
         self.tensor_parallel, self._sharded = tensor_parallel, frozenset(sharded)
         self.weight: QuantizedTensor | None = None
         """The quantised weight of this step, with ``keeps_weights``; in both layouts, or if it is gathered in FP8 in
         those that were needed."""
+        self.block_scales: Tensor | None = None
+        """The inverse scales ``[n / 128, k / 128]`` of a weight that is gathered in FP8, under block scaling."""
 
     @property
     def needs_weight_memory(self) -> bool:
@@ -287,7 +338,12 @@ class Fp8Gemm:
     def quantize(self, role: Fp8Role, tensor: Tensor, layout: Layout) -> QuantizedTensor:
         if self.has_scales:
             return self._with_known_scale(role, layout).quantize(tensor)
-        scaling, amax = self._scaling, amax_of(tensor)
+        scaling = self._scaling
+        if scaling.has_blocks:
+            blocks = scaling.kernels.blocks
+            quantize = blocks.quantize_weight if role == "weight" else blocks.quantize
+            return quantize(tensor, scaling.formats[role], layout)
+        amax = amax_of(tensor)
         if scaling.is_delayed:
             step_amax = scaling.delayed_state.step_amax[self._number, ROLES.index(role)]
             torch.maximum(step_amax, amax, out=step_amax)
@@ -317,25 +373,33 @@ class Fp8Gemm:
         return Fp8WeightGradientProduct(*operands, self._scaling.kernels, wide)
 
     def _multiply_rows(self, inputs: QuantizedTensor, weight: QuantizedTensor, fast: bool) -> Tensor:
-        rows = QuantizedTensor(inputs.data.flatten(0, -2), inputs.inverse_scale)  # [m, k]
+        scale = inputs.inverse_scale
+        if len(inputs.row_tensors) > 1 and scale is not None:
+            scale = scale.flatten(0, -2)  # [m, blocks]
+        rows = QuantizedTensor(inputs.data.flatten(0, -2), scale)  # [m, k]
         product = self._scaling.kernels.gemm(rows, weight, self._dtype, fast)
         return product.view(*inputs.data.shape[:-1], -1)
 
     def _transpose(self, operand: QuantizedTensor) -> QuantizedTensor:
         """The transpose ``[k, m]``, made now if the rows were all-gathered after they were quantised."""
-        data = operand.transposed
+        data, scale = operand.transposed, operand.transposed_scale
         if data is None:
             data = self._scaling.kernels.quantization.transpose(operand.data.flatten(0, -2))
-        return QuantizedTensor(data, operand.inverse_scale)
+            if self._scaling.has_blocks and operand.inverse_scale is not None:
+                scale = operand.inverse_scale.t()  # of [m / 128, k] blocks, or of a weight's [n / 128, k / 128]
+        return QuantizedTensor(data, operand.inverse_scale if scale is None else scale)
 
     def _quantized_weight(self, weight: Tensor, layout: Layout) -> QuantizedTensor:
         """``weight`` ``[n, k]`` in ``layout``; with ``keeps_weights`` quantised once a step, in both layouts."""
         if self._scaling.config.fp8_param_gather:
             if self.weight is None:
-                inverse_scale = self._scaling.weight_state.inverse_scale[self._number]
+                inverse_scale = self.block_scales
+                if not self._scaling.has_blocks:
+                    inverse_scale = self._scaling.weight_state.inverse_scale[self._number]
                 self.weight = QuantizedTensor(weight.detach(), inverse_scale)
             if Layout.TRANSPOSED in layout and self.weight.transposed is None:
-                self.weight = replace(self.weight, transposed=self._transpose(self.weight).data)
+                transpose = self._transpose(self.weight)
+                self.weight = replace(self.weight, transposed=transpose.data, transposed_scale=transpose.inverse_scale)
             return self.weight
         if not self._scaling.keeps_weights:
             return self.quantize("weight", weight, layout)

@@ -130,6 +130,9 @@ class Layout(enum.Flag):
     TRANSPOSED = enum.auto()
     """``[k, m]`` with all ``m`` rows: for the weight gradient, because FP8 units read both operands along the summed
     dim."""
+    COLUMNS = enum.auto()
+    """``[..., k]`` of this rank's rows, which are all-gathered and then transposed for the weight gradient. Block
+    scaling quantises them in blocks along the rows; otherwise they are ``ROWS``."""
     BOTH = ROWS | TRANSPOSED
 
 
@@ -144,6 +147,11 @@ class QuantizedTensor:
     scale per row, or per block of a row."""
     transposed: Tensor | None = None
     """The transpose ``[k, s b]`` of ``data``, contiguous; None if it was not made."""
+    transposed_scale: Tensor | None = None
+    """``[k, blocks]``: one inverse scale per block of a row of ``transposed``, which was quantised on its own. None:
+    its scale is ``inverse_scale``."""
+    columns: "QuantizedTensor | None" = field(default=None, kw_only=True)
+    """The rows in the layout ``COLUMNS``, with scales ``[s b / block, k]``; None: they are ``data``."""
 
     @property
     def row_tensors(self) -> tuple[Tensor, ...]:
@@ -168,13 +176,18 @@ class QuantizedTensor:
 
     @property
     def kept(self) -> "QuantizedTensor":
-        """The operand of the weight gradient: the transpose if there is one, otherwise the rows."""
-        return self if self.transposed is None else replace(self, data=self.data.new_empty(0))
+        """The operand of the weight gradient: the transpose if there is one, otherwise the columns or the rows."""
+        if self.transposed is None:
+            return self.columns or self
+        scale = self.inverse_scale if self.transposed_scale is None else None
+        return replace(self, data=self.data.new_empty(0), inverse_scale=scale)
 
     @property
     def kept_tensors(self) -> tuple[Tensor, ...]:
         """The tensors of :attr:`kept`, without a scale of the whole tensor."""
-        return self.row_tensors if self.transposed is None else (self.transposed,)
+        if self.transposed is None:
+            return self.kept.row_tensors
+        return (self.transposed,) if self.transposed_scale is None else (self.transposed, self.transposed_scale)
 
     @property
     def scaling(self) -> "QuantizedTensor":
@@ -186,7 +199,9 @@ class QuantizedTensor:
 
     def with_kept(self, kept_tensors: Sequence[Tensor]) -> "QuantizedTensor":
         """:attr:`kept` of the tensor that has this :attr:`scaling` and these ``kept_tensors``."""
-        return self.with_rows(kept_tensors) if self.transposed is None else replace(self, transposed=kept_tensors[0])
+        if self.transposed is None:
+            return self.with_rows(kept_tensors)
+        return QuantizedTensor(self.data, self.inverse_scale, *kept_tensors)
 
 
 @dataclass(frozen=True)

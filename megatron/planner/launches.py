@@ -40,8 +40,11 @@ _LINEAR = "mkldnn::_linear_pointwise"
 """oneDNN's product of rows ``[..., k]`` and a weight ``[n, k]`` on CPUs."""
 _GEMMS = frozenset(
     f"aten::{name}"
-    for name in ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "_scaled_addmm_")
-) | {_LINEAR}
+    for name in (
+        "mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_",
+        "_grouped_mm", "_scaled_mm", "_scaled_mm_v2", "_scaled_addmm_",
+    )
+) | {_LINEAR}  # fmt: skip
 _ALLOCATIONS = frozenset(
     f"aten::{name}"
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh")

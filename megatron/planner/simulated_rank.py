@@ -192,7 +192,8 @@ class SimulatedTopology(Topology):
 def with_local_layers(config: RunConfig) -> RunConfig:
     """``config`` without Transformer Engine, whose layers cannot be built without a GPU.
 
-    Local layers save similar tensors, but lack two recipes, which are planned as tensorwise.
+    Local layers save similar tensors, but lack mxfp8, and blockwise in hybrid or in sizes that are no multiples of 128:
+    both recipes are planned as tensorwise.
     """
     if config.model.transformer_impl == "local":
         return config

@@ -220,7 +220,7 @@ def test_the_fp8_bound_has_the_products_of_the_layers(monkeypatch: pytest.Monkey
         calls.append((tuple(a.data.shape), tuple(b.data.shape), dtype))
         return a.data
 
-    monkeypatch.setattr(selection, "gemm_for", lambda device: recorded)
+    monkeypatch.setattr(selection, "gemm_for", lambda *arguments: recorded)
     flags = ("--bf16", "--fp8-format", "hybrid", "--with-head", "--microbatches", "2")
     config = slice_of(*flags)
     bound(config, CPU, "FP8", config.choose_kernels(config.topology(CPU))).step()

@@ -19,6 +19,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from megatron.core.ops.fp8 import quantize_blocks, quantize_pieces
 from megatron.core.ops.norm import normalise, normalise_backward
 from megatron.core.ops.swiglu import swiglu_backward, swiglu_reference
 from megatron.core.tensor_parallel import cross_entropy
@@ -32,6 +33,8 @@ COMPILED = frozenset(
         swiglu_backward,
         cross_entropy._log_sum_exp,
         cross_entropy._write_gradient,
+        quantize_blocks,
+        quantize_pieces,
     )
 )
 """The functions that a run on a GPU gives to Inductor; what else is one kernel is written in Triton."""

@@ -46,6 +46,8 @@ OF_8B = {
     "--exp-avg-sq-dtype bf16 --adam-beta2 0.95",
 }
 """Weights that are quantised before they are all-gathered, and an AdamW that converts."""
+IN_BLOCKS = {"FP8 blockwise": "--fp8-format e4m3 --fp8-recipe blockwise"}
+"""Of 70B alone, whose rows are quantised again in blocks of tokens before they are all-gathered."""
 DOCUMENT_LENGTH = 1024
 """Eight documents in a sequence, in the rows with documents."""
 _COMMON = (
@@ -102,7 +104,7 @@ class Row:
         """One layer per stage, two microbatches."""
         # torch's flash attention takes all documents in one call.
         documents = "--reset-attention-mask --kernel attention=flash" if self.has_documents else _WITHOUT_DOCUMENTS
-        precision = (PRECISIONS | OF_8B)[self.precision]
+        precision = (PRECISIONS | OF_8B | IN_BLOCKS)[self.precision]
         flags = (
             f"{_COMMON} {(MODELS | EXPERTS)[self.model]} {precision} {documents} --num-layers {num_stages} "
             f"--pipeline-model-parallel-size {num_stages} --global-batch-size {2 * data_parallel_size}"
@@ -133,6 +135,7 @@ class Row:
 ROWS = (
     *(Row(model, precision) for model in MODELS for precision in PRECISIONS),
     *(Row("8B", precision) for precision in OF_8B),
+    *(Row("70B, TP4", precision) for precision in IN_BLOCKS),
     Row("8B", "bf16", True),
     *(Row(model, "bf16") for model in EXPERTS),
 )

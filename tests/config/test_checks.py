@@ -40,6 +40,7 @@ COMMANDS = {
     "MUON": f"{GOOD} --optimizer muon",
     "YARN": f"{GOOD} {YARN}",
     "FP8": f"{GOOD} --bf16 --fp8-format hybrid",
+    "BLOCKS": f"{GOOD} --bf16 --fp8-format e4m3 --fp8-recipe blockwise --kv-channels 32",
     "ENGINE": ENGINE,
     "OVERLAP": f"{ENGINE} --tp-comm-overlap --sequence-parallel",
     "EXPERTS": EXPERTS,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Literal
 from unittest.mock import Mock
 
@@ -25,16 +25,20 @@ from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
     LARGEST_SCALE,
+    BlockQuantization,
     EagerQuantization,
+    FlatPieces,
     Fp8Kernels,
     ScaledGemm,
     amax_of,
+    block_scaled_gemm,
     dequantize,
     largest_value,
     quantize,
     scale_from_amax,
     scaled_gemm,
     scaled_gemm_reference,
+    widened_block_gemm,
     widened_gemm,
 )
 from megatron.core.ops.norm import EagerRMSNorm
@@ -48,6 +52,7 @@ ALONE = Communicator((0,), 0)
 EAGER = EagerQuantization()
 HYBRID = PrecisionConfig(bf16=True, fp8_format="hybrid")
 TENSORWISE = replace(HYBRID, fp8_recipe="tensorwise")
+BLOCKWISE = PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise")
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 
 
@@ -143,7 +148,7 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
     """torch checks layouts and sizes for a GPU also where there is none."""
     device = torch.device("cuda")
     with FakeTensorMode():
-        layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, ())
+        layer = Fp8Scaling(TENSORWISE, ALONE, device).gemm("layer", torch.bfloat16, ALONE, (), (32, 48))
         weight = torch.empty(32, 48, dtype=torch.bfloat16, device=device)
         inputs = layer.quantize("input", torch.empty(4, 8, 48, dtype=torch.bfloat16, device=device), Layout.BOTH)
         gradient = layer.quantize(
@@ -156,6 +161,115 @@ def test_gpus_take_the_operands_as_they_lie_in_memory() -> None:
         rows, one = inputs.data.flatten(0, 1), torch.ones((), device=device)
         with pytest.raises(RuntimeError, match="must be col_major"):
             torch._scaled_mm(rows, rows.t().contiguous(), one, one)
+
+
+# Blocks
+
+
+def in_plain_loops(matrix: Tensor, height: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Block after block: the largest power of two that keeps the block within the range, and the nearest numbers."""
+    m, k = matrix.shape
+    numbers = torch.empty(m, k, dtype=torch.float64)
+    inverse = torch.empty(m // height, k // width)
+    for row, column in product(range(m // height), range(k // width)):
+        place = slice(row * height, (row + 1) * height), slice(column * width, (column + 1) * width)
+        amax, exponent = float(matrix[place].abs().max()), 0
+        if 0.0 < amax < math.inf:
+            exponent = min(math.frexp(largest_value(dtype) / amax)[1] - 1, 126)
+        scaled = (matrix[place].double() * 2.0**exponent).clamp(-largest_value(dtype), largest_value(dtype))
+        numbers[place] = nearest(scaled, dtype)
+        inverse[row, column] = 2.0**-exponent if math.isfinite(amax) else math.nan
+    return numbers, inverse
+
+
+def blocks_of_all_magnitudes() -> Tensor:
+    """``[256, 384]`` in bf16 with a block of zeros, an overflow, and blocks whose scale has no bound or is tiny."""
+    generator = torch.Generator().manual_seed(1)
+    tensor = torch.randn(256, 384, generator=generator) * torch.logspace(-6, 6, 384, base=10.0)
+    tensor[:130, :128], tensor[128:, 128:256], tensor[200, 300] = 0.0, tensor[128:, 128:256] * 1e-43, math.inf
+    tensor[5, 130] = 3e38
+    return tensor.bfloat16()
+
+
+@FORMATS
+def test_every_block_has_a_power_of_two_of_its_own_in_both_layouts(dtype: torch.dtype) -> None:
+    tensor, blocks = blocks_of_all_magnitudes(), BlockQuantization()
+    found = blocks.quantize(tensor.view(128, 2, 384), dtype, Layout.BOTH | Layout.COLUMNS)
+    assert found.columns is not None and found.inverse_scale is not None and found.columns.inverse_scale is not None
+    assert found.transposed is not None and found.transposed_scale is not None
+    assert (found.data.shape, found.inverse_scale.shape) == ((128, 2, 384), (128, 2, 3))
+    weight = blocks.quantize_weight(tensor, dtype, Layout.BOTH)
+    assert weight.transposed is not None and weight.transposed_scale is not None and weight.inverse_scale is not None
+    columns = found.columns.data.flatten(0, 1), found.columns.inverse_scale
+    for (height, width), pairs in {
+        (1, 128): [(found.data.flatten(0, 1), found.inverse_scale.flatten(0, 1))],
+        (128, 1): [columns, (found.transposed.t(), found.transposed_scale.t())],
+        (128, 128): [(weight.data, weight.inverse_scale), (weight.transposed.t(), weight.transposed_scale.t())],
+    }.items():
+        numbers, inverse = in_plain_loops(tensor, height, width, dtype)
+        for data, scale in pairs:
+            assert torch.equal(data.double(), numbers)
+            assert torch.equal(scale.nan_to_num(), inverse.nan_to_num())
+            assert torch.equal(scale.isnan(), inverse.isnan()) and inverse.isnan().any()
+    assert not torch.equal(found.transposed.t().double(), found.data.flatten(0, 1).double())
+    with pytest.raises(RuntimeError):
+        blocks.quantize(tensor[:, :200], dtype, Layout.ROWS)
+    with pytest.raises(RuntimeError):
+        blocks.quantize(tensor[:200], dtype, Layout.TRANSPOSED)
+
+
+@pytest.mark.parametrize("is_weight", [False, True])
+def test_products_of_blocks_are_added_in_their_order(is_weight: bool) -> None:
+    blocks, generator = BlockQuantization(), torch.Generator().manual_seed(2)
+    a, b = (torch.exp(2 * torch.randn(rows, 384, generator=generator)) for rows in (3, 128))
+    x = blocks.quantize(a - 1, E4M3, Layout.ROWS)
+    w = blocks.quantize_weight(b - 1, E4M3, Layout.ROWS) if is_weight else blocks.quantize(b - 1, E4M3, Layout.ROWS)
+    assert x.inverse_scale is not None and w.inverse_scale is not None
+    wanted = torch.zeros(3, 128)
+    for row, column, block in product(range(3), range(128), range(3)):
+        part = slice(128 * block, 128 * (block + 1))
+        terms = zip(x.data[row, part].tolist(), w.data[column, part].tolist())
+        exact = torch.tensor(math.fsum(one * other for one, other in terms))
+        wanted[row, column] += exact * x.inverse_scale[row, block] * w.inverse_scale[0 if is_weight else column, block]
+    assert torch.equal(widened_block_gemm(x, w, torch.float32), wanted)
+    assert torch.allclose(wanted.double(), scaled_gemm_reference(x, w, torch.float64), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [128, 384])
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (256, 640), (640, 512)])
+def test_gpus_take_the_scales_of_blocks_as_they_lie_in_memory(n: int, k: int, tokens: int) -> None:
+    """torch checks sizes and strides on tensors without memory; rows may also have been gathered."""
+    layer = Fp8Scaling(BLOCKWISE, ALONE, CPU, kernels=Fp8Kernels.eager(block_scaled_gemm)).gemm(
+        "layer", torch.bfloat16, ALONE, (), (n, k)
+    )
+    weight, inputs, gradient = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((n, k), (tokens, 1, k), (tokens, 1, n))
+    )
+    x = layer.quantize("input", inputs, Layout.ROWS | Layout.COLUMNS)
+    dy = layer.quantize("output_gradient", gradient, Layout.BOTH)
+    assert layer.output(x, weight).shape == (tokens, 1, n)
+    assert layer.input_gradient(dy, weight).shape == (tokens, 1, k)
+    for operand in (x.kept, layer.quantize("input", inputs, Layout.BOTH).kept):
+        assert layer.weight_gradient(dy.kept, operand).value().shape == (n, k)
+
+
+@pytest.mark.parametrize("cuts", [(64, 4096, 50000), (128 * 384,), (77, 383 * 7)])
+def test_shards_of_a_weight_give_the_blocks_of_the_whole(cuts: tuple[int, ...]) -> None:
+    """Wherever a rank's shard begins and ends: the amax of a block is the maximum over the shards."""
+    config, weight = replace(BLOCKWISE, fp8_param_gather=True), blocks_of_all_magnitudes().float()
+    whole = BlockQuantization().quantize_weight(weight, E4M3, Layout.ROWS)
+    borders = (0, *cuts, weight.numel())
+    shards = [(weight.flatten()[start:stop], start) for start, stop in pairwise(borders)]
+    amax = torch.stack([FlatPieces.of(*one, (256, 384), 128).amax(one[0], 6) for one in shards]).amax(dim=0)
+    ranks = Mock(all_reduce=Mock(return_value=amax))
+    for shard, start in shards:
+        scaling = Fp8Scaling(config, ALONE, CPU)
+        layer = scaling.gemm("linear", torch.bfloat16, ALONE, (), (256, 384))
+        numbers = torch.zeros(shard.numel(), dtype=torch.uint8).view(E4M3)
+        scaling.quantize_weights({"linear": (shard, numbers, start)}, ranks)
+        assert torch.equal(numbers.double(), whole.data.flatten()[start : start + shard.numel()].double())
+        assert layer.block_scales is not None and whole.inverse_scale is not None
+        assert torch.equal(layer.block_scales.nan_to_num(), whole.inverse_scale.nan_to_num())
 
 
 # Scales over the steps
@@ -183,7 +297,7 @@ def test_scales_follow_the_magnitudes_of_the_steps_before(
 ) -> None:
     config = replace(HYBRID, fp8_amax_history_len=length, fp8_amax_compute_algo=algorithm, fp8_margin=margin)
     scaling = Fp8Scaling(config, ALONE, CPU)
-    scaling.gemm("layer", torch.bfloat16, ALONE, ())
+    scaling.gemm("layer", torch.bfloat16, ALONE, (), (32, 48))
     generator = torch.Generator().manual_seed(length)
     steps = torch.exp(6 * torch.randn(40, 3, generator=generator))
     # Nothing to see, an overflow, and magnitudes whose scale would be infinite or whose reciprocal is not normal.
@@ -499,11 +613,11 @@ def test_shards_are_quantised_in_their_memory_by_the_chosen_kernel(numel: int) -
     config = PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
     kernel = Mock(wraps=EAGER)
     scaling = fp8_scaling(config, kernel)
-    scaling.gemm("linear", torch.bfloat16, ALONE, ())
+    scaling.gemm("linear", torch.bfloat16, ALONE, (), (32, 48))
     master = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     buffer = torch.zeros(numel + 128, dtype=torch.uint8)
     numbers = buffer[64 : 64 + numel].view(E4M3)
-    scaling.quantize_weights({"linear": (master, numbers)}, ALONE)
+    scaling.quantize_weights({"linear": (master, numbers, 0)}, ALONE)
     (call,) = kernel.quantize.call_args_list
     width = math.gcd(numel, 64)
     assert (call.args[0].shape, call.args[1].layout) == ((numel // width, width), Layout.ROWS)

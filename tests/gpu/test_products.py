@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from megatron.config.precision import PrecisionConfig
+from megatron.config.precision import FP8_BLOCK, PrecisionConfig
 from megatron.core.communication import Communicator
 from megatron.core.fp8 import Fp8Gemm, Fp8Scaling
 from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
@@ -35,23 +35,35 @@ def test_weight_gradients_add_to_their_buffer(device: torch.device, name: str, n
     assert_close(buffer, wanted, dtype if name == "separate" else wide)
 
 
-def linear_layer(device: torch.device, fp8_format: Literal["hybrid", "e4m3"], kernels: Fp8Kernels | None) -> Fp8Gemm:
-    config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe="tensorwise")
+def linear_layer(device: torch.device, config: PrecisionConfig, kernels: Fp8Kernels | None) -> Fp8Gemm:
     alone = Communicator((0,), 0)
-    return Fp8Scaling(config, alone, device, kernels=kernels).gemm("linear", torch.bfloat16, alone, ())
+    return Fp8Scaling(config, alone, device, kernels=kernels).gemm("linear", torch.bfloat16, alone, (), ())
 
 
-@pytest.mark.parametrize(("n", "k"), [*WIDTHS[:5], *(on_cpu(*one) for one in SMALL)])
-@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
-def test_fp8_products(device: torch.device, fp8_format: Literal["hybrid", "e4m3"], n: int, k: int) -> None:
+@pytest.mark.parametrize(("n", "k"), [*WIDTHS[:5], *(on_cpu(*one) for one in [*SMALL, (128, 384)])])
+@pytest.mark.parametrize(
+    ("fp8_format", "recipe"), [("hybrid", "tensorwise"), ("e4m3", "tensorwise"), ("e4m3", "blockwise")]
+)
+def test_fp8_products(
+    device: torch.device,
+    fp8_format: Literal["hybrid", "e4m3"],
+    recipe: Literal["tensorwise", "blockwise"],
+    n: int,
+    k: int,
+) -> None:
     """The quantised numbers are the same for both: only products and roundings differ."""
-    kernels = kernels_with(device, torch.bfloat16, "--fp8-format", fp8_format).fp8
+    if recipe == "blockwise" and (n % FP8_BLOCK or k % FP8_BLOCK):
+        pytest.skip("no whole blocks")
+    in_blocks = ("--seq-length", "128", "--kv-channels", "32")
+    flags = ("--fp8-format", fp8_format, "--fp8-recipe", recipe, *in_blocks)
+    kernels = kernels_with(device, torch.bfloat16, *flags).fp8
+    config = PrecisionConfig(bf16=True, fp8_format=fp8_format, fp8_recipe=recipe)
     inputs = random(2048, 1, k, device=device, dtype=torch.bfloat16)
     grad = random(2048, 1, n, device=device, dtype=torch.bfloat16, seed=1).mul_(1e-3)
     weight = random(n, k, device=device, dtype=torch.bfloat16, seed=2)
     results = []
     for chosen in (kernels, Fp8Kernels.eager(scaled_gemm_reference)):
-        gemm = linear_layer(device, fp8_format, chosen)
+        gemm = linear_layer(device, config, chosen)
         x, dy = gemm.quantize("input", inputs, Layout.BOTH), gemm.quantize("output_gradient", grad, Layout.BOTH)
         buffer = torch.ones(n, k, device=device)
         gemm.weight_gradient(dy, x).write_to(buffer, accumulate=True)

@@ -14,7 +14,7 @@ from megatron.config.command_line import parse_command_line
 from megatron.config.precision import IMPLEMENTATIONS, KernelConfig, Wanted
 from megatron.core.device import Machine, Unavailable, device_is_broken, missing_for_inductor, missing_for_triton
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose, table
-from megatron.core.kernels.selection import Kernels, choose_kernels, has_delayed_scales
+from megatron.core.kernels.selection import Kernels, choose_kernels, uses_recipe
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
 from megatron.core.ops.attention import AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
@@ -128,7 +128,7 @@ def test_cpus_get_eager_kernels_and_gpus_compiled_ones(
 )
 def test_our_layers_know_scales_before_under_delayed_scaling(flags: str, has_them: bool) -> None:
     required = "--model tiny --mock-data --vocab-size 61 --micro-batch-size 2 --train-iters 3 --lr 1e-2"
-    assert has_delayed_scales(parse_command_line([*required.split(), *flags.split()])) is has_them
+    assert uses_recipe(parse_command_line([*required.split(), *flags.split()]), "delayed") is has_them
 
 
 def test_without_a_compiler_a_gpu_gets_eager_kernels_and_says_why() -> None:
@@ -251,6 +251,25 @@ def test_gpus_quantise_in_triton_where_it_is_installed(triton: object) -> None:
     reason = "it needs Triton, which is not installed"
     without = request(Machine(GPU, missing_for_triton="Triton, which is not installed"), fp8=True)
     assert chosen("fp8_quantization", without) == ("eager", f"{EAGER} (not triton: {reason})")
+
+
+def test_blocks_are_quantised_by_a_compiled_kernel_and_multiplied_by_a_gemm_that_was_tried(triton: object) -> None:
+    def failing(*arguments: Any) -> None:
+        raise NotImplementedError("only supported in CUDA for SM90")
+
+    blocks: dict[str, Any] = {"fp8": True, "has_block_scales": True}
+    assert chosen("fp8_quantization", request(**blocks)) == ("eager", EAGER)
+    for machine in (GPU, SIMULATED, HOPPER):
+        assert chosen("fp8_quantization", request(machine, **blocks))[0] == "compiled"
+    for operation in ("fp8_quantization", "fp8_weight_gradient"):
+        with pytest.raises(ConfigError, match="triton is not available: it is not for --fp8-recipe blockwise"):
+            kernels_of(request(GPU, **blocks), f"{operation}=triton")
+    with pytest.raises(ConfigError, match="compiled is not available: it is for --fp8-recipe blockwise"):
+        kernels_of(request(GPU, fp8=True), "fp8_quantization=compiled")
+    where = request(ADA, trials=Trials(**PASSING | {"block_scaled_gemm": failing}), **blocks)
+    with pytest.raises(ConfigError, match=r"^--fp8-recipe blockwise needs .*for SM90\); use another recipe, or"):
+        kernels_of(where)
+    kernels_of(replace(where, has_block_scales=False))
 
 
 def test_a_kernel_that_fails_its_trial_is_not_chosen(triton: object) -> None:
@@ -415,7 +434,7 @@ FOR_CPUS = [("attention", "cpu"), ("grouped_gemm", "padded")]
 def test_every_implementation_is_simulated_without_its_package(operation: str, no_packages: None) -> None:
     where = request(SIMULATED, fp8=True, has_delayed_scales=True, experts=EXPERTS)
     for implementation in IMPLEMENTATIONS[operation]:
-        if (operation, implementation) not in FOR_CPUS:
+        if (operation, implementation) not in (*FOR_CPUS, ("fp8_quantization", "compiled")):
             assert chosen(operation, where, f"{operation}={implementation}")[0] == implementation
 
 

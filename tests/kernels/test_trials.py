@@ -12,6 +12,8 @@ from megatron.core.device import Unavailable
 from megatron.core.kernels.trials import (
     TrialSizes,
     try_attention,
+    try_block_quantization,
+    try_block_scaled_gemm,
     try_cross_entropy,
     try_fp8_weight_gradient,
     try_quantization,
@@ -28,19 +30,21 @@ from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAtte
 from megatron.core.ops.documents import AttentionSpans, Span
 from megatron.core.ops.fp8 import (
     E5M2,
+    BlockQuantization,
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
     InPlaceFp8WeightGradient,
     SeparateFp8WeightGradient,
     scaled_gemm_reference,
+    widened_block_gemm,
     widened_gemm,
 )
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient
 from megatron.core.ops.norm import EagerRMSNorm
 from megatron.core.ops.rope import rotate_
 from megatron.core.ops.swiglu import EagerSwiGLU
-from megatron.core.precision import QuantizedTensor
+from megatron.core.precision import Layout, QuantizedTensor
 from megatron.core.tensor_parallel.cross_entropy import EagerCrossEntropy
 from tests.parallel.layout_run import MODEL
 
@@ -351,6 +355,32 @@ def finite(operand: QuantizedTensor) -> QuantizedTensor:
 def test_a_trial_sees_every_bit(wrong: EagerQuantization, message: str) -> None:
     with pytest.raises(Unavailable, match=f"a trial returned {message} than the reference"):
         try_quantization(wrong, CPU, BF16)
+
+
+def other_order(
+    a: QuantizedTensor, b: QuantizedTensor, dtype: torch.dtype, fast: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """The scales of the second operand in the order of another layout."""
+    assert b.inverse_scale is not None
+    turned = b.inverse_scale.t().reshape(b.inverse_scale.shape)
+    return widened_block_gemm(a, QuantizedTensor(b.data, turned), dtype)
+
+
+class TransposesTheRows(BlockQuantization):
+    """The transpose of the rows, with the scales of blocks along them."""
+
+    def quantize(self, tensor: Tensor, dtype: torch.dtype, layout: Layout) -> QuantizedTensor:
+        found = super().quantize(tensor, dtype, layout)
+        return replace(found, transposed=found.data.t().contiguous()) if found.transposed is not None else found
+
+
+def test_trials_see_a_block_that_has_the_scale_of_another() -> None:
+    try_block_scaled_gemm(widened_block_gemm, CPU, BF16)
+    try_block_quantization(BlockQuantization(), CPU, BF16)
+    with pytest.raises(Unavailable, match="relative error"):
+        try_block_scaled_gemm(other_order, CPU, BF16)
+    with pytest.raises(Unavailable, match="other columns"):
+        try_block_quantization(TransposesTheRows(), CPU, BF16)
 
 
 class OverwritesOnly(SeparateFp8WeightGradient):

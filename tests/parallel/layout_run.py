@@ -35,7 +35,7 @@ from megatron.core.moe.layer import Router
 from megatron.core.moe.routing import ExpertBalance, Routing, route
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
-from megatron.core.ops.fp8 import Fp8Kernels, scaled_gemm_reference
+from megatron.core.ops.fp8 import BlockQuantization, Fp8Kernels, scaled_gemm_reference
 from megatron.core.ops.matmul import InPlaceWeightGradient
 from megatron.core.optimizer import Optimizer, StepResult
 from megatron.core.parameter import Box, ParameterInfo, flat_range_boxes
@@ -293,7 +293,8 @@ def context(
         fp8 = TransformerEngineFp8(transformer_engine(), precision, topology.stage_ranks)
     elif precision is not None:
         keeps_weights = layout.strategy != "optim_grads_params"
-        eager = Fp8Kernels.eager(scaled_gemm_reference)
+        # Blocks that divide the widths of a rank's shards.
+        eager = replace(Fp8Kernels.eager(scaled_gemm_reference), blocks=BlockQuantization(size=4))
         fp8 = Fp8Scaling(precision, topology.stage_ranks, topology.device, keeps_weights, eager)
     return BuildContext(
         parallel,

@@ -49,6 +49,7 @@ DELAYED = replace(
     ),
 )
 TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
+BLOCKWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise"))
 MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
 MUON = Task(MUON_FLAGS, steps=3)
 MUON_TIED = replace(MUON, optimizer=replace(MUON_FLAGS, muon_tp_mode="distributed"), model=TIED_MODEL)

@@ -43,6 +43,7 @@ from tests.parallel.tasks import (
     ADAM,
     ADAM_CLIPPED_HARD,
     ADAM_UNCLIPPED,
+    BLOCKWISE,
     CONTEXT,
     CONTEXT_IN_DOCUMENTS,
     DEEP_ADAM,
@@ -319,11 +320,16 @@ def average_matrix() -> Iterator[Case]:
 
 def fp8_matrix() -> Iterator[Case]:
     """What divides a tensor, or delays a product of it. Under delayed scaling no division changes a scale; under
-    tensorwise scaling only the batch does that."""
+    tensorwise scaling only the batch does that; under block scaling what divides a block, which no row does."""
     for sequence_parallel in (False, True):
         yield TENSORWISE, Layout(2, 1, sequence_parallel)
         yield DELAYED, Layout(2, 1, sequence_parallel, microbatches=2)
     yield TENSORWISE, Layout(2, 1, True, pp=2, schedule="zb-h1")
+    yield BLOCKWISE, Layout(2, 1)
+    yield BLOCKWISE, Layout(2, 1, True, cp=2)
+    yield BLOCKWISE, Layout(2, 1, True, pp=2, schedule="zb-h1", microbatches=4)
+    yield BLOCKWISE, Layout(1, 2, strategy="optim_grads_params", microbatches=2, activations=full("uniform", 1))
+    yield BLOCKWISE, Layout(2, 1, True, tp_overlap="pipelined", activations=selective("layernorm", "mlp_act"))
     yield DELAYED, Layout(cp=2)
     yield DELAYED, Layout(pp=2, microbatches=4)
     yield DELAYED, Layout(2, 1, True, pp=2, schedule="zb-h1", microbatches=4)
@@ -341,6 +347,7 @@ def fp8_matrix() -> Iterator[Case]:
     gathered = Layout(1, 2, strategy="optim", microbatches=2, fp8_param_gather=True)
     overlapped = replace(gathered, bucket_size=3000, overlap_grad_reduce=True, overlap_param_gather=True)
     yield TENSORWISE, replace(gathered, tp=2, dp=1, microbatches=1)
+    yield BLOCKWISE, replace(overlapped, tp=2, sequence_parallel=True)
     yield DELAYED, replace(gathered, dp=1)
     yield DELAYED, gathered
     yield DELAYED, replace(overlapped, dp=4)
@@ -458,10 +465,10 @@ def test_every_weight_has_a_moving_average() -> None:
     assert assemble(trace.averages[-1]).keys() == assemble(trace.weights[-1]).keys()
 
 
-@pytest.mark.parametrize("task", [DELAYED, TENSORWISE], ids=identifier)
+@pytest.mark.parametrize("task", [DELAYED, TENSORWISE, BLOCKWISE], ids=identifier)
 def test_gathering_fp8_changes_no_bit_of_weights_that_are_master_weights(four_ranks: RankPool, task: Task) -> None:
-    """The amax of a weight is the maximum over its shards. Without clipping: shards add up to the norm in another
-    order."""
+    """The amax of a weight, or of one of its blocks, is the maximum over its shards. Without clipping: shards add up to
+    the norm in another order."""
     task = replace(task, optimizer=replace(task.optimizer, clip_grad=0.0))
     layout = Layout(2, 2, strategy="optim", microbatches=2, bucket_size=3000, overlap_param_gather=True)
     plain, gathered = (

@@ -86,6 +86,7 @@ CASES = {
     "bf16 gradients": Case({"dp": 4, "reduces_in_bf16": True}),
     "biases and QK-norm": Case({"dp": 2}, "--bf16 --add-qkv-bias --qk-layernorm"),
     "FP8": Case({"dp": 2}, "--bf16 --fp8-format hybrid"),
+    "FP8 in blocks": Case({"dp": 2}, "--bf16 --fp8-format e4m3 --fp8-recipe blockwise"),
     "FP8, first stage": Case({"tp": 2, "pp": 2, "dp": 2}, "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"),
     "sequence parallel": Case({"tp": 4, "sharding": "no_shard"}),
     "tensor parallel": Case({"tp": 2, "sharding": "no_shard", "sequence_parallel": False}),

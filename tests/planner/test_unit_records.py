@@ -91,6 +91,7 @@ CASES = [
     Case(f"{LLAMA_8B} {ZERO} --kernel attention=reference", 8),
     Case(f"{LLAMA_8B} {ZERO} {FP8} delayed", 8),
     Case(f"{LLAMA_8B} {ZERO} {TP4} {FP8} tensorwise", 8, cluster="b200"),
+    Case(f"{LLAMA_8B} {ZERO} {TP4} --fp8-format e4m3 --fp8-recipe blockwise", 8),
     Case(f"--model llama3-8b --num-layers 3 {ZERO} {FP8} tensorwise --first-last-layers-bf16", 8),
     Case(f"--model qwen3-8b {TWO} {ZERO} {TP4}", 8),
     Case(f"{LLAMA_70B} {ZERO} {PP2} --context-parallel-size 2", 64),

@@ -242,6 +242,24 @@ STALE = (
         "snapshot.section in (Section.START, Section.LOAD):\n            pass",
         ("operation/test_watchdog.py",),
     ),
+    Fault(
+        "the weight gradient reads the transpose of rows that were quantised in blocks of rows",
+        "            transposed = self._quantize_blocks(matrix, size, 1, dtype, True)",
+        "            transposed = data.flatten(0, -2).t(), self._quantize_blocks(matrix, size, 1, dtype, True)[1]",
+        ("core/test_fp8.py",),
+    ),
+    Fault(
+        "a rank quantises its shard of a block by its own amax",
+        'amax = ranks.all_reduce(amax, "max")\n        scales = power_of_two_scale',
+        "scales = power_of_two_scale",
+        ("core/test_fp8.py", LAYOUTS),
+    ),
+    Fault(
+        "the scales of a transpose are in the order of the blocks before",
+        "scale = operand.inverse_scale.t()  # of",
+        "scale = operand.inverse_scale.reshape(operand.inverse_scale.t().shape)  # of",
+        (LAYOUTS,),
+    ),
 )
 
 DEFAULTS = (

@@ -172,9 +172,9 @@ def check_shards() -> None:
         master, found = numbers(numel, dtype=torch.float32), []
         for kernels in (eager, replace(eager, quantization=TRITON)):
             scaling = Fp8Scaling(config, alone, torch.device("cpu"), kernels=kernels)
-            scaling.gemm("linear", torch.bfloat16, alone, ())
+            scaling.gemm("linear", torch.bfloat16, alone, (), ())
             buffer = torch.full((numel + 32,), 0x55, dtype=torch.uint8)
-            scaling.quantize_weights({"linear": (master, buffer[16 : 16 + numel].view(E4M3))}, alone)
+            scaling.quantize_weights({"linear": (master, buffer[16 : 16 + numel].view(E4M3), 0)}, alone)
             found.append(buffer)
         assert torch.equal(*found)
         assert not torch.equal(found[0][16 : 16 + numel], torch.full((numel,), 0x55, dtype=torch.uint8))

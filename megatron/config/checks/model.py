@@ -4,7 +4,7 @@ formats, forced kernels."""
 from dataclasses import fields
 
 from megatron.config.model import preset
-from megatron.config.precision import FP8_UNITS
+from megatron.config.precision import FP8_BLOCK, FP8_UNITS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
 from megatron.flags import changed_flags, require_flag
@@ -213,7 +213,8 @@ def check_formats(run: RunConfig, world_size: int) -> None:
 def check_fp8(run: RunConfig, world_size: int) -> None:
     if run.precision.fp8_format is None:
         return
-    unit = FP8_UNITS[run.precision.fp8_recipe]
+    has_blocks = run.precision.fp8_recipe == "blockwise" and run.model.transformer_impl == "local"
+    unit = FP8_BLOCK if has_blocks else FP8_UNITS[run.precision.fp8_recipe]
     size, context_size = run.parallel.tensor_model_parallel_size, run.parallel.context_parallel_size
     length, samples = run.data.seq_length or unit, run.training.micro_batch_size or unit
     model = run.model.resolve(1, size, length)
@@ -227,11 +228,21 @@ def check_fp8(run: RunConfig, world_size: int) -> None:
         ),
         "--micro-batch-size x --seq-length / --context-parallel-size": samples * length // context_size,
     }
+    if has_blocks:
+        # A block is on one rank, and has one of query, key and value, so that it is the same in every layout.
+        width = model.key_value_size // size
+        on_each_rank["--num-query-groups x --kv-channels / --tensor-model-parallel-size"] = width
+        if run.parallel.sequence_parallel:
+            rows = "--micro-batch-size x --seq-length / --context-parallel-size"
+            on_each_rank[f"{rows} / --tensor-model-parallel-size"] = on_each_rank[rows] // size
+    flag, remedy = "--fp8-format", "remove --fp8-format"
+    if has_blocks:
+        flag, remedy = "--fp8-recipe blockwise", "use another recipe"
     for formula, value in on_each_rank.items():
         if value % unit:
             raise ConfigError(
-                f"--fp8-format needs sizes that are multiples of {unit}, but {formula} is {value}: change one of them, "
-                "or remove --fp8-format."
+                f"{flag} needs sizes that are multiples of {unit}, but {formula} is {value}: change one of them, or "
+                f"{remedy}."
             )
     if run.precision.fp8_param_gather:
         _check_fp8_param_gather(run)
@@ -265,11 +276,15 @@ def _check_fp8_param_gather(run: RunConfig) -> None:
 def check_transformer_engine(run: RunConfig, world_size: int) -> None:
     precision, activations, flag = run.precision, run.activations, "--transformer-impl transformer_engine"
     if run.model.transformer_impl == "local":
-        if precision.fp8_recipe in ("blockwise", "mxfp8"):
-            hardware = "Hopper" if precision.fp8_recipe == "blockwise" else "Blackwell"
+        if precision.fp8_recipe == "mxfp8":
             raise ConfigError(
-                f"--fp8-recipe {precision.fp8_recipe} is not supported by --transformer-impl local, only by "
-                f"Transformer Engine on {hardware}: use delayed or tensorwise, or {flag}."
+                "--fp8-recipe mxfp8 is not supported by --transformer-impl local, only by Transformer Engine on "
+                f"Blackwell: use delayed, tensorwise or blockwise, or {flag}."
+            )
+        if precision.fp8_recipe == "blockwise" and precision.fp8_format == "hybrid":
+            raise ConfigError(
+                "--fp8-format hybrid with --fp8-recipe blockwise is not supported by --transformer-impl local, because "
+                f"torch's block-scaled GEMM multiplies e4m3 alone: use --fp8-format e4m3, or {flag}."
             )
         return
     if precision.fp64:

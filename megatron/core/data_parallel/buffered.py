@@ -78,12 +78,13 @@ class BufferedDataParallel(DataParallel):
                     buckets.append(ShardedGradientBucket(gradients, shards, kind.replicas, in_flight))
                 else:
                     buckets.append(WholeGradientBucket(gradients, shards, kind.replicas, config.overlap_grad_reduce))
-        self._fp8_shards: dict[str, tuple[Tensor, Tensor]] = {}
-        """This rank's shard of a weight as master weight and in FP8, by the name of the FP8 layer."""
+        self._fp8_shards: dict[str, tuple[Tensor, Tensor, int]] = {}
+        """This rank's shard of a weight as master weight and in FP8, and its first element, by the name of the FP8
+        layer."""
         for number, shard in enumerate(param_shards):
             if shard.weight.itemsize == 1:
                 master = torch.zeros_like(shard.weight, dtype=formats.master)
-                self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight
+                self._fp8_shards[shard.info.name.removesuffix(".weight")] = master, shard.weight, shard.start
                 param_shards[number] = replace(shard, weight=master)
         splits = [split for buffer in self._buffers for split in buffer.splits]
         infos = [(info_of(parameter), parameter) for parameter in parameters]

@@ -24,6 +24,7 @@ from megatron.core.ops.attention_kernels import (
     attention_kernels,
 )
 from megatron.core.ops.fp8 import (
+    BlockQuantization,
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
@@ -193,12 +194,23 @@ def grouped_gemm(request: KernelRequest, weight_gradient: WeightGradientKernel) 
 
 # FP8
 
+_FOR_BLOCKS = "for --fp8-recipe blockwise"
+
 
 def fp8_quantization(request: KernelRequest) -> list[Candidate[Quantization]]:
     trial = request.trial(request.trials.fp8_quantization, request.device, request.weight)
     return [
         _of_triton(request, "fp8.TritonQuantization", "one pass", SimulatedQuantization, trial),
         Candidate("eager", EagerQuantization, "one operation after the other"),
+        Candidate("compiled", EagerQuantization, "", False, f"it is {_FOR_BLOCKS}"),
+    ]
+
+
+def block_quantization(request: KernelRequest) -> list[Candidate[BlockQuantization]]:
+    trial = request.trial(request.trials.block_quantization, request.device, request.weight)
+    return [
+        *_elementwise(request, BlockQuantization, BlockQuantization, trial),
+        Candidate("triton", BlockQuantization, "", False, f"it is not {_FOR_BLOCKS}"),
     ]
 
 
@@ -214,11 +226,16 @@ def fp8_weight_gradient(request: KernelRequest, gemm: ScaledGemm) -> list[Candid
     # Without it `separate` is no stand-in.
     is_preferred, obstacle = scaled_addmm_ is not None and request.on_gpu, None if request.on_gpu else "it needs a GPU"
     added = "the GEMM adds to the main gradient"
+    accumulating = Candidate("in_place", in_place, added, is_preferred, obstacle, trial, simulated=simulated)
+    # Its speed is unmeasured.
+    triton = replace(_of_triton(request, path, "", simulated, trial), is_automatic=False)
+    if request.has_block_scales:
+        not_of_blocks = f"it is not {_FOR_BLOCKS}"
+        accumulating, triton = (replace(one, obstacle=not_of_blocks) for one in (accumulating, triton))
     return [
-        Candidate("in_place", in_place, added, is_preferred, obstacle, trial, simulated=simulated),
+        accumulating,
         Candidate("separate", lambda: SeparateFp8WeightGradient(gemm), "a GEMM, then an addition"),
-        # Its speed is unmeasured.
-        replace(_of_triton(request, path, "", simulated, trial), is_automatic=False),
+        triton,
     ]
 
 

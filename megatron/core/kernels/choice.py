@@ -186,6 +186,8 @@ class KernelRequest:
     """Whether linear layers of this project compute in FP8."""
     has_delayed_scales: bool = False
     """Whether FP8 linear layers of this project quantise inputs with scales that are known before the inputs."""
+    has_block_scales: bool = False
+    """Whether FP8 linear layers of this project have a scale for each block."""
     experts: ExpertSizes | None = None
     """The experts of a layer on this rank; None: the model has no experts."""
     trials: Trials = field(default_factory=Trials)

@@ -6,7 +6,7 @@ chosen. So a kernel that fails or is wrong is reported at the start and not at t
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from megatron.architectures.transformer_config import TransformerConfig
@@ -77,21 +77,26 @@ def choose_kernels(config: KernelConfig, request: KernelRequest) -> Kernels:
         choices.append(choice)
         return kernel
 
-    fp8 = Fp8Kernels.eager(gemm_for(request.device))
+    fp8 = Fp8Kernels.eager(gemm_for(request.device, request.has_block_scales))
     if request.fp8:
         if request.machine.can_try and request.machine.capability >= FP8_CAPABILITY:
+            trial, flag, kind, remedy = request.trials.scaled_gemm, "--fp8-format", "FP8 GEMMs", "remove it"
+            if request.has_block_scales:
+                trial, flag, kind = request.trials.block_scaled_gemm, "--fp8-recipe blockwise", "block-scaled GEMMs"
+                remedy = "use another recipe"
             try:
-                run_trial(lambda: request.trials.scaled_gemm(fp8.gemm, request.device, request.weight))
+                run_trial(lambda: trial(fp8.gemm, request.device, request.weight))
             except (Unavailable, BrokenDevice) as error:
                 raise ConfigError(
-                    f"--fp8-format needs FP8 GEMMs, which torch does not have on this GPU: {error}; remove it, or use "
+                    f"{flag} needs {kind}, which torch does not have on this GPU: {error}; {remedy}, or use "
                     "--transformer-impl transformer_engine."
                 ) from error
-        fp8 = Fp8Kernels(
-            fp8.gemm,
-            chosen("fp8_quantization", candidates.fp8_quantization(request)),
-            chosen("fp8_weight_gradient", candidates.fp8_weight_gradient(request, fp8.gemm)),
-        )
+        if request.has_block_scales:
+            fp8 = replace(fp8, blocks=chosen("fp8_quantization", candidates.block_quantization(request)))
+        else:
+            fp8 = replace(fp8, quantization=chosen("fp8_quantization", candidates.fp8_quantization(request)))
+        weight_gradient_kernels = candidates.fp8_weight_gradient(request, fp8.gemm)
+        fp8 = replace(fp8, weight_gradient=chosen("fp8_weight_gradient", weight_gradient_kernels))
     attention = chosen("attention", candidates.attention(request))
     weight_gradient = chosen("weight_gradient", candidates.weight_gradient(request))
     # The GEMMs of experts may write their weight gradients by the kernel of linear layers.
@@ -138,7 +143,8 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),
         fp8=config.precision.fp8_format is not None and config.model.transformer_impl == "local",
-        has_delayed_scales=has_delayed_scales(config),
+        has_delayed_scales=uses_recipe(config, "delayed"),
+        has_block_scales=uses_recipe(config, "blockwise"),
         experts=expert_sizes(model, config.parallel, config.micro_batch_size * config.seq_length),
     )
     return choose_kernels(config.kernels, request)
@@ -168,11 +174,12 @@ def check_kernels_agree(choices: Sequence[Choice], control: ControlGroup) -> Non
                 )
 
 
-def has_delayed_scales(config: RunConfig) -> bool:
-    """Whether our own linear layers quantise an input with the scale of earlier steps, so before it is computed."""
+def uses_recipe(config: RunConfig, recipe: str) -> bool:
+    """Whether our own linear layers are in FP8 with the scaling ``recipe``. Under ``delayed`` they quantise an input
+    with the scale of earlier steps, so before it is computed."""
     precision = config.precision
     is_local = config.model.transformer_impl == "local"
-    return is_local and precision.fp8_format is not None and precision.fp8_recipe == "delayed"
+    return is_local and precision.fp8_format is not None and precision.fp8_recipe == recipe
 
 
 def find_transformer_engine(config: RunConfig, topology: Topology) -> "TransformerEngine | None":

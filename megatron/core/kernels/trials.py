@@ -6,7 +6,7 @@ the reason.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,6 +26,7 @@ from megatron.core.ops.documents import AttentionSpans, Documents
 from megatron.core.ops.fp8 import (
     E4M3,
     E5M2,
+    BlockQuantization,
     DelayedQuantization,
     EagerQuantization,
     Fp8Format,
@@ -199,9 +200,36 @@ def try_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) 
                 compare(found, scaled_gemm_reference(a, b, torch.float64))
 
 
+def try_block_scaled_gemm(gemm: ScaledGemm, device: torch.device, dtype: torch.dtype) -> None:
+    """The same three GEMMs of blocks, whose magnitudes differ: a scale at another block's place has a large error. Two
+    of them sum three or two blocks, so that a row of the weight's scales ends between multiples of four."""
+    blocks, tokens, n, k = BlockQuantization(), 384, 256, 384
+    x, weight, dy = (_in_blocks(*shape, device, dtype) for shape in ((tokens, k), (n, k), (tokens, n)))
+    inputs, grad = (blocks.quantize(one, E4M3, Layout.BOTH) for one in (x, dy))
+    w = blocks.quantize_weight(weight, E4M3, Layout.BOTH)
+    for a, b, result in (
+        (_rows(inputs), _rows(w), dtype),
+        (_rows(grad), _transposed(w), dtype),
+        (_transposed(grad), _transposed(inputs), torch.float32),
+    ):
+        compare(gemm(a, b, result), scaled_gemm_reference(a, b, torch.float64))
+
+
+def _in_blocks(m: int, k: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """``[m, k]`` in blocks of 64 x 64 of other magnitudes."""
+    magnitudes = torch.exp2(random(m // 64, k // 64, device=device, dtype=torch.float32, seed=1).mul_(2).round_())
+    spread_out = magnitudes.repeat_interleave(64, dim=0).repeat_interleave(64, dim=1)
+    return random(m, k, device=device, dtype=dtype, seed=m + k) * spread_out.to(dtype)
+
+
+def _rows(operand: QuantizedTensor) -> QuantizedTensor:
+    return QuantizedTensor(operand.data, operand.inverse_scale)
+
+
 def _transposed(operand: QuantizedTensor) -> QuantizedTensor:
     assert operand.transposed is not None
-    return QuantizedTensor(operand.transposed, operand.inverse_scale)
+    scale = operand.inverse_scale if operand.transposed_scale is None else operand.transposed_scale
+    return QuantizedTensor(operand.transposed, scale)
 
 
 # Elementwise work
@@ -343,6 +371,31 @@ def try_quantization(kernel: Quantization, device: torch.device, dtype: torch.dt
             _require(torch.equal(*scales), "another scale")
 
 
+def try_block_quantization(kernel: BlockQuantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare every bit of inputs, weights and shards of weights with the definition's; raises :class:`Unavailable`."""
+    eager, tensor = BlockQuantization(), _in_blocks(256, 384, device, dtype)
+    overflowing = tensor.clone()
+    overflowing[:, 256:].zero_()[100, 30] = torch.inf
+    for operand in (tensor, overflowing):
+        for layout in (Layout.BOTH, Layout.ROWS | Layout.COLUMNS):
+            found, expected = (one.quantize(operand, E4M3, layout) for one in (kernel, eager))
+            _require_same(found.row_tensors, expected.row_tensors, "other rows")
+            _require_same(found.kept_tensors, expected.kept_tensors, "other columns")
+        found, expected = (one.quantize_weight(operand, E4M3, Layout.ROWS) for one in (kernel, eager))
+        _require_same(found.row_tensors, expected.row_tensors, "another weight")
+    scale, pieces = torch.exp2(random(1536, device=device, dtype=torch.float32).round_()), tensor.float().view(-1, 64)
+    outs = [torch.zeros_like(pieces, dtype=E4M3) for _ in range(2)]
+    for one, out in zip((kernel, eager), outs):
+        one.quantize_pieces(pieces, scale, E4M3, out)
+    _require(torch.equal(*map(_bytes, outs)), "other numbers")
+
+
+def _require_same(found: Sequence[Tensor], expected: Sequence[Tensor], otherwise: str) -> None:
+    """Compare numbers and their scales, of which some are NaN."""
+    for one, other in zip(found, expected, strict=True):
+        _require(torch.equal(one.float().nan_to_num(), other.float().nan_to_num()), otherwise)
+
+
 def _require_equal(found: QuantizedTensor, expected: QuantizedTensor) -> None:
     assert found.transposed is not None and expected.transposed is not None
     assert found.inverse_scale is not None and expected.inverse_scale is not None
@@ -430,6 +483,7 @@ class Trials:
     attention: Callable[..., None] = try_attention
     weight_gradient: Callable[..., None] = try_weight_gradient
     scaled_gemm: Callable[..., None] = try_scaled_gemm
+    block_scaled_gemm: Callable[..., None] = try_block_scaled_gemm
     rms_norm: Callable[..., None] = try_rms_norm
     quantized_rms_norm: Callable[..., None] = try_quantized_rms_norm
     swiglu: Callable[..., None] = try_swiglu
@@ -437,6 +491,7 @@ class Trials:
     rotation: Callable[..., None] = try_rotation
     cross_entropy: Callable[..., None] = try_cross_entropy
     fp8_quantization: Callable[..., None] = try_quantization
+    block_quantization: Callable[..., None] = try_block_quantization
     fp8_weight_gradient: Callable[..., None] = try_fp8_weight_gradient
     grouped_gemm: Callable[..., None] = try_grouped_gemm
     compiler: Callable[[torch.device], str | None] = try_compiler

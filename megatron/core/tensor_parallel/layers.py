@@ -56,8 +56,8 @@ class LinearOp:
         # rows of x are saved; backward gathers them again, and transposes all rows.
         layout = Layout.ROWS if self.gathers_input or not skip_output else Layout(0)
         # Without gradients: evaluations, and the first run of a recomputed segment.
-        if torch.is_grad_enabled() and not self.gathers_input:
-            layout |= Layout.TRANSPOSED
+        if torch.is_grad_enabled():
+            layout |= Layout.COLUMNS if self.gathers_input else Layout.TRANSPOSED
         return layout
 
 
@@ -94,7 +94,8 @@ class LinearFunction(Function):
         x: QuantizedTensor = ctx.scaling.with_kept([tensor.detach() for tensor in ctx.saved_tensors])
         # A rank that has only its rows of dy gathers the others, and transposes all rows then.
         has_own_rows = parallel.sequence_parallel and not op.is_column
-        dy = op.gemm.quantize("output_gradient", gradients[0], Layout.ROWS if has_own_rows else Layout.BOTH)
+        layout = Layout.ROWS | (Layout.COLUMNS if has_own_rows else Layout.TRANSPOSED)
+        dy = op.gemm.quantize("output_gradient", gradients[0], layout)
         dgrad = partial(op.gemm.input_gradient, weight=weight)
         matrix = weight if op.gemm.is_plain else None  # [out, in], of this rank
         is_deferred = weight.requires_grad and op.weight_gradients.is_deferring
@@ -106,6 +107,8 @@ class LinearFunction(Function):
                 # Stores this rank's rows of dy and gathers them again: all rows are as large as a layer's input.
                 op.weight_gradients.put(weight, partial(parallel.gather_input, dy.kept), lambda dy: wgrad(dy, x))
             if computes:
+                if dy.columns is not None:
+                    whole_dy = parallel.gather_input(dy.columns).wait()
                 grad_weight = accumulate_main_grad(weight, wgrad(whole_dy, x))
             return dx, grad_weight, None, None, None
         if is_deferred:
@@ -199,8 +202,8 @@ class LayerContext:
         )
         return self.empty_parameter(info)
 
-    def linear_op(self, name: str, is_column: bool) -> LinearOp:
-        """The GEMMs and collectives of the linear layer ``name``."""
+    def linear_op(self, name: str, is_column: bool, weight_shape: Sequence[int]) -> LinearOp:
+        """The GEMMs and collectives of the linear layer ``name`` with this rank's weight ``[n, k]``."""
         gemm: Gemm = PlainGemm(self.weight_gradient)
         if self.fp8 is not None:
             assert isinstance(self.fp8, Fp8Scaling), "other backends have their own layers"
@@ -208,7 +211,7 @@ class LayerContext:
             sharded: set[Fp8Role] = {"weight", "output_gradient" if is_column else "input"}
             if self.parallel.sequence_parallel:
                 sharded.add("input" if is_column else "output_gradient")
-            gemm = self.fp8.gemm(name, self.dtype, self.parallel.communicator, sharded)
+            gemm = self.fp8.gemm(name, self.dtype, self.parallel.communicator, sharded, weight_shape)
         return LinearOp(self.parallel, gemm, self.weight_gradients, is_column)
 
     def column_weight(
@@ -284,7 +287,8 @@ class _ParallelLinear(nn.Module):
         gathers_fp8 = context.fp8 is not None and context.fp8.config.fp8_param_gather
         dtype = E4M3 if gathers_fp8 else context.dtype
         self.weight = empty_parameter(info, dtype, context.weights_device or context.device)
-        self.op, self.skip_output = context.linear_op(info.name.removesuffix(".weight"), self.is_column), False
+        name = info.name.removesuffix(".weight")
+        self.op, self.skip_output = context.linear_op(name, self.is_column, self.weight.shape), False
 
     @property
     def input_quantization(self) -> DelayedQuantization | None:
