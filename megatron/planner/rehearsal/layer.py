@@ -115,11 +115,14 @@ class PassLog:
 
 
 class _LoggedMainGrad(MainGrad):
-    """The main gradient of parameter ``number`` in a rehearsal."""
+    """The main gradient of parameter ``number`` in a rehearsal.
 
-    def __init__(self, buffer: Tensor, log: PassLog, number: int) -> None:
+    It is added to, as in later microbatches, unless every microbatch allocates it (``is_new``).
+    """
+
+    def __init__(self, buffer: Tensor, log: PassLog, number: int, is_new: bool) -> None:
         super().__init__(buffer)
-        self.is_filled = True
+        self.is_filled = not is_new
         self._log, self.number = log, number
         self.on_accumulated = lambda: log.event("accumulated", number)
 
@@ -282,7 +285,7 @@ class LayerRehearsal:
         for number, (parameter, main_grad) in enumerate(zip(parameters, main_grads)):
             if main_grad is not None:
                 buffer = torch.empty(parameter.shape, dtype=self._setting.gradient_dtype, device=parameter.device)
-                attach_main_grad(parameter, _LoggedMainGrad(buffer, log, number))
+                attach_main_grad(parameter, _LoggedMainGrad(buffer, log, number, main_grad.allocate is not None))
         yield
         for parameter, main_grad in zip(parameters, main_grads):
             if main_grad is not None:

@@ -387,9 +387,11 @@ class _Steps:
         parameters = (self._parameters / shards).sum(axis=0)
         gradient, weight = self.gradient_bytes, self.weight_bytes
         moments = np.array([float(step.units.bytes_of_moments) for step in self.steps])
-        # The update reads and writes gradients, main weights and moments. Narrow gradients are copied into fp32 (6
-        # bytes) and between tensors in fp32 (16 bytes), as in a recorded step.
-        moved = 2 * (8 + moments) + np.where(gradient < 4, 22.0, 0.0)
+        # The update reads and writes gradients, main weights and moments in fp32. Narrow gradients are copied into fp32
+        # (6 bytes), narrow moments there and back (12).
+        rules = [step.config.optimizer for step in self.steps]
+        narrow = np.array([(rule.exp_avg_dtype == "bf16") + (rule.exp_avg_sq_dtype == "bf16") for rule in rules])
+        moved = 2 * (8 + moments + 2 * narrow) + 12 * narrow + np.where(gradient < 4, 6.0, 0.0)
         # FSDP casts the weights that it gathers.
         moved = moved + np.where((weight < 4) & ~self.is_fully_sharded, 4 + weight, 0.0)
         on_host = parameters * np.array([step.config.optimizer.offloaded_fraction for step in self.steps])
