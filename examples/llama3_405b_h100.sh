@@ -29,7 +29,7 @@ FLAGS=(
     # Table 4: tensor-parallel size 8, pipeline-parallel size 16. Embedding and output layer count as a layer each, so the
     # first chunk is only the embedding and the last one the output layer (section 3.3.2): 128 chunks of one, 8 per stage.
     --tensor-model-parallel-size 8 --sequence-parallel
-    --tp-comm-overlap   # our choice: at TP8 about 6 of a layer's 38 ms are collectives, which the GEMMs then hide in part
+    --tp-comm-overlap   # our choice: at TP8 collectives are an estimated sixth of a layer's time, of which GEMMs hide a part
     --pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 8
     --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
     # The paper's FSDP shards gradients and optimizer state, and does not free the weights between forward and backward,

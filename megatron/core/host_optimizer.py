@@ -6,8 +6,8 @@
 #     host                          | update 0    | update 1    | update 2    |
 #     host to device                              | weights 0   | weights 1   | weights 2
 #
-# Gradients, and weights in the dtype of the model, are in two memories in turn: those of group 2 may be overwritten
-# when the update, or the copy back, of group 0 is complete.
+# Gradients, and weights in the dtype of the model, are double-buffered on the host: group 2 overwrites the gradients of
+# group 0 after its update, and its weights after their copy to the device.
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, groupby
@@ -54,18 +54,18 @@ class HostShards:
             self.masters = [torch.empty(shard.weight.shape, dtype=dtype).copy_(shard.weight) for shard in self._shards]
             self.num_bytes = sum(master.nbytes for master in self.masters)
             """Bytes of all tensors here."""
-            self.gradients = self._in_turn([shard.gradient for shard in self._shards])
-            self._weights = self._in_turn([shard.weight for shard in self._shards])
+            self.gradients = self._double_buffered([shard.gradient for shard in self._shards])
+            self._weights = self._double_buffered([shard.weight for shard in self._shards])
 
-    def _in_turn(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Host tensors like ``tensors``, for which two memories serve the groups in turn."""
+    def _double_buffered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors like ``tensors``: groups with an even number share one buffer, the others a second one."""
         sizes = [[-(-tensors[shard].nbytes // _ALIGNMENT) * _ALIGNMENT for shard in group] for group in self.groups]
         # Copies are asynchronous from and to pinned memory alone.
         pins = self._copies.device.type == "cuda"
         largest = [max(map(sum, sizes[place::2]), default=0) for place in range(2)]
-        memories = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in largest]
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pins) for size in largest]
         self.num_bytes += sum(largest)
-        parts = [part for place, size in enumerate(sizes) for part in memories[place % 2][: sum(size)].split(size)]
+        parts = [part for place, size in enumerate(sizes) for part in buffers[place % 2][: sum(size)].split(size)]
         return [part[: tensor.nbytes].view(tensor.dtype) for part, tensor in zip(parts, tensors)]
 
     def start(self, number: int = 0) -> None:

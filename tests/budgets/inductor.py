@@ -152,7 +152,7 @@ def _bytes_in(code: str, tensors: Mapping[str, Tensor]) -> list[int]:
 
 @contextmanager
 def hopper() -> Iterator[None]:
-    """Inside, Triton and Inductor are told that there is an H100."""
+    """A context in which Triton and Inductor generate code for an H100."""
     from torch._inductor.runtime.hints import DeviceProperties
     from triton.runtime.driver import driver
 

@@ -112,10 +112,11 @@ def test_many_runs_at_once_cost_what_they_cost_alone() -> None:
         (f"{TP4} --optimizer sgd", "--ema-decay 0.99", "optimizer"),
         (TP4, f"{HOST} --optimizer-offload-fraction 0.1", "optimizer"),
         (f"{TP4} {HOST} --overlap-cpu-optimizer-d2h-h2d", "--no-overlap-cpu-optimizer-d2h-h2d", "optimizer"),
-        (f"{TP4} --use-precision-aware-optimizer --exp-avg-dtype bf16", "--exp-avg-dtype fp32", "optimizer"),
+        # A moment in bf16 is copied to fp32 and back.
+        (f"{TP4} --use-precision-aware-optimizer", "--exp-avg-dtype bf16", "optimizer"),
     ],
 )
-def test_what_is_not_overlapped_or_is_wider_takes_longer(flags: str, slower: str, term: str) -> None:
+def test_what_is_not_overlapped_or_has_further_copies_takes_longer(flags: str, slower: str, term: str) -> None:
     before, after = StepPrices(H100, load_fitted()).price([step(flags), step(f"{flags} {slower}")]).terms[term]
     assert after > 1.02 * before
 

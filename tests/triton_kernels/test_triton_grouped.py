@@ -1,4 +1,4 @@
-"""The weight gradients of experts in one launch are those of a GEMM for each, and compile for Hopper."""
+"""The grouped weight-gradient kernel equals a GEMM per expert, and compiles for Hopper."""
 
 import math
 from collections.abc import Sequence

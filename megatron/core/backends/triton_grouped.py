@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.gradient import GradientProduct
-from megatron.core.ops.grouped import RowCounts, TorchGroupedGemm
+from megatron.core.ops.grouped import GroupedWeightGradient, RowCounts, TorchGroupedGemm
 
 TILE = {"BLOCK_N": 128, "BLOCK_K": 128, "BLOCK_M": 64, "GROUP": 8, "num_warps": 8, "num_stages": 4}
 """A tile of the gradient, the rows that one step of its sum reads, and the tiles of dim 0 that neighbouring programs
@@ -69,18 +69,8 @@ class TritonGroupedGemm(TorchGroupedGemm):
 
 
 @dataclass(frozen=True)
-class _TritonWeightGradient:
-    """A :class:`~megatron.core.gradient.GradientProduct`: one launch."""
-
-    grad_outputs: Tensor
-    inputs: Tensor
-    counts: RowCounts
-
-    def value(self) -> Tensor:
-        n, k = self.grad_outputs.shape[1], self.inputs.shape[1]
-        buffer = self.inputs.new_empty(len(self.counts.host) * n, k)
-        self.write_to(buffer, accumulate=False)
-        return buffer
+class _TritonWeightGradient(GroupedWeightGradient):
+    """One launch for all groups."""
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
         assert buffer.is_contiguous()

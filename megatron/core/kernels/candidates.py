@@ -34,7 +34,14 @@ from megatron.core.ops.fp8 import (
     ScaledGemm,
     SeparateFp8WeightGradient,
 )
-from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm, PaddedGroupedGemm, RowCounts, TorchGroupedGemm
+from megatron.core.ops.grouped import (
+    GroupedGemm,
+    GroupedWeightGradient,
+    LoopGroupedGemm,
+    PaddedGroupedGemm,
+    RowCounts,
+    TorchGroupedGemm,
+)
 from megatron.core.ops.matmul import InPlaceWeightGradient, SeparateWeightGradient, WeightGradientKernel
 from megatron.core.ops.norm import CompiledRMSNorm, EagerRMSNorm, RMSNormKernel, normalise
 from megatron.core.ops.rope import CompiledRotation, Rotation, rotate_
@@ -448,15 +455,8 @@ class SimulatedTritonGroupedGemm(TorchGroupedGemm):
 
 
 @dataclass(frozen=True)
-class _BatchedWeightGradient:
-    grad_outputs: Tensor
-    inputs: Tensor
-    counts: RowCounts
-
-    def value(self) -> Tensor:
-        buffer = self.inputs.new_empty(len(self.counts.host) * self.grad_outputs.shape[1], self.inputs.shape[1])
-        self.write_to(buffer, accumulate=False)
-        return buffer
+class _BatchedWeightGradient(GroupedWeightGradient):
+    """One batched GEMM, as if every group had the mean number of rows."""
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
         groups = len(self.counts.host)

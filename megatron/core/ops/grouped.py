@@ -8,6 +8,7 @@ Rows ``[m, k]`` are sorted by group. The matrices ``[n, k]`` of the groups are s
     y [m, n]    | x0 W0^T         | x1 W1^T         |    | x3 W3^T         |
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -93,18 +94,28 @@ class LoopGroupedGemm:
 
 
 @dataclass(frozen=True)
-class _LoopWeightGradient:
-    """A :class:`~megatron.core.gradient.GradientProduct`: a GEMM for each group."""
+class GroupedWeightGradient(ABC):
+    """A :class:`~megatron.core.gradient.GradientProduct` of the rows of each group: ``grad_outputs^T @ inputs``."""
 
     grad_outputs: Tensor
     inputs: Tensor
     counts: RowCounts
-    kernel: WeightGradientKernel
 
     def value(self) -> Tensor:
         buffer = self.inputs.new_empty(len(self.counts.host) * self.grad_outputs.shape[1], self.inputs.shape[1])
         self.write_to(buffer, accumulate=False)
         return buffer
+
+    @abstractmethod
+    def write_to(self, buffer: Tensor, accumulate: bool) -> None:
+        """Compute it into ``buffer`` ``[groups n, k]``: add, or overwrite."""
+
+
+@dataclass(frozen=True)
+class _LoopWeightGradient(GroupedWeightGradient):
+    """A GEMM for each group."""
+
+    kernel: WeightGradientKernel
 
     def write_to(self, buffer: Tensor, accumulate: bool) -> None:
         for part, rows in zip(self.counts.matrices(buffer), self.counts.slices()):
@@ -200,12 +211,8 @@ class TorchGroupedGemm:
 
 
 @dataclass(frozen=True)
-class _TorchWeightGradient:
-    """A :class:`~megatron.core.gradient.GradientProduct`: one grouped GEMM, then an addition."""
-
-    grad_outputs: Tensor
-    inputs: Tensor
-    counts: RowCounts
+class _TorchWeightGradient(GroupedWeightGradient):
+    """One grouped GEMM, then an addition."""
 
     def value(self) -> Tensor:
         product = F.grouped_mm(self.grad_outputs.t(), self.inputs, offs=self.counts.ends)  # [groups, n, k]
