@@ -40,9 +40,10 @@ disable_dispatch_modes = _disable_current_modes
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# The product of two FP8 matrices.
+# The product of two FP8 matrices with a scale each.
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-# Its kinds of scales.
+# With scales of the kinds below; torch's public functional.scaled_mm calls it without `out`.
+scaled_mm_of_kinds: Callable[..., Tensor] = torch._scaled_mm_v2
 ScalingType: Any = torch.nn.functional.ScalingType
 # Adds such a product to a tensor; torch 2.13 does not have it yet.
 scaled_addmm_: Callable[..., Tensor] | None = getattr(torch.nn.functional, "scaled_addmm_", None)
@@ -61,7 +62,7 @@ varlen_cudnn_attention_backward: Any = _aten._cudnn_attention_backward
 # What tensor.item() calls.
 local_scalar: Any = _aten._local_scalar_dense.default
 # Out variants that meta tensors lack, or that torch decomposes for them as if the dtype were beta.
-WRITING_PRODUCTS = (_aten.addmm.dtype_out, _aten.baddbmm.dtype_out, _aten._scaled_mm.out)
+WRITING_PRODUCTS = (_aten.addmm.dtype_out, _aten.baddbmm.dtype_out, _aten._scaled_mm.out, _aten._scaled_mm_v2.out)
 # The update of AdamW on lists of tensors of one dtype.
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 

@@ -139,10 +139,7 @@ class Fp8Scaling(Fp8Layers):
         super().__init__(config)
         self.keeps_weights = keeps_weights
         self.kernels = kernels or Fp8Kernels.eager(gemm_for(device, self.has_blocks))
-        names: dict[ScaledGemm, str] = {
-            scaled_gemm: "torch._scaled_mm",
-            block_scaled_gemm: "torch.nn.functional.scaled_mm",
-        }
+        names: dict[ScaledGemm, str] = {scaled_gemm: "torch._scaled_mm", block_scaled_gemm: "torch._scaled_mm_v2"}
         self.gemm_name = names.get(self.kernels.gemm, "fp32 products of the FP8 numbers")
         self._ranks, self._device = ranks, device
         self._layers: list[Fp8Gemm] = []

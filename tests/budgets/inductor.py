@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron.core.ops.fp8 import quantize_blocks, quantize_pieces
@@ -100,7 +101,7 @@ def bytes_of_kernels(function: Callable[..., Any], arguments: Sequence[Any]) -> 
                 left = iter(replaced)
                 return function(*(next(left) if isinstance(one, Tensor) else one for one in given))
 
-            graph = make_fx(of_tensors, decomposition_table=select_decomp_table())(*tensors)
+            graph = make_fx(functionalize(of_tensors), decomposition_table=select_decomp_table())(*tensors)
 
         def on_gpu(tensor: Any) -> Any:
             if not isinstance(tensor, Tensor):

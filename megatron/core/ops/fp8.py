@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.device import Compiler
 from megatron.core.precision import Layout, QuantizedTensor
-from megatron.torch_compat import ScalingType, scaled_mm
+from megatron.torch_compat import ScalingType, scaled_mm, scaled_mm_of_kinds
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -286,8 +286,8 @@ def block_scaled_gemm(
         padding, recipe_b = -(k // BLOCK) % 4, ScalingType.BlockWise128x128
         scale_b = (F.pad(scale_b, (0, padding)) if padding else scale_b).contiguous().t()
     scale_a, recipe_a = _outer_dim_first(a.inverse_scale), ScalingType.BlockWise1x128
-    product = F.scaled_mm(a.data, b.data.t(), scale_a, recipe_a, scale_b, recipe_b, output_dtype=dtype)
-    return product if out is None else out.copy_(product)  # torch documents no `out` here
+    scales_a, scales_b = (([scale_a], [recipe_a.value]), ([scale_b], [recipe_b.value]))
+    return scaled_mm_of_kinds(a.data, b.data.t(), *scales_a, [], *scales_b, [], None, dtype, out=out)
 
 
 def _outer_dim_first(scale: Tensor) -> Tensor:
