@@ -91,6 +91,7 @@ def test_ids_and_text_of_llama2(llama2_model: str, tmp_path: Path) -> None:
         assert theirs.decode(ours.tokenize(text)) == ours.detokenize(ours.tokenize(text))
 
 
+@pytest.mark.slow(reason="loads a large vocabulary twice")
 def test_ids_and_text_of_llama3(llama3_model: str, tmp_path: Path) -> None:
     ours, theirs = exported(TokenizerConfig("TikTokenizer", llama3_model), tmp_path / "hf")
     assert_same_ids(ours, theirs)

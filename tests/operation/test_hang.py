@@ -331,7 +331,7 @@ def stop_and_let_go_on(job: Job, stopped: Sequence[int]) -> None:
     ("module", "flags"),
     [
         (LAUNCH, []),
-        (TORCHRUN, []),
+        pytest.param(TORCHRUN, [], marks=pytest.mark.slow),
         pytest.param(
             FT_LAUNCHER,
             ["--ignore-missing-fault-tol-cfg"],

@@ -73,7 +73,7 @@ def test_a_rank_that_is_killed_comes_back_under_torchrun(
     assert restarts == {"1"}, job.text()
 
 
-@pytest.mark.parametrize("module", [TORCHRUN, LAUNCH])
+@pytest.mark.parametrize("module", [pytest.param(TORCHRUN, marks=pytest.mark.slow), LAUNCH])
 def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, jobs: list[Job], module: str) -> None:
     """Not the ranks, nor their background writers; another run may save there at once."""
     jobs.append(job := Job(tmp_path, module=module, num_workers=1, async_save=True, save_interval=2))

@@ -140,7 +140,9 @@ def test_the_cpu_build_comes_from_the_index_of_torch_and_once(machine: Machine) 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("index", ["older", pytest.param("absent", marks=pytest.mark.slow), "silent"])
+@pytest.mark.parametrize(
+    "index", ["older", *(pytest.param(index, marks=pytest.mark.slow) for index in ("absent", "silent"))]
+)
 def test_an_index_without_this_build_leaves_the_build_to_pip(machine: Machine, index: str) -> None:
     """One that does not answer costs seconds."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -152,6 +154,7 @@ def test_an_index_without_this_build_leaves_the_build_to_pip(machine: Machine, i
 
 
 @pytest.mark.processes
+@pytest.mark.slow(reason="makes two environments")
 def test_with_a_gpu_and_where_it_is_asked_for_the_build_is_that_of_pip(machine: Machine) -> None:
     driver = machine.programs / "nvidia-smi"
     driver.write_text("#!/bin/sh\n")
@@ -167,6 +170,7 @@ def test_with_a_gpu_and_where_it_is_asked_for_the_build_is_that_of_pip(machine: 
 
 
 @pytest.mark.processes
+@pytest.mark.slow(reason="makes an environment")
 def test_an_old_python_is_passed_over_and_an_error_if_it_is_named(machine: Machine) -> None:
     old = machine.programs / "python3"
     old.write_text("#!/bin/sh\nexit 1\n")
