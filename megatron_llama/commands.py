@@ -39,6 +39,7 @@ VERBS = (
     Verb("evaluate", "megatron.commands.evaluate", "loss, perplexity and bits per byte of whole texts", "run", True),
     Verb("evaluate-tasks", "megatron.commands.evaluate", "tasks of lm-eval on a trained model", "run_tasks"),
     Verb("plan", "megatron.commands.planning", "search the fastest layouts that fit"),
+    Verb("explore", "megatron.commands.explore", "write a page in which a layout can be moved"),
     Verb("estimate", "megatron.commands.estimate", "compute, memory and communication by the formulas of papers"),
     Verb("report", "megatron.commands.report_run", "report a run: attempts, failures, effective time"),
     Verb("plot", "megatron.commands.loss_curves", "plot the losses of runs", "main_plot"),

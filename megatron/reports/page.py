@@ -18,10 +18,12 @@ _LONGEST_FLAG = 46
 Mood = Literal["", "good", "warn", "bad"]
 
 
-def page(title: str, subtitle: str, parts: Iterable[str], footer: str = "") -> str:
-    """The whole file."""
-    style = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css"))
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
+def page(
+    title: str, subtitle: str, parts: Iterable[str], footer: str = "", more_style: str = "", more_script: str = ""
+) -> str:
+    """The whole file; ``more_style`` and ``more_script`` follow those of all pages."""
+    style = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css")) + more_style
+    script = (_HERE / "page.js").read_text(encoding="utf-8") + more_script
     end = f"<footer>{escape(footer)}</footer>" if footer else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
