@@ -110,6 +110,7 @@ def options_of(job: Job, layout: Layout, cluster: str, overlaps: bool) -> Option
 
 def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> Iterator[Layout]:
     """Layouts of the search, and variants that it leaves out: other schedules, no sequence parallelism or overlap."""
+    has_experts = job.architecture.num_experts is not None
     recompute = {modules_in(job.architecture, one) for one in choices.recompute}
     found = [
         layout
@@ -126,8 +127,8 @@ def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> 
         if layout.pp > 1 and rng.random() < 0.3:
             layout = replace(layout, schedule=others.get(layout.schedule, layout.schedule))
         if rng.random() < 0.3:
-            layout = replace(layout, tp_comm_overlap=False, sequence_parallel=layout.ep > 1 or rng.random() < 0.5)
-        if rng.random() < 0.2 and layout.pp == 1 and layout.dp % 2 == 0 and job.architecture.num_experts is None:
+            layout = replace(layout, tp_comm_overlap=False, sequence_parallel=has_experts or rng.random() < 0.5)
+        if rng.random() < 0.2 and layout.pp == 1 and layout.dp % 2 == 0 and not has_experts:
             layout = replace(layout, replicas=2, sharding="optim_grads_params")
         if layout.ep > 1 and rng.random() < 0.5:
             ep, etp = rng.choice(choices.expert_parallel), rng.choice((1, layout.tp))
