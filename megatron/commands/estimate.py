@@ -129,10 +129,6 @@ class OfLayer(OnCluster):
     micro_batch_size: int = 1
     """Sequences of a microbatch."""
 
-    def check(self) -> None:
-        super().check()
-        check_run(self.job().config, self.tensor_model_parallel_size)
-
     def job(self, *more: str) -> Job:
         """The training of this model; raises :class:`ConfigError` for sizes that are missing or do not divide."""
         names = [flag.field.name for flag in flags_of(OfLayer)][2:]  # after --json and --cluster; also training's
@@ -141,7 +137,9 @@ class OfLayer(OnCluster):
         if self.model not in PRESET_VOCABULARIES:
             words += ["--vocab-size", "128256"]  # layers do not depend on it
         words += [word for name, value in given.items() for word in words_of(name, value)]
-        return Job.of(CommandLine.of(words), self.machine, self.tensor_model_parallel_size)
+        job = Job.of(CommandLine.of(words), self.machine, self.tensor_model_parallel_size)
+        check_run(job.config, job.num_gpus)
+        return job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +164,11 @@ class Compute(Counted):
     price_per_gpu_hour: float | None = None
     """Price of a GPU for an hour (default: the cluster's)."""
 
-    def check(self) -> None:
-        super().check()
+    def figures(self) -> Iterator[Figure]:
         require_fraction(values_of(self, "mfu"), with_one=True)
         given = [flag for flag, value in values_of(self, "mfu", "tflops", "days", "gpu_hours").items() if value]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} each determine the rate of a GPU: keep one.")
-
-    def figures(self) -> Iterator[Figure]:
         peak, name, g = self.machine.bf16_flops, "average rate of a GPU", self.gpus
         yield (flops := figure("FLOPs of training", "6 N D", "FLOP", SCALING_LAWS, N=self.count(True), D=self.tokens))
         c = flops.value
@@ -191,10 +186,8 @@ class Compute(Counted):
         yield figure("duration", "C / (86400 F G)", "days", DEFINITION, C=c, F=f, G=g)
         yield figure("duration in years", "C / (31557600 F G)", "years", DEFINITION, C=c, F=f, G=g)
         yield (hours := figure("GPU-hours", "C / (3600 F)", "GPU-hours", DEFINITION, C=c, F=f))
-        price, source = self.price_per_gpu_hour, "--price-per-gpu-hour"
-        if price is None:
-            price, source = self.machine.price_per_gpu_hour, self.source("price_per_gpu_hour")
-        if price is not None:
+        if (price := self.price_per_gpu_hour or self.machine.price_per_gpu_hour) is not None:
+            source = "--price-per-gpu-hour" if self.price_per_gpu_hour else self.source("price_per_gpu_hour")
             yield figure("price", "p H", "dollars", source, p=price, H=hours.value)
 
 
@@ -216,20 +209,18 @@ class Memory(Counted):
         kinds = {"12 bytes": (2, 2, 8), "16 bytes": (2, 2, 12), "18 bytes": (2, 4, 12)}
         stages = ("w + g + o", "w + g + o / r", "w + (g + o) / r", "(w + g + o) / r")
         rows = [
-            (f"ZeRO-{stage}", figure(f"ZeRO-{stage}: each", text, "B", ZERO, column=kind, w=w, g=g, o=o, r=r))
+            (f"ZeRO-{stage}", figure(f"ZeRO-{stage}: each", text, "B", ZERO, kind, w=w, g=g, o=o, r=r))
             for stage, text in enumerate(stages)
             for kind, (w, g, o) in kinds.items()
         ]
         yield from (each for _, each in rows)
         for zero, each in rows:
-            yield figure(f"{zero}: a GPU", "k N", "B", ZERO, column=each.column, k=each.value, N=n)
+            yield figure(f"{zero}: a GPU", "k N", "B", ZERO, each.column, k=each.value, N=n)
         source = f"state alone; {'--memory-gb' if self.memory_gb else self.source('memory_gib')}"
         for zero, each in rows:
-            name = f"{zero}: most parameters on {r} GPUs"
-            yield figure(name, "M / k", "", source, column=each.column, M=m, k=each.value)
+            yield figure(f"{zero}: most parameters on {r} GPUs", "M / k", "", source, each.column, M=m, k=each.value)
         for _, each in rows[:3]:
-            numbers = {"k": each.value, "N": n, "M": m}
-            yield figure("ZeRO-3: GPUs needed", "ceil(k N / M)", "", source, column=each.column, **numbers)
+            yield figure("ZeRO-3: GPUs needed", "ceil(k N / M)", "", source, each.column, k=each.value, N=n, M=m)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +232,7 @@ class Activations(OfLayer):
 
     def figures(self) -> Iterator[Figure]:
         model, t = self.job().architecture, self.tensor_model_parallel_size
-        outer = {"s": self.seq_length, "b": self.micro_batch_size, "h": model.hidden_size}
+        count, outer = model.num_layers, {"s": self.seq_length, "b": self.micro_batch_size, "h": model.hidden_size}
         whole = {**outer, "a": model.num_attention_heads, "t": t}
         layers = [
             figure("GPT", "s b h (10 + 24 / t + 5 a s / (h t))", "B", GPT, **whole),
@@ -264,13 +255,12 @@ class Activations(OfLayer):
                 units = UnitsOfRun(records, job.config, rank_grid(job.config.parallel, t))
                 # From their forward to their backward pass, all layers.
                 kept = sum(units.unit(unit).memory.kept for unit in units.division.units[0])
-                k = kept / (model.num_layers * outer["s"] * outer["b"])
+                k = kept / (count * outer["s"] * outer["b"])
                 name = f"as trained{', sequence parallel' if parallel else ''}{name}"
                 layers.append(figure(name, "k s b", "B", RECORDED, k=k, **outer))
         for layer in layers:
             yield replace(layer, column="a layer")
-            of_all = {"L": model.num_layers, "A": layer.value}
-            yield figure(layer.name, "L A", "B", layer.source, column=f"{model.num_layers} layers", **of_all)
+            yield figure(layer.name, "L A", "B", layer.source, f"{count} layers", L=count, A=layer.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,11 +315,11 @@ class Bubble(Estimate):
             schedule = build_schedule(name, p, m, self.virtual if spec.chunks == "several chunks" else None)
             timeline = simulator.simulate(schedule, simulator.Durations.uniform(schedule.placement, 1.0, 1.0, 1.0))
             times, idle = {"T": timeline.makespan, "W": 3 * m}, timeline.bubble_fraction
-            yield figure(name, "(T - W) / T", "share", source, column=total, value=idle, **times)
-            yield figure(name, "(T - W) / W", "share", source, column=work, **times)
+            yield figure(name, "(T - W) / T", "share", source, total, idle, **times)
+            yield figure(name, "(T - W) / W", "share", source, work, **times)
         for name, v in (("1f1b, closed form", 1), ("interleaved, closed form", self.virtual)):
-            yield figure(name, "(p - 1) / (v m + p - 1)", "share", PIPELINE, column=total, p=p, v=v, m=m)
-            yield figure(name, "(p - 1) / (v m)", "share", PIPELINE, column=work, p=p, v=v, m=m)
+            yield figure(name, "(p - 1) / (v m + p - 1)", "share", PIPELINE, total, p=p, v=v, m=m)
+            yield figure(name, "(p - 1) / (v m)", "share", PIPELINE, work, p=p, v=v, m=m)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,8 +361,7 @@ class Roofline(OfLayer):
 
     def figures(self) -> Iterator[Figure]:
         found = map(read_cluster, [*reversed(cluster_names()), self.cluster])
-        machines = {(one.bf16_flops, one.hbm_bytes_per_s): one for one in found}
-        for (peak, rate), machine in machines.items():
+        for (peak, rate), machine in {(one.bf16_flops, one.hbm_bytes_per_s): one for one in found}.items():
             source = f"roofline model, Williams et al. 2009; {machine.sources.get('bf16_flops', '')}"
             yield figure(f"ridge of {machine.name}", "P / B", "FLOP/B", source, P=peak, B=rate)
         model, t = self.job().architecture, self.tensor_model_parallel_size
@@ -392,7 +381,7 @@ class Roofline(OfLayer):
         for name, (m, n, k) in products.items():
             value = 2 * m * n * k / float(product_traffic(m, n, k, False))
             side = f"{'above' if value >= ridge else 'below'} the ridge of {self.cluster}, {written(ridge)}"
-            yield figure(name, "2 m n k / (2 (m k + k n + m n))", "FLOP/B", side, value=value, m=m, n=n, k=k)
+            yield figure(name, "2 m n k / (2 (m k + k n + m n))", "FLOP/B", side, "", value, m=m, n=n, k=k)
         yield figure("ReLU in bf16", "1 / (2 + 2)", "FLOP/B", "a comparison for 2 bytes read and 2 written")
 
 
@@ -408,12 +397,9 @@ class Hybrid(Counted):
     group: int = 8
     """GPUs that shard a copy of the state."""
 
-    def check(self) -> None:
-        super().check()
+    def figures(self) -> Iterator[Figure]:
         if self.gpus % self.group:
             raise ConfigError(f"--gpus {self.gpus} is not divisible by --group {self.group}: change one of them.")
-
-    def figures(self) -> Iterator[Figure]:
         n, m, k, r = self.count(), self.machine.memory_gib * 2**30, self.machine.node_size, self.gpus // self.group
         memory = self.source("memory_gib")
         for kind, g in (("FSDP", self.gpus), ("HSDP", self.group)):
@@ -461,15 +447,15 @@ class Failures(OnCluster):
         costs = run_summary.Costs(run_summary.job_mtbf_s(self.gpus, rate.value), self.restart_s, self.save_s)
         young, best = run_summary.young_interval_s(costs), run_summary.daly_interval_s(costs)
         cost = {"C": costs.save_s, "M": costs.mtbf_s}
-        yield figure("save interval, first order", "sqrt(2 C M)", "s", "Young 1974", value=young, **cost)
-        root = "Daly 2006: the root T of (1 - T / M) exp((T + C) / M) = 1"
-        yield Figure("save interval", best, "s", "", "", root)
-        share, source = run_summary.effective_time(best, costs), "Daly 2006; R: from a failure to the first new step"
-        formula = "T / (M exp(R / M) (exp((T + C) / M) - 1))"
-        yield figure("effective time", formula, "share", source, value=share, T=best, R=costs.restart_s, **cost)
+        yield figure("save interval, first order", "sqrt(2 C M)", "s", "Young 1974", "", young, **cost)
+        source = "Daly 2006: the root T of (1 - T / M) exp((T + C) / M) = 1"
+        yield Figure("save interval", best, "s", "", "", source)
+        formula, source = "T / (M exp(R / M) (exp((T + C) / M) - 1))", "Daly 2006; R: failure to first new step"
+        share = run_summary.effective_time(best, costs)
+        yield figure("effective time", formula, "share", source, "", share, T=best, R=costs.restart_s, **cost)
         yield figure("lost GPU-hours", "24 G d (1 - e)", "GPU-hours", DEFINITION, e=share, **run)
         job, seconds = SimulatedJob(costs, best, step_s=10.0), min(self.days * 86400, 10_000 * costs.mtbf_s)
-        shares = [account(simulate(job, seconds, seed)).effective_time for seed in range(self.runs)]
+        shares = [account(simulate(job, seconds, seed)).effective_time or 0.0 for seed in range(self.runs)]
         source = f"{self.runs} simulated runs, through the accounting of a real run (docs/effective_time.md)"
         for name, value in (("mean", sum(shares) / self.runs), ("least", min(shares)), ("most", max(shares))):
             yield Figure(f"effective time, simulated, {name}", value, "share", "", "", source)

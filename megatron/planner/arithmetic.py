@@ -51,7 +51,7 @@ class Figure:
 
 
 def figure(
-    name: str, formula: str, unit: str, source: str, *, column: str = "", value: float | None = None, **numbers: float
+    name: str, formula: str, unit: str, source: str, column: str = "", value: float | None = None, /, **numbers: float
 ) -> Figure:
     """The figure of a formula with these ``numbers`` by symbol; raises :class:`ArithmeticError` if it has no value.
 
