@@ -23,9 +23,9 @@ from megatron.flags import Argument, require_fraction, require_positive, values_
 from megatron.operation import run_summary
 from megatron.operation.attempts import account
 from megatron.operation.simulated_job import SimulatedJob, simulate
-from megatron.planner.arithmetic import Figure, figure, ring_rate, written
+from megatron.planner.arithmetic import Figure, figure, written
 from megatron.planner.search.layout import Job
-from megatron.planner.step_time.prices import product_traffic
+from megatron.planner.step_time import prices
 from megatron.planner.step_time.workload import Cluster, cluster_names, read_cluster
 from megatron.schedules import simulator
 from megatron.schedules.catalog import SCHEDULES, build_schedule
@@ -79,9 +79,12 @@ class OnCluster(Estimate):
         return f"{self.cluster}: {self.machine.sources.get(name, 'its file has no source')}"
 
     def ring(self, ranks: int, distance: int = 1) -> tuple[float, str]:
-        """The rate of a ring of ranks that are ``distance`` GPUs apart, and the source of its slowest link's rate."""
-        link = "link" if ranks * distance <= self.machine.node_size else "network"
-        return ring_rate(self.machine, ranks, distance), self.source(f"{link}_bytes_per_s")
+        """The planner's rate of a ring of ranks that are ``distance`` GPUs apart, and the source of its links."""
+        machines, constants = prices.Machines([self.machine]), {**prices.load_fitted(), **self.machine.constants}
+        in_node = max(1, min(ranks, self.machine.node_size // distance))
+        share = prices.pod_share(machines, ranks, distance)
+        (rate,) = prices.ring_rate(machines, constants, in_node, ranks <= in_node, share)
+        return float(rate), self.source("link_bytes_per_s" if ranks <= in_node else "network_bytes_per_s")
 
     def seconds(self, name: str, sent: Figure, ranks: int, distance: int = 1) -> Figure:
         """The time in which each rank of a ring sends so much."""
@@ -379,7 +382,7 @@ class Roofline(OfLayer):
         }
         ridge = self.machine.bf16_flops / self.machine.hbm_bytes_per_s
         for name, (m, n, k) in products.items():
-            value = 2 * m * n * k / float(product_traffic(m, n, k, False))
+            value = 2 * m * n * k / float(prices.product_traffic(m, n, k, False))
             side = f"{'above' if value >= ridge else 'below'} the ridge of {self.cluster}, {written(ridge)}"
             yield figure(name, "2 m n k / (2 (m k + k n + m n))", "FLOP/B", side, "", value, m=m, n=n, k=k)
         yield figure("ReLU in bf16", "1 / (2 + 2)", "FLOP/B", "a comparison for 2 bytes read and 2 written")
@@ -432,8 +435,6 @@ class Failures(OnCluster):
     """Seconds for which a save blocks training."""
     restart_s: float = 300.0
     """Seconds from a failure to the first new step."""
-    runs: int = 20
-    """Simulated runs."""
 
     def figures(self) -> Iterator[Figure]:
         run, name = {"G": self.gpus, "d": self.days}, "between interruptions of a GPU"
@@ -455,9 +456,9 @@ class Failures(OnCluster):
         yield figure("effective time", formula, "share", source, "", share, T=best, R=costs.restart_s, **cost)
         yield figure("lost GPU-hours", "24 G d (1 - e)", "GPU-hours", DEFINITION, e=share, **run)
         job, seconds = SimulatedJob(costs, best, step_s=10.0), min(self.days * 86400, 10_000 * costs.mtbf_s)
-        shares = [account(simulate(job, seconds, seed)).effective_time or 0.0 for seed in range(self.runs)]
-        source = f"{self.runs} simulated runs, through the accounting of a real run (docs/effective_time.md)"
-        for name, value in (("mean", sum(shares) / self.runs), ("least", min(shares)), ("most", max(shares))):
+        shares = [account(simulate(job, seconds, seed)).effective_time or 0.0 for seed in range(20)]
+        source = "20 simulated runs, through the accounting of a real run (docs/effective_time.md)"
+        for name, value in (("mean", sum(shares) / len(shares)), ("least", min(shares)), ("most", max(shares))):
             yield Figure(f"effective time, simulated, {name}", value, "share", "", "", source)
 
 

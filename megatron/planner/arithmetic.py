@@ -10,9 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron.planner.step_time import prices
-from megatron.planner.step_time.workload import Cluster
-
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _SYMBOL, _NEIGHBOURS = re.compile(r"\b[A-Za-z]\b"), re.compile(r"(?<=[\w)]) (?=[\w(])")
 
@@ -89,11 +86,3 @@ def written(value: float) -> str:
     power = int(exponent) // 3 * 3
     shifted = round(float(mantissa) * 10 ** (int(exponent) - power), 3)
     return f"{shifted:.0f}e{power}" if shifted.is_integer() and power <= 15 else f"{float(mantissa):g}e{int(exponent)}"
-
-
-def ring_rate(cluster: Cluster, ranks: int, distance: int = 1) -> float:
-    """Bytes per second of a ring of ``ranks`` that are ``distance`` GPUs apart, by the prices of the planner."""
-    machines, constants = prices.Machines([cluster]), {**prices.load_fitted(), **cluster.constants}
-    in_node = max(1, min(ranks, cluster.node_size // distance))
-    share = prices.pod_share(machines, ranks, distance)
-    return float(prices.ring_rate(machines, constants, in_node, ranks <= in_node, share)[0])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.command_line.parser import parse
 from megatron.commands.estimate import COMMANDS, Activations, Bubble, TensorParallel, as_text, main
 from megatron.planner.arithmetic import Figure, written
 from megatron.planner.launches import axis_of
@@ -30,19 +31,7 @@ def figures(command: str) -> tuple[Figure, ...]:
     """The figures of a command of the page."""
     program, tool, name, *words = shlex.split(command)
     assert (program, tool) == ("python", "tools/estimate.py")
-    values = dict(zip(words[::2], words[1::2], strict=True))
-    return tuple(
-        COMMANDS[name](**{flag[2:].replace("-", "_"): _number(text) for flag, text in values.items()}).figures()
-    )
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    return tuple(parse(COMMANDS[name], None, words).figures())
 
 
 def by_name(found: tuple[Figure, ...]) -> dict[tuple[str, str], float]:
@@ -103,19 +92,21 @@ def test_all_reduces_are_those_that_a_rehearsed_model_launches() -> None:
     job = command.job()
     units = UnitsOfRun(UnitRecords(job.vocabulary.size), job.config, rank_grid(job.config.parallel, 2))
     layer, ends = units.unit(units.division.units[0][0]), (units.ends.embedding, units.ends.output)
-    size = by_name(tuple(command.figures()))["tensor of a microbatch", ""]
+    found = by_name(tuple(command.figures()))
+    size = found["tensor of a microbatch", ""]
 
     def count(*records: object) -> int:
-        found = Counter(
+        launched = Counter(
             launch.num_bytes
             for record in records
             for launches in record.launches  # type: ignore[attr-defined]
             for launch in launches
             if launch.group is not None and launch.group.kind == "all_reduce" and axis_of(launch.group.axes) == "tp"
         )
-        return found[size]
+        return launched[size]
 
-    assert (count(layer), count(*ends)) == (4, 2)
+    assert count(layer) * 32 == found["all-reduces of the layers", ""]
+    assert count(layer) * 32 + count(*ends) == found["all-reduces with the ends", ""]
 
 
 @pytest.mark.parametrize(("stages", "microbatches", "chunks"), [(8, 32, 2), (4, 16, 3)])
