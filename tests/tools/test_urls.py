@@ -87,7 +87,7 @@ def test_a_flag_that_does_not_take_a_url_says_so(
     # A tool that handles SIGTERM is called in this process.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", [script])
-    # The flags of estimate are numbers.
+    # tests/planner/test_arithmetic.py has the flags of estimate.
     for kind in command_lines(SCRIPTS[script], [*COMMANDS] if script == "convert_checkpoint" else []):
         subcommand = [name for name, one in COMMANDS.items() if one is kind]
         tool = " ".join([script, *subcommand])
