@@ -1,8 +1,12 @@
 """Writes the explorer: one page in which a layout can be moved."""
 
+import shutil
+import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megatron.architectures.catalog import PRESETS
 from megatron.commands.planning import progress_bar
@@ -27,6 +31,7 @@ what the page shows, and how scripts use it.
 MODELS = ("llama3.1-8b", "llama3.1-70b", "llama3.1-405b", "llama3.2-1b", "qwen3-32b", "mixtral-8x7b")
 _USUAL_LENGTHS = {"mixtral-8x7b": 4096, "mixtral-8x22b": 4096}
 _LENGTH = 8192
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,14 @@ class ExploreConfig:
     precisions: tuple[str, ...] = ("bf16", "fp8")
     """Precisions of the linear layers: bf16, fp8."""
 
+    png: str | None = None
+    """File for a picture of the page, made by an installed Chromium."""
+
     def check(self) -> None:
-        refuse_urls({"--out": self.out}, "name a local file")
+        for place in (None, *self.clusters):
+            refuse_urls({"--out": self.out, "--png": self.png, "--clusters": place}, "name a local file")
+        if self.png is not None and _browser() is None:
+            raise ConfigError(f"--png needs one of {', '.join(_BROWSERS)}, and none is installed: install one.")
         for length in self.seq_lengths or ():
             require_at_least(1, {"--seq-lengths": length})
         for flag, values, known in (
@@ -70,6 +81,29 @@ class ExploreConfig:
         return clusters
 
 
+def _browser() -> str | None:
+    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
+
+
+def take_picture(page: Path, picture: str) -> None:
+    """Write what a browser shows of the page."""
+    command = [
+        str(_browser()),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--window-size=1400,1340",
+    ]
+    with tempfile.TemporaryDirectory() as directory:
+        taken = Path(directory, "page.png")
+        command += [f"--user-data-dir={directory}/profile", "--virtual-time-budget=9000", f"--screenshot={taken}"]
+        done = subprocess.run([*command, page.resolve().as_uri()], capture_output=True, text=True, timeout=120)
+        if done.returncode or not taken.is_file():
+            raise ConfigError(f"--png {picture} was not made ({done.stderr.strip()[-200:]}): leave it out.")
+        write_file("--png", picture, taken.read_bytes())
+
+
 def explore(config: ExploreConfig) -> None:
     """Rehearse the layers, and write the page."""
     config.check()
@@ -87,6 +121,8 @@ def explore(config: ExploreConfig) -> None:
         data = page_data(jobs, clusters, Choices(), report)
     page = explorer_page(data)
     write_file("--out", config.out, page)
+    if config.png is not None:
+        take_picture(Path(config.out), config.png)
     minutes, size = (time.monotonic() - started) / 60, len(page) / 1e6
     print(f"Wrote {config.out}, {size:.1f} MB, in {minutes:.1f} minutes: open it in a browser.")
 

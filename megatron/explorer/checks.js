@@ -218,7 +218,7 @@ function choicesOf(data, o) {
     pipeline_schedule: Object.keys(SCHEDULES),
     recompute_num_layers: range(job.num_layers).map((one) => one + 1),
     tp_comm_overlap: [false, true],
-    num_gpus: powers(8, 16384),
+    num_gpus: powers(1, 16384),
     global_batch_size: powers(8, 16384),
     seq_length: lengthsOf(data, model),
     precision: ["bf16", "fp8"],

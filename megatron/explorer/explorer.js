@@ -157,7 +157,7 @@ function isIdle(name) {
   if (name.startsWith("expert_")) return !job?.num_experts;
   if (name === "recompute_num_layers") return state.recompute !== "full";
   if (name === "num_distributed_optimizer_instances") return state.data_parallel_sharding_strategy === "no_shard";
-  return choices(name).length < 2 && name !== "model";
+  return choices(name).length < 2 && !["model", "seq_length"].includes(name);
 }
 
 function buildControls() {

@@ -28,6 +28,7 @@ def page_data(jobs: Sequence[Job], clusters: Sequence[Cluster], choices: Choices
     """The records of all ``jobs``, and what the controls offer."""
     parameters, passes = Shared(), Shared()
     data = {job_key(job): job_data(job, choices, parameters, passes, report) for job in jobs}
+    data = {key: found for key, found in data.items() if found["layers"]}  # experts are not computed in FP8
     by_model = {job.name: [modules_in(job.architecture, one) for one in choices.recompute] for job in jobs}
     return {
         "jobs": data,

@@ -159,7 +159,8 @@ def job_data(job: Job, choices: Choices, parameters: Shared, passes: Shared, rep
         def reporting(function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
             rehearsals = list(items)
             for number, found in enumerate(map_in_parallel(function, rehearsals), start=1):
-                report(f"layers of {job.name} in {job.precision}", number, len(rehearsals))
+                if number % 100 == 0 or number == len(rehearsals):
+                    report(f"layers of {job.name} in {job.precision}", number, len(rehearsals))
                 yield found
 
         records.rehearse((units for _, units in runs), reporting)

@@ -230,6 +230,11 @@ def copyable(text: str) -> str:
     return f'<div class="copyable"><pre>{spans}</pre><button class="copy" type="button">copy</button></div>'
 
 
+def link(text: str, address: str) -> str:
+    """A link to another page that lies beside this one."""
+    return f'<a href="{escape(address)}">{escape(text)}</a>'
+
+
 def fold(summary: str, *parts: str) -> str:
     """Parts that are shown on request."""
     return f"<details><summary>{escape(summary)}</summary>{''.join(parts)}</details>"

