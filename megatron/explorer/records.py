@@ -5,7 +5,7 @@ have in common (parameters, the launches of a pass) is written once, and records
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -59,59 +59,38 @@ class Shared:
         return self._numbers[key]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What the records of a layout's units depend on, besides the job."""
-
-    tp: int
-    sequence_parallel: bool
-    tp_comm_overlap: bool
-    cp: int
-    micro_batch_size: int
-    recompute: str
-    ep: int
-    etp: int
-    splits_backward: bool
-    is_fully_sharded: bool
-    reduces_in_bf16: bool = False
-
-    def layout(self, num_layers: int) -> Layout:
-        """A layout with such units."""
-        # A schedule that defers weight gradients needs two stages; of these any number does that divides the layers.
-        pp = next(size for size in range(2, num_layers + 1) if num_layers % size == 0) if self.splits_backward else 1
-        parts, of_dense = self.ep * self.etp, self.tp * self.cp
-        dp = next(size for size in range(1 + self.is_fully_sharded, 2 * parts + 2) if of_dense * size % parts == 0)
-        if self.is_fully_sharded:
-            dp *= 2
-        return Layout(
-            self.tp, pp, self.cp, dp, 1, "zb-h1" if self.splits_backward else "1f1b",
-            "optim_grads_params" if self.is_fully_sharded else "optim", self.micro_batch_size, self.recompute,
-            recompute_layers=1 if self.recompute == "full" else 0, sequence_parallel=self.sequence_parallel,
-            tp_comm_overlap=self.tp_comm_overlap, ep=self.ep, etp=self.etp, reduces_in_bf16=self.reduces_in_bf16,
-        )  # fmt: skip
-
-
-def variants(job: Job, choices: Choices) -> Iterator[Variant]:
-    """The variants of a job that a run can have."""
-    experts = job.architecture.num_experts
+def variants(job: Job, choices: Choices) -> Iterator[Layout]:
+    """Layouts of which each has units that differ from those of the others, if a run can have them."""
+    layers, experts = job.architecture.num_layers, job.architecture.num_experts
+    # A schedule that defers weight gradients needs two stages; of these any number does that divides the layers.
+    several = next(size for size in range(2, layers + 1) if layers % size == 0)
+    usual, deferring = Layout(1, 1, 1, 1, 1, "1f1b", "optim", 1, "none"), {"pp": several, "schedule": "zb-h1"}
+    # FSDP keeps no quantised weights; it does not go with a pipeline.
+    kinds = [{}, deferring, *[{"sharding": "optim_grads_params"}] * (job.precision == "fp8")]
     for tp, cp, size in product(choices.tensor_parallel, choices.context_parallel, choices.micro_batch_sizes):
-        if cp > 1 and job.seq_length // cp < SHORTEST_PART:
+        if cp > 1 and (job.seq_length // cp < SHORTEST_PART or size > 1):
             continue
-        if size > 1 and (cp > 1 or size * job.seq_length > LONGEST_MICROBATCH):
+        if size > 1 and size * job.seq_length > LONGEST_MICROBATCH:
             continue
-        for ep in choices.expert_parallel if experts else (1,):
-            for etp in sorted({1, tp}) if experts else (1,):
-                overlaps = job.precision == "bf16" and tp > 1
-                parallels = [(True, False), *[(True, True)] * overlaps, *[(False, False)] * (tp > 1)]
-                for (sp, overlap), recompute in product(parallels, choices.recompute):
-                    # FSDP keeps no quantised weights; it does not go with a pipeline.
-                    kinds = [(False, False), (True, False), *[(False, True)] * (job.precision == "fp8")]
-                    for splits, sharded in kinds:
-                        modules = modules_in(job.architecture, recompute)
-                        yield Variant(tp, sp, overlap, cp, size, modules, ep, etp, splits, sharded)
-                    if job.precision == "bf16" and recompute == "none":
-                        # Of layers the page computes what narrower main gradients change.
-                        yield Variant(tp, sp, overlap, cp, size, recompute, ep, etp, False, False, True)
+        parallels = [
+            (True, False),
+            *[(True, True)] * (job.precision == "bf16" and tp > 1),
+            *[(False, False)] * (tp > 1),
+        ]
+        sizes = product(choices.expert_parallel, sorted({1, tp})) if experts else [(1, 1)]
+        for (ep, etp), (sp, overlap), recompute in product(sizes, parallels, choices.recompute):
+            # As few replicas as the experts need, and two shards.
+            dp = 2 * next(dp for dp in range(1, ep * etp + 1) if tp * cp * dp % (ep * etp) == 0)
+            layout = replace(
+                usual, tp=tp, cp=cp, dp=dp, micro_batch_size=size, ep=ep, etp=etp, sequence_parallel=sp,
+                tp_comm_overlap=overlap, recompute=modules_in(job.architecture, recompute),
+                recompute_layers=int(recompute == "full"),
+            )  # fmt: skip
+            for kind in kinds:
+                yield replace(layout, **kind)  # type: ignore[arg-type]
+            if job.precision == "bf16" and recompute == "none":
+                # Of layers the page computes what narrower main gradients change.
+                yield replace(layout, reduces_in_bf16=True)
 
 
 def variant_key(units: UnitsOfRun, modules: Sequence[str]) -> str:
@@ -136,8 +115,7 @@ def ends_key(units: UnitsOfRun) -> str:
 def runs_of(job: Job, choices: Choices, records: UnitRecords) -> Iterator[tuple[Layout, UnitsOfRun]]:
     """Runs of which each has units that no run before has."""
     seen = set()
-    for variant in variants(job, choices):
-        layout = variant.layout(job.architecture.num_layers)
+    for layout in variants(job, choices):
         config = layout.apply(job.config, job.given)
         try:
             check_run(config, layout.num_gpus)
