@@ -20,6 +20,8 @@ class Argument:
     """Further names of the flag."""
     is_positional: bool = False
     """Whether it is a word without a flag."""
+    alone: str = ""
+    """Value of the flag with no word after it; empty if it needs one."""
 
 
 def flag_of(name: str) -> str:

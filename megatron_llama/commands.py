@@ -39,7 +39,8 @@ VERBS = (
     Verb("evaluate", "megatron.commands.evaluate", "loss, perplexity and bits per byte of whole texts", "run", True),
     Verb("evaluate-tasks", "megatron.commands.evaluate", "tasks of lm-eval on a trained model", "run_tasks"),
     Verb("plan", "megatron.commands.planning", "search the fastest layouts that fit"),
-    Verb("estimate", "megatron.commands.estimate", "compute, memory and communication by the formulas of papers"),
+    Verb("explore", "megatron.commands.explore", "write a page in which a layout can be moved"),
+    Verb("estimate", "megatron.commands.estimate", "the arithmetic of large runs, each formula with its numbers"),
     Verb("report", "megatron.commands.report_run", "report a run: attempts, failures, effective time"),
     Verb("plot", "megatron.commands.loss_curves", "plot the losses of runs", "main_plot"),
     Verb("overfit", "megatron.commands.overfit_check", "overfit a few samples in each layout"),
@@ -47,7 +48,7 @@ VERBS = (
     Verb("schedule", "megatron.commands.pipeline_schedule", "simulate and draw a pipeline schedule"),
     Verb("rank-groups", "megatron.commands.rank_pictures", "print and draw the ranks of every group", "main_groups"),
     Verb("parallelism-pictures", "megatron.commands.rank_pictures", "draw what each rank holds", "main_pictures"),
-    Verb("predict", "megatron.commands.estimate", "predict the step times of a table of runs", "main_predict"),
+    Verb("predict", "megatron.commands.predict_runs", "predict the step times of a table of runs"),
     Verb("calibrate-cluster", "megatron.commands.machines", "measure a machine for the planner", "main_calibrate"),
     Verb("check-node", "megatron.commands.machines", "check this node before a run", "main_check"),
 )

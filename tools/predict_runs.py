@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs ``megatron/commands/estimate.py``; ``--help`` says what it does."""
+"""Runs ``megatron/commands/predict_runs.py``; ``--help`` says what it does."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.commands.estimate import main_predict
+from megatron.commands.predict_runs import main
 
 if __name__ == "__main__":
-    sys.exit(main_predict())
+    sys.exit(main())

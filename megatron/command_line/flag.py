@@ -69,7 +69,8 @@ class Flag:
         is_list = values != self.values
         if set(values.split()) <= {"integer", "number", "text", "path"}:
             values = values.upper()
-        return f"{self.name} {values.replace(', ', '|')}{' ...' if is_list else ''}"
+        values = f"{values.replace(', ', '|')}{' ...' if is_list else ''}"
+        return f"{self.name} [{values}]" if self.argument.alone else f"{self.name} {values}"
 
     @property
     def has_no_effect(self) -> bool:

@@ -5,6 +5,7 @@ another program is called here.
 """
 
 import difflib
+import inspect
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -86,7 +87,7 @@ class Parser(Generic[C]):
                     loose += one.values
                     continue
                 flag, is_positive = found
-                words = one.values
+                words = one.values or tuple(filter(None, [flag.argument.alone]))
                 if takes_loose and len(words) > most_values(flag.kind):
                     most = int(most_values(flag.kind))
                     loose += words[most:]
@@ -208,13 +209,14 @@ def parse_command(commands: Mapping[str, type[Any]], description: str, arguments
     words = list(sys.argv[1:] if arguments is None else arguments)
     names, word = one_of(list(commands)), words[0] if words else ""
     if word in _HELP:
-        print(commands_help({name: kind.__doc__ or "" for name, kind in commands.items()}, description, _program()))
+        summaries = {name: (kind.__doc__ or "").partition("\n\n")[0] for name, kind in commands.items()}
+        print(commands_help(summaries, description, _program()))
         raise SystemExit(0)
     if word not in commands:
         nearest = difflib.get_close_matches(word, commands, 1)
         remedy = f"did you mean {nearest[0]}?" if nearest else f"begin with {names}."
         raise ConfigError(f"{word or 'The first word'} is {'no command' if word else 'missing'}: {remedy}")
-    return parse(commands[word], commands[word].__doc__, words[1:], program=f"{_program()} {word}")
+    return parse(commands[word], inspect.getdoc(commands[word]), words[1:], program=f"{_program()} {word}")
 
 
 _HELP = ("--help", "-h")

@@ -76,10 +76,10 @@ def effective_time(interval_s: float, costs: Costs) -> float:
     T / (M e^(R/M) (e^((T+C)/M) - 1)).
     """
     mtbf = costs.mtbf_s
-    exponent = (interval_s + costs.save_s) / mtbf
-    if exponent > 700.0:
+    exponent, restart = (interval_s + costs.save_s) / mtbf, costs.restart_s / mtbf
+    if exponent + restart > 700.0:
         return 0.0  # e^700 is close to the largest float
-    return interval_s / (mtbf * math.exp(costs.restart_s / mtbf) * math.expm1(exponent))
+    return interval_s / (mtbf * math.exp(restart) * math.expm1(exponent))
 
 
 def mean_bounds(total: float, count: int) -> tuple[float, float]:

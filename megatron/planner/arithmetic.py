@@ -1,89 +1,88 @@
-"""The arithmetic of the literature on large-scale training: each formula with its source.
+"""Figures with the formulas that give them: a formula is evaluated as it is printed.
 
-Sizes are bytes, rates are per second, and times are seconds unless a name says otherwise.
+A formula is text with symbols of one letter, in which neighbours are multiplied: ``2 (n - 1) / n S / B``.
 """
 
-from typing import Literal
+import ast
+import math
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-DAY, YEAR = 86_400.0, 365.25 * 86_400.0
-
-Zero = Literal[0, 1, 2, 3]
-Recompute = Literal["none", "selective", "full"]
-
-
-# Computation.
-
-
-def training_flops(parameters: float, tokens: float) -> float:
-    """FLOPs of training: 6 per parameter and token, 2 forward and 4 backward, without attention (arXiv 2001.08361,
-    section 2.1)."""
-    return 6 * parameters * tokens
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_SYMBOL, _NEIGHBOURS = re.compile(r"\b[A-Za-z]\b"), re.compile(r"(?<=[\w)]) (?=[\w(])")
 
 
-def training_seconds(flops: float, gpus: float, flops_per_gpu: float) -> float:
-    """Time at an average rate per GPU."""
-    return flops / (gpus * flops_per_gpu)
+@dataclass(frozen=True)
+class Figure:
+    """A number, its formula and its source."""
+
+    name: str
+    value: float
+    unit: str
+    """``B`` and ``FLOP/s`` are shown with a prefix, ``share`` in percent."""
+    symbols: str
+    """The formula; empty if the value is recorded or simulated."""
+    numbers: str
+    """The formula with its numbers."""
+    source: str
+    column: str = ""
+    """Heading of the column, if figures of one name stand side by side."""
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit, in four digits."""
+        if self.unit == "share":
+            return f"{100 * self.value:.4g} %"
+        if self.unit not in ("B", "FLOP/s"):
+            return f"{written(self.value)} {self.unit}".rstrip()
+        step = min(4, max(0, int(math.log10(max(self.value, 1)) / 3 + 1e-9)))
+        return f"{written(self.value / 1000**step)} {' kMGT'[step].strip()}{self.unit}"
+
+    @property
+    def formula(self) -> str:
+        """``6 N D = 6 x 405e9 x 15e12 = 3.645e25 FLOP``."""
+        numbers = "" if self.numbers in (self.symbols, written(self.value)) else self.numbers
+        return " = ".join(filter(None, [self.symbols, numbers, self.shown]))
 
 
-def gpu_hours(flops: float, flops_per_gpu: float) -> float:
-    """GPU-hours at an average rate per GPU, also over interruptions."""
-    return flops / flops_per_gpu / 3600
+def figure(
+    name: str, formula: str, unit: str, source: str, column: str = "", value: float | None = None, /, **numbers: float
+) -> Figure:
+    """The figure of a formula with these ``numbers`` by symbol; raises :class:`ArithmeticError` if it has no value.
+
+    Where a function of the project has computed the ``value``, the formula says how.
+    """
+    if value is None:
+        value = _evaluate(ast.parse(_NEIGHBOURS.sub(" * ", formula), mode="eval").body, numbers)
+    if not math.isfinite(value):
+        raise OverflowError(f"{name} is not finite")
+    with_numbers = _SYMBOL.sub(lambda symbol: written(numbers[symbol[0]]), formula)
+    return Figure(name, value, unit, formula, _NEIGHBOURS.sub(" x ", with_numbers), source, column)
 
 
-def average_flops(flops: float, hours: float) -> float:
-    """The average rate per GPU that a number of GPU-hours implies."""
-    return flops / (hours * 3600)
+def _evaluate(node: ast.AST, numbers: Mapping[str, float]) -> float:
+    match node:
+        case ast.BinOp(left, operation, right):
+            return float(_OPERATORS[type(operation)](_evaluate(left, numbers), _evaluate(right, numbers)))
+        case ast.Call(ast.Name(function), [argument]):
+            return float(getattr(math, function)(_evaluate(argument, numbers)))
+        case ast.Name(symbol):
+            return numbers[symbol]
+        case ast.Constant(int() | float() as value):
+            return value
+    raise AssertionError(ast.dump(node))
 
 
-def arithmetic_intensity(rows: float, columns: float, depth: float, element: float = 2) -> float:
-    """FLOPs per byte of memory traffic of a product ``[rows, depth] x [depth, columns]``; ``element`` is bytes of an
-    element."""
-    return 2 * rows * columns * depth / (element * (rows * depth + depth * columns + rows * columns))
-
-
-def ridge(flops: float, bytes_per_s: float) -> float:
-    """FLOPs per byte from which on a GPU computes longer than it reads (roofline model, Williams et al. 2009)."""
-    return flops / bytes_per_s
-
-
-# Memory.
-
-
-def state_bytes_per_parameter(zero: Zero = 0, ranks: float = 1, weight: float = 2, gradient: float = 2) -> float:
-    """Weights, gradients, and 12 bytes of optimizer state (main weight and two moments in fp32); ZeRO divides them over
-    ``ranks`` (arXiv 1910.02054, figure 1)."""
-    shares = [ranks if zero >= stage else 1 for stage in (3, 2, 1)]
-    return weight / shares[0] + gradient / shares[1] + 12 / shares[2]
-
-
-def activation_bytes(
-    sequence: float,
-    microbatch: float,
-    hidden: float,
-    heads: float,
-    tp: float = 1,
-    sequence_parallel: bool = False,
-    recompute: Recompute = "none",
-) -> float:
-    """Activations of a GPT layer in 16 bits with unfused attention (arXiv 2205.05198, table 2)."""
-    outer = sequence * microbatch * hidden
-    attention = 5 * heads * sequence / hidden if recompute == "none" else 0.0
-    if recompute == "full":
-        return 2 * outer
-    if sequence_parallel:
-        return outer * (34 + attention) / tp
-    return outer * (10 + (24 + attention) / tp)
-
-
-# Communication and the pipeline.
-
-
-def all_reduce_seconds(size: float, ranks: int, bytes_per_s: float) -> float:
-    """A ring all-reduce: every rank sends 2 (n - 1) / n times the size (Patarasuk and Yuan 2009)."""
-    return 2 * (ranks - 1) / ranks * size / bytes_per_s
-
-
-def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle time over the time of computation: (p - 1) / (v m) for 1F1B and its interleaved form (arXiv 2104.04473,
-    section 2.2)."""
-    return (stages - 1) / (chunks * microbatches)
+def written(value: float) -> str:
+    """A number in four digits, below 1e9 with all digits before the point: 405e9, 3.645e25, 25,312,500."""
+    if value == 0 or 1e-3 <= abs(value) < 1000:
+        return f"{value:.4g}"
+    if 1000 <= abs(value) < 1e9:
+        return f"{value:,.0f}"
+    mantissa, exponent = f"{value:.3e}".split("e")
+    # Giga, tera and peta where they need no fraction.
+    power = int(exponent) // 3 * 3
+    shifted = round(float(mantissa) * 10 ** (int(exponent) - power), 3)
+    return f"{shifted:.0f}e{power}" if shifted.is_integer() and power <= 15 else f"{float(mantissa):g}e{int(exponent)}"

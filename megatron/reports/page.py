@@ -18,10 +18,12 @@ _LONGEST_FLAG = 46
 Mood = Literal["", "good", "warn", "bad"]
 
 
-def page(title: str, subtitle: str, parts: Iterable[str], footer: str = "") -> str:
-    """The whole file."""
-    style = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css"))
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
+def page(
+    title: str, subtitle: str, parts: Iterable[str], footer: str = "", more_style: str = "", more_script: str = ""
+) -> str:
+    """The whole file; ``more_style`` and ``more_script`` follow those of all pages."""
+    style = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "charts.css")) + more_style
+    script = (_HERE / "page.js").read_text(encoding="utf-8") + more_script
     end = f"<footer>{escape(footer)}</footer>" if footer else ""
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -226,6 +228,11 @@ def copyable(text: str) -> str:
         flags.append([word]) if is_separate else flags[-1].append(word)
     spans = " ".join(f"<span>{escape(' '.join(words))}</span>" for words in flags)
     return f'<div class="copyable"><pre>{spans}</pre><button class="copy" type="button">copy</button></div>'
+
+
+def link(text: str, address: str) -> str:
+    """A link to another page that lies beside this one."""
+    return f'<a href="{escape(address)}">{escape(text)}</a>'
 
 
 def fold(summary: str, *parts: str) -> str:

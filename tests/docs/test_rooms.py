@@ -17,6 +17,7 @@ ROOMS = (
     ("benchmarks",),
     ("megatron_llama",),
     ("commands",),
+    ("explorer",),
     ("planner", "inference"),
     ("training.pretrain",),
     ("training.build",),

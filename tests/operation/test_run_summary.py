@@ -24,7 +24,7 @@ from megatron.operation.run_summary import (
     to_json,
     young_interval_s,
 )
-from tests.operation.simulated_job import SimulatedJob, simulate
+from megatron.operation.simulated_job import SimulatedJob, simulate
 
 SETTINGS = ((60.0, 900.0), (5.0, 900.0), (5.0, 300.0), (2.0, 120.0))
 """Seconds for which a save blocks, and of a restart."""

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.table import TABLE
-from megatron.commands.estimate import predict_rows, report
+from megatron.commands.predict_runs import predict_rows, report
 from megatron.errors import ConfigError
 from megatron.planner.step_time.published import PublishedRun, read_published
 from tests.end_to_end.run_process import REPOSITORY

@@ -64,7 +64,8 @@ def assert_loads_nothing(text: str) -> None:
     """The page has one script, and names no other file and no place in the network."""
     page = Page(text)
     assert page.tags.count("script") == page.tags.count("style") == 1
-    assert not {"src", "href", "srcset", "action", "onclick", "onload"} & page.attributes.keys()
+    assert not {"src", "srcset", "action", "onclick", "onload"} & page.attributes.keys()
+    assert all(address.startswith("explorer.html#") for address in page.attributes.get("href", ()))
     for forbidden in ("http:", "https:", "url(", "@import", "@font-face", "fetch(", "XMLHttp", "import("):
         assert forbidden not in text
     assert "default-src 'none'" in page.attributes["content"][0]
@@ -77,17 +78,39 @@ def assert_loads_nothing(text: str) -> None:
 _PROBE = f"<script>{Path(__file__).with_name('probe.js').read_text()}</script>"
 
 
-def load(text: str, width: int, more: str = "") -> dict[str, Any]:
-    """Load a page at a width, sort its tables, hover over a chart, change its colours; what was found, and under
-    ``more`` what the script ``more`` returned. The general checks are made here."""
+def _found(text: str, width: int, *more_flags: str) -> dict[str, Any]:
+    """What the scripts of a page leave in the browser."""
     assert _BROWSER is not None
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "page.html"
-        path.write_text(text.replace("</body>", _PROBE.replace("MORE", more) + "</body>"), encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom"]
+        path.write_text(text, encoding="utf-8")
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom", *more_flags]
         command = [_BROWSER, *flags, f"--user-data-dir={directory}/profile", path.as_uri()]
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
     found: dict[str, Any] = json.loads(Page(output).attributes["data-found"][0])
+    return found
+
+
+def run_in(text: str, width: int, script: str) -> Any:
+    """What ``script``, the body of an async function, returns on a page at a width."""
+    probe = f"""<script>(async () => {{
+      let errors = 0;
+      addEventListener("error", () => errors++);
+      addEventListener("unhandledrejection", () => errors++);
+      addEventListener("securitypolicyviolation", () => errors++);
+      const found = await (async () => {{ {script} }})().catch((error) => String(error.stack));
+      document.body.textContent = "";
+      document.body.dataset.found = JSON.stringify({{errors, found}});
+    }})();</script>"""
+    found = _found(text.replace("</body>", probe + "</body>"), width, "--virtual-time-budget=20000")
+    assert found["errors"] == 0, found
+    return found["found"]
+
+
+def load(text: str, width: int, more: str = "") -> dict[str, Any]:
+    """Load a page at a width, sort its tables, hover over a chart, change its colours; what was found, and under
+    ``more`` what the script ``more`` returned. The general checks are made here."""
+    found = _found(text.replace("</body>", _PROBE.replace("MORE", more) + "</body>"), width)
     assert found["errors"] == 0
     assert found["overflow"] <= 0 and found["clipped"] == 0, found
     assert found["sorted"]

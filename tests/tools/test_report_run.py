@@ -13,7 +13,7 @@ from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
 from megatron.operation.attempts import CURRENT, Attempt, append_attempt, write_current
 from megatron.operation.run_summary import Costs, read_run
-from tests.operation.simulated_job import SimulatedJob, simulate
+from megatron.operation.simulated_job import SimulatedJob, simulate
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser
 
 

@@ -35,6 +35,8 @@ NEEDED = {
     "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
     "evaluate_tasks": "--load a --tasks b",
     "evaluate_tasks --load-hf": "--tasks b",
+    "explore": "--out a",
+    "explore --out": "",
     "first_contact": "--out a",
     "first_contact_report": "--out a",
     "generate_text --load-hf": "--prompt b",
@@ -70,7 +72,7 @@ TAKES_A_URL = {
 }
 NAMES_NO_PLACE = {
     "dataset_config", "dataset_split", "device", "flags", "json_key", "moe_layer_freq", "json_keys", "max_shard_size",
-    "model", "name", "names", "only", "peers", "prompt", "rows", "shapes", "tasks",
+    "model", "models", "name", "names", "only", "peers", "precisions", "prompt", "rows", "shapes", "tasks",
 }  # fmt: skip
 
 
@@ -87,7 +89,7 @@ def test_a_flag_that_does_not_take_a_url_says_so(
     # A tool that handles SIGTERM is called in this process.
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", [script])
-    # The flags of estimate are numbers.
+    # tests/planner/test_arithmetic.py has the flags of estimate.
     for kind in command_lines(SCRIPTS[script], [*COMMANDS] if script == "convert_checkpoint" else []):
         subcommand = [name for name, one in COMMANDS.items() if one is kind]
         tool = " ".join([script, *subcommand])

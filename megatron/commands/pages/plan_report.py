@@ -29,6 +29,7 @@ from megatron.commands.pages.plan_charts import (
     title_of,
 )
 from megatron.commands.pages.schedule_chart import Tail, schedule_figure
+from megatron.explorer.options import fragment_of
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command, first_of_families
 from megatron.planner.step_time.workload import Cluster
@@ -237,6 +238,21 @@ def _tiles(result: SearchResult) -> list[html.Tile]:
     ]
 
 
+def _explorer(result: SearchResult) -> str:
+    """The best layout on the explorer's page, and the command that writes this page."""
+    job = result.job
+    if job.config.model.model is None:
+        return ""  # the explorer has presets
+    address = "explorer.html" + fragment_of(job, result.best.layout)
+    make = f"python tools/explore.py --out explorer.html --models {job.name} --seq-lengths {job.seq_length}"
+    make += f" --clusters {job.cluster.name} --precisions {job.precision}"
+    return html.fold(
+        "Move this layout in the explorer",
+        f"<p>{html.link('Open this layout', address)} once this command has written the page beside this one:</p>",
+        html.paragraph(make, "note"),
+    )
+
+
 def _tokens(count: float) -> str:
     return short(count, prefixes="TBMk")
 
@@ -246,6 +262,7 @@ def _choice(result: SearchResult) -> str:
     best = result.best
     parts = [html.paragraph(choices(best), "note"), html.copyable(shlex.join(command(result.job, best)))]
     parts.append(html.paragraph(f"Limited by {best.limits}. To change that: {best.advice}."))
+    parts.append(_explorer(result))
     if best.layout.reduces_in_bf16:
         parts.append(html.notes(["This layout changes the numerics: gradients are accumulated and reduced in bf16."]))
     others = []

@@ -1,8 +1,9 @@
 """Seconds of recorded launches, by the prices that are fitted to published runs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,12 +17,16 @@ from megatron.planner.step_time.workload import Cluster
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _RINGS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "broadcast": 1.0}
 """Times that a ring sends (n - 1) / n of the tensor."""
-_TERMS = {
+TERM_OF_AXIS = {
     "tp": "tensor parallelism",
     "cp": "context parallelism",
     "ep": "expert parallelism",
     "etp": "expert parallelism",
 }
+
+Exposure = Literal["whole", "messages", "ring", "hidden"]
+"""What computation leaves of a collective: all of it, the share of messages between products, of a ring around
+attention, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,9 @@ class LaunchPrices:
         if launch.kind == "elementwise":
             return "between products", _number(prices.elementwise_seconds(self.machines, c, launch.num_bytes))
         if launch.group is not None:
-            term = _TERMS.get(axis_of(launch.group.axes))
+            term = TERM_OF_AXIS.get(axis_of(launch.group.axes))
             if term is not None:
-                return term, self.collective(launch) * self._exposed(launch.group, launch.during)
+                return term, self.collective(launch) * self._exposed[exposure(launch.group, launch.during)]
         return "gaps", 0.0  # host copies and syncs: the gap of a layer stands for them
 
     def product(self, launch: Launch) -> float:
@@ -108,21 +113,11 @@ class LaunchPrices:
             for shape, seconds in found.items()
         )  # fmt: skip
 
-    def _exposed(self, group: Group, during: str) -> float:
-        """The share of a collective that computation does not hide.
-
-        The gather of a layer's input for its weight gradient hides behind the product of the input gradient, as in the
-        software that the constants are fitted to; other overlapped collectives of tensor parallelism do not. Messages
-        of --tp-comm-overlap and of the ring of context parallelism hide behind the products or attention between them.
-        """
-        axis = axis_of(group.axes)
-        if axis == "tp":
-            if group.kind == "exchange":
-                return self.constants["exposed_tensor_parallel"]
-            return 0.0 if group.kind == "all_gather" and (group.overlaps or during.startswith("weight")) else 1.0
-        if axis == "cp" and (group.kind == "shift" or (group.kind == "all_gather" and group.overlaps)):
-            return prices.EXPOSED_RING
-        return 1.0
+    @cached_property
+    def _exposed(self) -> Mapping[Exposure, float]:
+        """The share of a collective that computation does not hide."""
+        messages = self.constants["exposed_tensor_parallel"]
+        return {"whole": 1.0, "messages": messages, "ring": prices.EXPOSED_RING, "hidden": 0.0}
 
     def collective(self, launch: Launch) -> float:
         """Seconds of a collective, alone."""
@@ -153,6 +148,23 @@ class LaunchPrices:
         if group.axes == "cp" or group.axes.startswith("pp"):
             return group.ranks  # possibly of one level of the axis
         return self.grid.group(0, group.axes.split("x"))
+
+
+def exposure(group: Group, during: str) -> Exposure:
+    """What of a collective computation does not hide.
+
+    The gather of a layer's input for its weight gradient hides behind the product of the input gradient, as in the
+    software that the constants are fitted to; other overlapped collectives of tensor parallelism do not. Messages of
+    --tp-comm-overlap and of the ring of context parallelism hide behind the products or attention between them.
+    """
+    axis = axis_of(group.axes)
+    if axis == "tp":
+        if group.kind == "exchange":
+            return "messages"
+        return "hidden" if group.kind == "all_gather" and (group.overlaps or during.startswith("weight")) else "whole"
+    if axis == "cp" and (group.kind == "shift" or (group.kind == "all_gather" and group.overlaps)):
+        return "ring"
+    return "whole"
 
 
 def together(ranks: Sequence[int], number: int) -> int:

@@ -31,7 +31,7 @@ LARGEST_MICROBATCH = 8
 """Sequences."""
 MOST_STAGES = 32
 """Pipeline stages above which deeper pipelines are not searched."""
-_RECOMPUTE = ("none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
+RECOMPUTE = ("none", "layernorm", "mlp_act", "layernorm+mlp_act", "core_attn")
 _FARTHEST = 4096
 """Distance from a number of GPUs to which another one is searched."""
 _SHARDING = ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2")
@@ -371,7 +371,8 @@ class _Space:
     @cached_property
     def _selective_recomputes(self) -> tuple[str, ...]:
         # Where they do not even compute without it, the checks of a run say why.
-        return tuple(filter(self._supports, map(self._in_these_layers, _RECOMPUTE))) or _RECOMPUTE[:1]
+        modules = (modules_in(self.architecture, one) for one in RECOMPUTE)
+        return tuple(filter(self._supports, modules)) or RECOMPUTE[:1]
 
     def _supports(self, recompute: str) -> bool:
         """Whether the layers of ``--transformer-impl`` can recompute that."""
@@ -382,17 +383,18 @@ class _Space:
             return False
         return True
 
-    def _in_these_layers(self, modules: str) -> str:
-        """``modules`` of dense layers as modules of the layers of this model."""
-        is_moe = self.architecture.moe_layers()
-        both = {True: "moe_act" if all(is_moe) else "mlp_act+moe_act", False: "mlp_act"}[any(is_moe)]
-        return modules.replace("mlp_act", both)
-
     def _gradient_formats(self, sharding: ShardingStrategy) -> tuple[bool, ...]:
         precision = self.config.precision
         if not self.given.isdisjoint(_GRADIENT_FLAGS) or not precision.bf16 or self.config.kernels.wanted("adam"):
             return (precision.grad_reduce_in_bf16,)
         return (False,) if sharding == "optim_grads" else (False, True)
+
+
+def modules_in(architecture: TransformerConfig, modules: str) -> str:
+    """``modules`` of dense layers as modules of the layers of a model."""
+    is_moe = architecture.moe_layers()
+    both = {True: "moe_act" if all(is_moe) else "mlp_act+moe_act", False: "mlp_act"}[any(is_moe)]
+    return modules.replace("mlp_act", both)
 
 
 @cache

@@ -1,0 +1,1 @@
+"""The explorer: a page that composes the records of rehearsed units in the browser."""
