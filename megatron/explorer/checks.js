@@ -8,7 +8,7 @@ const DEFAULTS = {
   account_for_loss_in_pipeline_split: false, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,
   data_parallel_sharding_strategy: "optim", num_distributed_optimizer_instances: 1, recompute_granularity: "none",
   recompute_modules: [], recompute_num_layers: 1, overlap_grad_reduce: true, overlap_param_gather: true,
-  grad_reduce_in_bf16: false, tokens: 1e12, price_per_gpu_hour: null, gpu_memory_gb: null,
+  grad_reduce_in_bf16: false, num_layers: null, tokens: 1e12, price_per_gpu_hour: null, gpu_memory_gb: null,
 };
 
 function unknownKey(data, options) {
@@ -26,6 +26,7 @@ function unknownKey(data, options) {
     }
   }
   const number = Object.keys(options).find((name) => {
+    if (options[name] === null) return false;
     const value = options[name], isCount = name.endsWith("_size") || name.startsWith("num_") || name === "seq_length";
     return isCount && !(Number.isInteger(value) && value >= 1);
   });
@@ -74,7 +75,7 @@ function scheduleRefusal(schedule, chunks) {
 function refusal(data, options) {
   const unknown = unknownKey(data, options);
   if (unknown) return unknown;
-  const o = {...DEFAULTS, ...options}, job = data.jobs[jobName(o)];
+  const o = {...DEFAULTS, ...options}, job = jobOf(data, o);
   if (!job) {
     return `This page has no records of ${o.model} in ${o.precision} with --seq-length ${o.seq_length}: use ` +
       `${lengthsOf(data, o.model).join(" or ")}.`;
@@ -222,5 +223,7 @@ function choicesOf(data, o) {
     global_batch_size: powers(8, 16384),
     seq_length: lengthsOf(data, model),
     precision: ["bf16", "fp8"],
+    num_layers: [...new Set([...range(8).map((one) => Math.max(1, Math.round(job.num_layers * (one + 1) / 8))), ...powers(2, 128)])]
+      .sort((one, other) => one - other),
   };
 }

@@ -156,7 +156,7 @@ function divide(layout) {
 function layoutOf(data, options) {
   const o = {...DEFAULTS, ...options}, tp = o.tensor_model_parallel_size, pp = o.pipeline_model_parallel_size;
   const cp = o.context_parallel_size, ep = o.expert_model_parallel_size, strategy = o.data_parallel_sharding_strategy;
-  const job = data.jobs[jobName(o)], cluster = {...data.clusters[o.cluster], ...o.rates};
+  const job = jobOf(data, o), cluster = {...data.clusters[o.cluster], ...o.rates};
   const dp = o.num_gpus / (tp * pp * cp);
   const isSharded = strategy !== "no_shard";
   const replicas = isSharded ? o.num_distributed_optimizer_instances : dp;
@@ -203,6 +203,15 @@ const describe = (layout, o) => [
   layout.recompute ? `recompute of ${layout.recompute}` : "", o.grad_reduce_in_bf16 ? "gradients in bf16" : "",
   layout.job.precision === "fp8" ? "FP8" : "",
 ].filter(Boolean).join(", ");
+
+// The job of the options; with another number of layers they repeat the model's.
+function jobOf(data, o) {
+  const job = data.jobs[jobName(o)], layers = o.num_layers;
+  if (!job || !layers || layers === job.num_layers) return job;
+  const kinds = range(layers).map((layer) => job.layer_kinds[layer % job.num_layers]);
+  const flops = job.flops_of_output + sum(kinds.map((kind) => job.flops_of_layer[kind]));
+  return {...job, num_layers: layers, layer_kinds: kinds, flops_per_token: flops};
+}
 
 const jobName = ({model, seq_length, precision}) => `${model},${seq_length},${precision}`;
 
@@ -644,7 +653,7 @@ function compose(data, options) {
   const work = layout.microbatches * time.slowest * time.larger;
   return {
     layout, memory_by_stage: memory, memory_bytes: memory[tightest], needed_bytes: needed[tightest],
-    tightest_stage: tightest, step_time_s: time.seconds, parts: time.terms, passes: time.passes,
+    tightest_stage: tightest, step_time_s: time.seconds, parts: time.terms, passes: time.passes, growth: time.larger,
     tokens_per_s_per_gpu: rate, mfu: rate * job.flops_per_token / peak,
     bubble_fraction: time.terms.bubble / time.seconds, bubble_over_work: time.terms.bubble / work,
     bytes_sent: bytesSent(layout, placesOf(layout)),

@@ -39,6 +39,9 @@ const CONTROLS = [
     ["seq_length", "Sequence length", "Tokens of a sequence."],
     ["global_batch_size", "Batch", "Sequences of a step, over all GPUs."],
     ["precision", "Precision", "bf16, or linear layers in FP8."],
+    ["num_layers", "Layers", "Of the model, or another number of the same layers."],
+    ["tokens", "Tokens of the run", "For days, GPU-hours and price."],
+    ["price_per_gpu_hour", "Price of a GPU-hour", "In dollars; empty: that of the cluster file."],
   ]],
   ["Model parallelism", [
     ["tensor_model_parallel_size", "TP", "Tensor parallelism: ranks that divide each weight matrix. They exchange activations in every layer, so they belong in one node."],
@@ -111,6 +114,7 @@ function evaluate(options) {
     parts: found.parts, mfu: found.mfu, bubble_fraction: found.bubble_fraction, bytes_sent: found.bytes_sent,
     bubble_over_work: found.bubble_over_work, tokens_per_s_per_gpu: found.tokens_per_s_per_gpu,
     tightest_stage: found.tightest_stage, needed_bytes: found.needed_bytes, layout: found.layout, passes: found.passes,
+    growth: found.growth,
   };
 }
 
@@ -135,6 +139,8 @@ function element(tag, attributes = {}, ...children) {
 
 // --- controls --------------------------------------------------------------------------------------------------------
 
+const NUMBERS = ["tokens", "price_per_gpu_hour"];
+
 function choices(name) {
   const fixed = {
     model: modelsOf(data), cluster: Object.keys(data.clusters), recompute: data.choices.recompute[state.model],
@@ -147,8 +153,11 @@ function choices(name) {
 
 const isSwitch = (name) => choices(name).length === 2 && choices(name)[0] === false;
 const isRange = (name) => typeof choices(name)[0] === "number" && name !== "seq_length";
+// The value of a control that is not set.
+const usualOf = (name) => name === "num_layers" ? data.jobs[jobName(state)]?.num_layers : undefined;
 // What has no effect in this layout is not shown.
 function isIdle(name) {
+  if (NUMBERS.includes(name)) return true;
   const {tensor_model_parallel_size: tp, pipeline_model_parallel_size: pp} = state, job = data.jobs[jobName(state)];
   const ofPipeline = ["pipeline_schedule", "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"];
   if (name === "sequence_parallel" || name === "tp_comm_overlap") return tp === 1;
@@ -168,7 +177,9 @@ function buildControls() {
 function buildControl(name, label, help) {
   const change = (value) => set(name, value), id = `control-${name}`;
   let input;
-  if (isSwitch(name)) input = element("input", {id, type: "checkbox", onchange: () => change(input.checked)});
+  if (NUMBERS.includes(name)) {
+    input = element("input", {id, type: "number", min: 0, step: "any", onchange: () => change(input.value === "" ? null : Number(input.value))});
+  } else if (isSwitch(name)) input = element("input", {id, type: "checkbox", onchange: () => change(input.checked)});
   else if (isRange(name)) {
     input = element("input", {id, type: "range", min: 0, step: 1, oninput: () => change(choices(name)[input.value])});
   } else {
@@ -183,9 +194,14 @@ function buildControl(name, label, help) {
 }
 
 function showControls() {
-  for (const one of document.querySelectorAll(".control")) {
-    const {name} = one.dataset, values = choices(name), input = one.querySelector("input, select");
-    const value = state[name], place = values.indexOf(value);
+  for (const one of document.querySelectorAll("#controls .control")) {
+    const {name} = one.dataset, input = one.querySelector("input, select");
+    if (NUMBERS.includes(name)) {
+      if (document.activeElement !== input) input.value = state[name] ?? "";
+      continue;
+    }
+    const values = choices(name);
+    const value = state[name] ?? usualOf(name), place = values.indexOf(value);
     one.hidden = isIdle(name);
     if (input.type === "checkbox") input.checked = value;
     else if (input.type === "range") {
@@ -203,7 +219,8 @@ function showControls() {
 
 function set(name, value) {
   state = {...state, [name]: value};
-  if (name === "model") state = startOf(value, state);
+  if (name === "model") state = startOf(value, {...state, num_layers: null});
+  if (name === "tokens" && !(value > 0)) state.tokens = DEFAULTS.tokens;
   if (name === "pipeline_schedule") {
     const {chunks} = SCHEDULES[value], now = state.num_virtual_stages_per_pipeline_rank;
     state.num_virtual_stages_per_pipeline_rank = chunks === "several" ? Math.max(2, now) : chunks === "two" ? 2 : 1;
@@ -216,6 +233,7 @@ function startOf(model, values) {
   const lengths = lengthsOf(data, model), found = {...values, model};
   if (!lengths.includes(found.seq_length)) found.seq_length = lengths[0];
   const job = data.jobs[jobName(found)];
+  found.num_layers ??= null;
   if (!job?.num_experts) Object.assign(found, {expert_model_parallel_size: 1, expert_tensor_parallel_size: 1});
   if (!data.choices.recompute[model].includes(found.recompute)) found.recompute = "none";
   return found;
@@ -243,6 +261,7 @@ function show(changed) {
   waiting = setTimeout(() => {
     showChanges(options);
     showTimeline();
+    drawLessons();
   }, 60);
 }
 
@@ -272,7 +291,7 @@ function showFigures(options) {
   const {num_gpus: gpus} = state, tokens = state.tokens, cluster = data.clusters[state.cluster];
   const steps = tokens / (state.global_batch_size * state.seq_length), hours = steps * result.step_time_s * gpus / 3600;
   const price = state.price_per_gpu_hour ?? cluster.price_per_gpu_hour;
-  const job = data.jobs[jobName(options)], peak = job.precision === "fp8" ? cluster.fp8_flops : cluster.bf16_flops;
+  const {job} = result.layout, peak = job.precision === "fp8" ? cluster.fp8_flops : cluster.bf16_flops;
   const rate = result.tokens_per_s_per_gpu;
   const figures = [
     ["Step", seconds(result.step_time_s), `${count(state.global_batch_size * state.seq_length)} tokens`,
@@ -327,20 +346,37 @@ function showMemory(options) {
 
 function memoryFormula(name, size) {
   const {layout} = result, shards = layout.shards[0];
-  const formulas = {
-    weights: `${layout.weightBytes} bytes of each weight of the rank${layout.isFullySharded ? " that is gathered" : ""}`,
-    gradients: `${layout.gradientBytes} bytes of each weight${layout.strategy.startsWith("optim_grads") ? ` / ${shards} ranks` : ""}`,
-    optimizer: `${layout.masterBytes} + ${layout.momentBytes} bytes of each weight${layout.isSharded ? ` / ${shards} ranks` : ""}`,
+  const each = {weights: layout.weightBytes, gradients: layout.gradientBytes, optimizer: layout.masterBytes + layout.momentBytes};
+  const divided = {
+    weights: layout.isFullySharded ? "gathered beyond a unit's passes" : "of the rank",
+    gradients: layout.strategy.startsWith("optim_grads") ? `of the rank / ${shards} ranks` : "of the rank",
+    optimizer: layout.isSharded ? `of the rank / ${shards} ranks (arXiv 1910.02054)` : "of the rank",
   };
+  const formulas = Object.fromEntries(Object.keys(each).map((kind) =>
+    [kind, `${count(size / each[kind])} parameters ${divided[kind]} x ${each[kind]} bytes`]));
   return [MEMORY_MEANS[name], formulas[name]].filter(Boolean).join("; ");
 }
 
 function showStep() {
   const parts = TERMS.map((name, place) => ({
     name, size: result.parts[name], text: `${seconds(result.parts[name])}, ${percent(result.parts[name] / result.step_time_s)}`,
-    css: TERM_COLOURS[place], meaning: TERM_MEANS[name],
+    css: TERM_COLOURS[place], meaning: `${TERM_MEANS[name]}. ${termFormula(name)}`,
   }));
   $("step").replaceChildren(bar(parts), legendOf(parts));
+}
+
+// The numbers of a part of the step, and the source of the rate that it depends on.
+function termFormula(name) {
+  const {layout, parts, growth} = result, {sources} = layout.cluster, m = layout.microbatches, value = parts[name];
+  const source = {
+    products: "bf16_flops", attention: "bf16_flops", "between products": "hbm_bytes_per_s", optimizer: "hbm_bytes_per_s",
+    "tensor parallelism": "link_bytes_per_s", "context parallelism": "link_bytes_per_s", "expert parallelism": "link_bytes_per_s",
+    "data parallelism": "network_bytes_per_s", "pipeline messages": "network_bytes_per_s",
+  }[name];
+  const once = ["bubble", "data parallelism", "optimizer", "gaps"].includes(name);
+  const numbers = once ? `${seconds(value / growth)} a step` : `${count(m)} microbatches x ${seconds(value / m / growth)}`;
+  const larger = growth > 1 ? ` x ${growth.toFixed(3)}, the growth of large runs,` : "";
+  return `${numbers}${larger} = ${seconds(value)}${source && sources[source] ? `; ${sources[source]}` : ""}`;
 }
 
 function showTraffic() {
@@ -358,6 +394,7 @@ function commandLine() {
   const add = (name, value = o[name]) => words.push(value === true ? flag(name) : `${flag(name)} ${value}`);
   const {layout} = result;
   add("model");
+  if (o.num_layers) add("num_layers");
   add("seq_length");
   add("global_batch_size");
   add("micro_batch_size");
@@ -398,9 +435,9 @@ function showCommand() {
 function showChanges(options) {
   const rows = [];
   const base = result;
-  for (const [, controls] of CONTROLS.slice(1)) {
+  for (const [, controls] of CONTROLS) {
     for (const [name, label] of controls) {
-      if (isIdle(name)) continue;
+      if (isIdle(name) || ["model", "cluster", "seq_length", "global_batch_size", "num_layers"].includes(name)) continue;
       const values = choices(name), place = values.indexOf(state[name]);
       for (const value of new Set([values[place - 1], values[place + 1]])) {
         if (value === undefined || place < 0) continue;
@@ -526,6 +563,7 @@ function start(values, problems = []) {
   state.seq_length = values.seq_length ?? lengthsOf(data, state.model)[0];
   $("problems").replaceChildren(...problems.map((text) => element("p", {class: "remark"}, text)));
   buildControls();
+  buildLessons();
   show();
 }
 

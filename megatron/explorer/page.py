@@ -15,9 +15,9 @@ from megatron.planner.step_time.workload import Cluster
 from megatron.reports.page import page
 
 _HERE = Path(__file__).parent
-COMPOSITION = ("schedules.js", "composition.js", "checks.js")
+COMPOSITION = ("schedules.js", "composition.js", "checks.js", "collectives.js")
 """The scripts that compute; they need no browser."""
-_SCRIPTS = (*COMPOSITION, "explorer.js")
+_SCRIPTS = (*COMPOSITION, "lessons.js", "explorer.js")
 
 
 def script_of(names: Sequence[str]) -> str:

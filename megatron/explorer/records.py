@@ -164,11 +164,15 @@ def facts(job: Job) -> Json:
     return {
         **{name: getattr(model, name) for name in sizes},
         "name": job.name,
+        # For other numbers of layers.
+        "flops_of_output": model.flops_of_layers((), job.seq_length, has_output_layer=True),
+        "flops_of_layer": {
+            kind: model.flops_of_layers((kinds.index(kind),), job.seq_length, has_output_layer=False)
+            for kind in set(kinds)
+        },
         "seq_length": job.seq_length,
         "precision": job.precision,
         "layer_kinds": kinds,
-        "num_parameters": model.num_parameters(),
-        "num_active_parameters": model.num_active_parameters(),
         "flops_per_token": model.flops_per_token(job.seq_length),
     }
 

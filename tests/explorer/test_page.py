@@ -68,6 +68,13 @@ def test_controls_move_the_figures_and_the_schedule_plays(width: int) -> None:
         const before = text("verdict");
         document.querySelector("#changes tbody tr").click();
         seen.applied = text("verdict") !== before;
+        document.querySelector("#step details summary").click();
+        seen.formula = text("step");
+        document.querySelector("#lesson-ring summary").click();
+        document.getElementById("ring-play").click();
+        await pause(9000);
+        seen.ring = text("ring-says");
+        seen.lessons = ["zero", "products", "triangle", "folding"].map((id) => text(id).length);
         move("num_gpus", 0);
         seen.impossible = text("verdict");
         document.querySelector("#verdict button").click();
@@ -86,6 +93,9 @@ def test_controls_move_the_figures_and_the_schedule_plays(width: int) -> None:
     assert found["rects"] > 8 and 0 < found["later"] < found["rects"]
     assert found["live"][0] != found["live"][1]
     assert found["applied"]
+    assert "microbatches x" in found["formula"] and "NVIDIA H100 data sheet" in found["formula"]
+    assert found["ring"].startswith("every rank has the sum.") and "= 30.1 ms" in found["ring"]
+    assert min(found["lessons"]) > 20
     assert found["impossible"].startswith("1 processes are not a multiple of --tensor-model-parallel-size")
     assert found["nearest"].startswith(("Fits", "Does not fit"))
     assert found["milliseconds"] < 100
