@@ -882,6 +882,55 @@ LAUNCHER = (
     ),
 )
 
+EXPLORER = (
+    Fault(
+        "a page's record has collectives of context parallelism without their ranks",
+        'ranks = group.ranks if group.axes == "cp" else ()',
+        "ranks = ()",
+        ("explorer",),
+    ),
+    Fault(
+        "a page counts launches that run again among those that run first",
+        "if one.is_recomputed == again]) for again in (False, True)]",
+        "if not again]) for again in (False, True)]",
+        ("explorer",),
+    ),
+    Fault(
+        "a page's stage holds its own microbatch in a forward pass",
+        "    if (kind === B) live[chunk] -= 1;\n",
+        "    if (kind === F) live[chunk] += 1;\n    if (kind === B) live[chunk] -= 2;\n",
+        ("explorer",),
+        "megatron/explorer/schedules.js",
+    ),
+    Fault(
+        "a page's bucket is not padded to whole shards",
+        "const unit = shards * ALIGNMENT, parameters",
+        "const unit = 1, parameters",
+        ("explorer",),
+        "megatron/explorer/composition.js",
+    ),
+    Fault(
+        "a page's layers go on after the last stage without the embedding",
+        "  counts[0] -= counted[0];\n",
+        "",
+        ("explorer",),
+        "megatron/explorer/composition.js",
+    ),
+    Fault(
+        "a page's ring adds the chunk that it has not yet received",
+        "rank - number : rank + 1 - (number - (ranks - 1))",
+        "rank + number : rank + 1 - (number - (ranks - 1))",
+        ("explorer/test_collectives.py",),
+        "megatron/explorer/collectives.js",
+    ),
+    Fault(
+        "the arithmetic prints a formula with other numbers than it computes with",
+        "with_numbers = _SYMBOL.sub(lambda symbol: written(numbers[symbol[0]]), formula)",
+        "with_numbers = _SYMBOL.sub(lambda symbol: written(2 * numbers[symbol[0]]), formula)",
+        ("planner/test_arithmetic.py",),
+    ),
+)
+
 GPU_KERNELS = (
     Fault(
         "the first FP8 weight gradient of a step is written to memory of its own",
@@ -949,4 +998,5 @@ CHOSEN: tuple[Fault, ...] = (
     *FEATURES,
     *LAUNCHER,
     *GPU_KERNELS,
+    *EXPLORER,
 )

@@ -20,7 +20,7 @@ class Fault:
     tests: tuple[str, ...] = ()
     """Files or folders below ``tests`` that should see it, the likeliest first; empty: those that execute its line."""
     file: str | None = None
-    """Where ``old`` is looked for, if it may occur elsewhere; otherwise in all sources."""
+    """Where ``old`` is looked for, if it may occur elsewhere, or in no module; otherwise in all sources."""
 
     def find(self, root: Path) -> tuple[Path, int]:
         """The file and the offset of the text in the repository ``root``."""
@@ -36,7 +36,8 @@ class Fault:
         path, offset = self.find(root)
         text = read(path)
         planted = text[:offset] + self.new + text[offset + len(self.old) :]
-        ast.parse(planted)
+        if path.suffix == ".py":
+            ast.parse(planted)
         path.write_text(planted, encoding="utf-8")
         return path
 
