@@ -14,7 +14,7 @@ from megatron.planner.search.layout import Job
 from megatron.planner.step_time.workload import read_cluster
 
 CLUSTERS = ("h100", "h200", "b200")
-FEW = Choices((1, 2), (1, 2), (1, 2), (1,), ("none", "layernorm+mlp_act", "full"))
+FEW = Choices((1, 2, 8), (1, 2), (1,), (1,), ("none", "layernorm+mlp_act", "full"))
 
 
 def job_of(model: str, seq_length: int, precision: str, gpus: int, batch: int = 256) -> Job:
