@@ -23,6 +23,7 @@ def options_of(job: Job, layout: Layout) -> dict[str, Any]:
         "global_batch_size": job.global_batch_size,
         "precision": job.precision,
         **{name: settings[name] for name in _SAME},
+        "cp_comm_type": job.config.parallel.cp_comm_type[0],
         "tp_comm_overlap": layout.tp_comm_overlap,
         "pipeline_schedule": layout.schedule,
         "num_virtual_stages_per_pipeline_rank": layout.vp,

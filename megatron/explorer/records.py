@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config.checks import check_run
+from megatron.config.parallel import ContextParallelType
 from megatron.core.parameter import ParameterInfo
 from megatron.errors import ConfigError
 from megatron.planner.launches import Launch, axis_of
@@ -42,6 +43,7 @@ class Choices:
     expert_parallel: Sequence[int] = (1, 2, 4, 8, 16, 32)
     micro_batch_sizes: Sequence[int] = (1, 2, 4)
     recompute: Sequence[str] = (*RECOMPUTE, "full")
+    cp_comm_types: Sequence[ContextParallelType] = ("p2p", "a2a", "allgather")
 
 
 class Shared:
@@ -101,7 +103,8 @@ def variant_key(units: UnitsOfRun, modules: Sequence[str]) -> str:
         *(grid.tp, parallel.sequence_parallel, parallel.tp_comm_overlap, grid.cp, units.config.micro_batch_size),
         *(grid.ep, grid.etp, units.splits_backward, drops_weights),
     )
-    return ",".join([*(str(int(one)) for one in numbers), *sorted(modules)])
+    exchange = parallel.cp_comm_type[0] if grid.cp > 1 else ""
+    return ",".join([exchange, *(str(int(one)) for one in numbers), *sorted(modules)])
 
 
 def ends_key(units: UnitsOfRun) -> str:
@@ -130,26 +133,31 @@ def runs_of(job: Job, choices: Choices, records: UnitRecords) -> Iterator[tuple[
 
 def job_data(job: Job, choices: Choices, parameters: Shared, passes: Shared, report: Report = no_report) -> Json:
     """The facts and the records of ``job``, which refer to ``parameters`` and launches of ``passes``."""
-    records = unit_records(job)
-    runs = list(runs_of(job, choices, records))
+    runs: list[tuple[Layout, UnitsOfRun]] = []
     with parallel_map() as map_in_parallel:
 
         def reporting(function: Callable[..., Any], items: Iterable[Any]) -> Iterator[Any]:
             rehearsals = list(items)
-            for number, found in enumerate(map_in_parallel(function, rehearsals), start=1):
+            for number, record in enumerate(map_in_parallel(function, rehearsals), start=1):
                 if number % 100 == 0 or number == len(rehearsals):
                     report(f"layers of {job.name} in {job.precision}", number, len(rehearsals))
-                yield found
+                yield record
 
-        records.rehearse((units for _, units in runs), reporting)
+        for exchange in choices.cp_comm_types:
+            parallel = replace(job.config.parallel, cp_comm_type=(exchange,))
+            of_exchange = replace(job, config=replace(job.config, parallel=parallel))
+            records = unit_records(of_exchange)
+            found = [run for run in runs_of(of_exchange, choices, records) if not runs or run[0].cp > 1]
+            records.rehearse((units for _, units in found), reporting)
+            runs += found
     layers: dict[str, dict[str, Json]] = {}
     ends: dict[str, Json] = {}
     for layout, units in runs:
         ends[ends_key(units)] = _ends(units.ends, parameters, passes)
         if not layout.reduces_in_bf16:
-            found = layers.setdefault(variant_key(units, layout.modules), {})
+            of_variant = layers.setdefault(variant_key(units, layout.modules), {})
             for unit in units.division.different_units:
-                found[_kind(unit)] = _record(units.unit(unit), parameters, passes)
+                of_variant[_kind(unit)] = _record(units.unit(unit), parameters, passes)
     return {**facts(job), "layers": layers, "ends": ends}
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from megatron.config.checks import check_run
+from megatron.config.parallel import ContextParallelType
 from megatron.errors import ConfigError
 from megatron.explorer.options import options_of
 from megatron.explorer.records import Choices
 from megatron.planner.rehearsal.price import StepPrices
+from megatron.planner.rehearsal.records import UnitRecords
 from megatron.planner.search.enumeration import enumerate_layouts, modules_in
 from megatron.planner.search.layout import Job, Layout
 from megatron.planner.search.search import step_of, unit_records
@@ -59,19 +61,31 @@ def some_layouts(job: Job, choices: Choices, count: int, rng: random.Random) -> 
         yield layout
 
 
+def with_exchange(job: Job, exchange: ContextParallelType) -> Job:
+    parallel = replace(job.config.parallel, cp_comm_type=(exchange,))
+    return replace(job, config=replace(job.config, parallel=parallel))
+
+
+def possible_exchanges(job: Job, layout: Layout, choices: Choices) -> Sequence[ContextParallelType]:
+    heads = job.architecture.num_query_groups // layout.tp
+    return [one for one in choices.cp_comm_types if one != "a2a" or heads % layout.cp == 0]
+
+
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)], ids=str)
 def test_layouts_have_the_bytes_and_the_seconds_of_the_search(case: Case) -> None:
     rng, job = random.Random(case.gpus), case.job()
-    records = unit_records(job)
+    of_exchange: dict[str, UnitRecords] = {}
     wanted: list[dict[str, Any]] = []
     options = []
     for layout in some_layouts(job, case.choices, case.num_layouts, rng):
         cluster, overlaps = rng.choice(CLUSTERS), rng.random() < 0.8
+        exchange = rng.choice(possible_exchanges(job, layout, case.choices))
         without = set() if overlaps else {"overlap_grad_reduce", "overlap_param_gather"}
-        of_layout = replace(job, given=job.given | without)
+        of_layout = with_exchange(replace(job, given=job.given | without), exchange)
+        records = of_exchange.setdefault(exchange, unit_records(of_layout))
         step = step_of(of_layout, layout, records)
         price = StepPrices(read_cluster(cluster), replace(job, cluster=read_cluster(cluster)).constants).price([step])
-        memory = StageMemory(job.config, records, of_layout.given)
+        memory = StageMemory(of_layout.config, records, of_layout.given)
         wanted.append(
             {
                 "stages": memory.by_stage(layout, job.num_microbatches(layout), step.units),
@@ -80,7 +94,8 @@ def test_layouts_have_the_bytes_and_the_seconds_of_the_search(case: Case) -> Non
             }
         )
         overlap = dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), overlaps)
-        options.append({**options_of(replace(job, cluster=read_cluster(cluster)), layout), **overlap})
+        given = options_of(replace(of_layout, cluster=read_cluster(cluster)), layout)
+        options.append({**given, **overlap})
     assert len(wanted) >= min(40, case.num_layouts)
     found = run(
         data_of(case),

@@ -904,8 +904,8 @@ EXPLORER = (
     ),
     Fault(
         "a page's bucket is not padded to whole shards",
-        "const unit = shards * ALIGNMENT, parameters",
-        "const unit = 1, parameters",
+        "const unit = shards * ALIGNMENT,",
+        "const unit = 1,",
         ("explorer",),
         "megatron/explorer/composition.js",
     ),
