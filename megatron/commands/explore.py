@@ -55,7 +55,7 @@ class ExploreConfig:
     def check(self) -> None:
         for place in (None, *self.clusters):
             refuse_urls({"--out": self.out, "--png": self.png, "--clusters": place}, "name a local file")
-        if self.png is not None and _browser() is None:
+        if self.png is not None and not any(map(shutil.which, _BROWSERS)):
             raise ConfigError(f"--png needs one of {', '.join(_BROWSERS)}, and none is installed: install one.")
         for length in self.seq_lengths or ():
             require_at_least(1, {"--seq-lengths": length})
@@ -81,20 +81,10 @@ class ExploreConfig:
         return clusters
 
 
-def _browser() -> str | None:
-    return next((path for name in _BROWSERS if (path := shutil.which(name))), None)
-
-
 def take_picture(page: Path, picture: str) -> None:
     """Write what a browser shows of the page."""
-    command = [
-        str(_browser()),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--window-size=1400,1340",
-    ]
+    browser = next(filter(None, map(shutil.which, _BROWSERS)))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1340"]
     with tempfile.TemporaryDirectory() as directory:
         taken = Path(directory, "page.png")
         command += [f"--user-data-dir={directory}/profile", "--virtual-time-budget=9000", f"--screenshot={taken}"]

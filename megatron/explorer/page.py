@@ -27,19 +27,15 @@ def script_of(names: Sequence[str]) -> str:
 def page_data(jobs: Sequence[Job], clusters: Sequence[Cluster], choices: Choices, report: Report = no_report) -> Json:
     """The records of all ``jobs``, and what the controls offer."""
     parameters, passes = Shared(), Shared()
-    data = {job_key(job): job_data(job, choices, parameters, passes, report) for job in jobs}
-    data = {key: found for key, found in data.items() if found["layers"]}  # experts are not computed in FP8
+    found = [job_data(job, choices, parameters, passes, report) for job in jobs]
     by_model = {job.name: [modules_in(job.architecture, one) for one in choices.recompute] for job in jobs}
     return {
-        "jobs": data,
+        # Experts are not computed in FP8.
+        "jobs": {f"{one['name']},{one['seq_length']},{one['precision']}": one for one in found if one["layers"]},
         "clusters": {cluster.name: cluster_data(cluster) for cluster in clusters},
         "choices": {**vars(choices), "recompute": by_model},
         "shared": {"parameters": parameters.values, "passes": passes.values},
     }
-
-
-def job_key(job: Job) -> str:
-    return f"{job.name},{job.seq_length},{job.precision}"
 
 
 def explorer_page(data: Json) -> str:
