@@ -669,6 +669,28 @@ function termFormula(name) {
   return `${numbers}${larger} = ${seconds(value)}${source && sources[source] ? `; ${sources[source]}` : ""}`;
 }
 
+function trafficFormula(axis, total) {
+  const {layout} = result,
+    m = layout.microbatches;
+  if (axis === "pp") {
+    return (
+      `2 directions x ${count(m)} microbatches x ${layout.vp} chunks x ${bytes(layout.ends[3])} of the residual ` +
+      `stream = ${bytes(total)}`
+    );
+  }
+  if (axis === "dp") {
+    const parameters = sum(largestParameters(layout));
+    return (
+      `${count(parameters)} parameters of the largest stage x ${(total / parameters).toFixed(2)} bytes: gathers of ` +
+      `weights and reductions of gradients, (n - 1) / n of each (Patarasuk and Yuan 2009) = ${bytes(total)}`
+    );
+  }
+  return (
+    `${count(m)} microbatches x ${bytes(total / m)}: the recorded collectives of the layers, (n - 1) / n of the bytes ` +
+    `of a gather or a reduce-scatter, twice that of an all-reduce (Patarasuk and Yuan 2009)`
+  );
+}
+
 function showTraffic() {
   const axes = {
     tp: "tensor parallelism",
@@ -682,7 +704,16 @@ function showTraffic() {
     element(
       "tr",
       {},
-      element("td", {}, axes[axis]),
+      element(
+        "td",
+        {},
+        element(
+          "details",
+          {},
+          element("summary", {}, axes[axis]),
+          element("p", {class: "formula"}, trafficFormula(axis, inside + across)),
+        ),
+      ),
       element("td", {class: "number"}, inside ? bytes(inside) : "–"),
       element("td", {class: "number"}, across ? bytes(across) : "–"),
     ),

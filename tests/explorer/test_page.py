@@ -70,6 +70,7 @@ def test_controls_move_the_figures_and_the_schedule_plays(width: int) -> None:
         seen.applied = text("verdict") !== before;
         document.querySelector("#step details summary").click();
         seen.formula = text("step");
+        seen.traffic = text("traffic");
         document.querySelector("#lesson-ring summary").click();
         document.getElementById("ring-play").click();
         await pause(9000);
@@ -94,6 +95,7 @@ def test_controls_move_the_figures_and_the_schedule_plays(width: int) -> None:
     assert found["live"][0] != found["live"][1]
     assert found["applied"]
     assert "microbatches x" in found["formula"] and "NVIDIA H100 data sheet" in found["formula"]
+    assert "parameters of the largest stage x" in found["traffic"]
     assert found["ring"].startswith("every rank has the sum.") and "= 30.1 ms" in found["ring"]
     assert min(found["lessons"]) > 20
     assert found["impossible"].startswith("1 processes are not a multiple of --tensor-model-parallel-size")
