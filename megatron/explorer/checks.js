@@ -178,7 +178,7 @@ function refusal(data, options) {
     );
   }
   if (pp > 1) {
-    const vp = SCHEDULES[o.pipeline_schedule].isV ? 2 : o.num_virtual_stages_per_pipeline_rank;
+    const vp = chunksOf(o);
     const ends = [o.account_for_embedding_in_pipeline_split, o.account_for_loss_in_pipeline_split];
     const found = scheduleRefusal(o.pipeline_schedule, vp) ?? layersRefusal(job.num_layers, pp, vp, ...ends);
     if (found) return found;
@@ -232,9 +232,12 @@ function refusal(data, options) {
   return recordRefusal(data, o);
 }
 
+// Chunks of the model on a stage, of which there are several.
+const chunksOf = (o) => (SCHEDULES[o.pipeline_schedule].isV ? 2 : o.num_virtual_stages_per_pipeline_rank);
+
 function longestChunk(job, o) {
   const pp = o.pipeline_model_parallel_size,
-    vp = SCHEDULES[o.pipeline_schedule].isV ? 2 : o.num_virtual_stages_per_pipeline_rank;
+    vp = chunksOf(o);
   if (pp === 1) return job.num_layers;
   const ends = Number(o.account_for_embedding_in_pipeline_split) + Number(o.account_for_loss_in_pipeline_split);
   const size = (job.num_layers + ends) / (pp * vp);
@@ -287,10 +290,6 @@ function nearest(data, options, kept) {
 }
 
 const powers = (least, most) => range(Math.log2(most / least) + 1).map((power) => least * 2 ** power);
-const divisors = (number) =>
-  range(number)
-    .map((one) => one + 1)
-    .filter((one) => number % one === 0);
 
 // The values that each control offers.
 function choicesOf(data, o) {

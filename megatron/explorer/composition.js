@@ -248,7 +248,7 @@ function layoutOf(data, options) {
     num_gpus: o.num_gpus,
     seq_length: job.seq_length,
     mbs: o.micro_batch_size,
-    vp: pp > 1 ? (SCHEDULES[schedule].isV ? 2 : o.num_virtual_stages_per_pipeline_rank) : 1,
+    vp: pp > 1 ? chunksOf(o) : 1,
     microbatches: o.global_batch_size / (o.micro_batch_size * dp),
     globalBatch: o.global_batch_size,
     // Whether the embedding and the output layer count as a layer each in the division among the stages.
@@ -306,7 +306,7 @@ function jobOf(data, o) {
 
 const jobName = ({model, seq_length, precision}) => `${model},${seq_length},${precision}`;
 
-// The units of a virtual stage: [record, whether its products are of a layer, whether it is recomputed].
+// The units of a virtual stage: the record, the kind, and whether it is recomputed.
 function unitsOf(layout, number) {
   const stage = layout.division.stages[number],
     [embedding, output] = layout.ends;

@@ -218,7 +218,7 @@ const STARTS = [
   ],
 ];
 
-let data, state, result, current;
+let data, state, result;
 
 // Recompute is one control: granularity and modules together.
 function optionsOf(values) {
@@ -229,8 +229,7 @@ function optionsOf(values) {
 }
 
 function evaluate(options) {
-  const {recompute, ...others} = options,
-    given = recompute === undefined ? options : optionsOf(options);
+  const given = options.recompute === undefined ? options : optionsOf(options);
   const reason = refusal(data, given);
   if (reason) return {fits: false, reason};
   const found = compose(data, given),
@@ -284,6 +283,8 @@ function element(tag, attributes = {}, ...children) {
 // --- controls --------------------------------------------------------------------------------------------------------
 
 const NUMBERS = ["tokens", "price_per_gpu_hour"];
+// What is trained, and on what: another run, not another layout of it.
+const OF_THE_JOB = ["model", "cluster", "seq_length", "global_batch_size", "num_layers", ...NUMBERS];
 
 function choices(name) {
   const fixed = {
@@ -305,7 +306,6 @@ const isRange = (name) => typeof choices(name)[0] === "number" && name !== "seq_
 const usualOf = (name) => (name === "num_layers" ? data.jobs[jobName(state)]?.num_layers : undefined);
 // What has no effect in this layout is not shown.
 function isIdle(name) {
-  if (NUMBERS.includes(name)) return true;
   const {tensor_model_parallel_size: tp, pipeline_model_parallel_size: pp} = state,
     job = data.jobs[jobName(state)];
   const ofPipeline = [
@@ -395,12 +395,16 @@ function set(name, value) {
   state = {...state, [name]: value};
   if (name === "model") state = startOf(value, {...state, num_layers: null});
   if (name === "tokens" && !(value > 0)) state.tokens = DEFAULTS.tokens;
-  if (name === "pipeline_schedule") {
-    const {chunks} = SCHEDULES[value],
-      now = state.num_virtual_stages_per_pipeline_rank;
-    state.num_virtual_stages_per_pipeline_rank = chunks === "several" ? Math.max(2, now) : chunks === "two" ? 2 : 1;
-  }
+  if (name === "pipeline_schedule") state = withChunks(state);
   show(name);
+}
+
+// The schedule of the values with a number of chunks that it takes.
+function withChunks(values) {
+  const {chunks} = SCHEDULES[values.pipeline_schedule],
+    now = values.num_virtual_stages_per_pipeline_rank;
+  const allowed = {one: 1, two: 2, several: Math.max(2, now)}[chunks];
+  return {...values, num_virtual_stages_per_pipeline_rank: allowed};
 }
 
 // Values that another model does not have become its own.
@@ -487,6 +491,7 @@ function showFigures(options) {
   const steps = tokens / (state.global_batch_size * state.seq_length),
     hours = (steps * result.step_time_s * gpus) / 3600;
   const price = state.price_per_gpu_hour ?? cluster.price_per_gpu_hour;
+  const priced = state.price_per_gpu_hour === null ? cluster.sources.price_per_gpu_hour : "set by you";
   const {job} = result.layout,
     peak = job.precision === "fp8" ? cluster.fp8_flops : cluster.bf16_flops;
   const rate = result.tokens_per_s_per_gpu;
@@ -522,7 +527,7 @@ function showFigures(options) {
       "GPU-hours",
       count(hours),
       price ? `${count(hours * price)} dollars` : "no price is known",
-      `steps x step x GPUs / 3600 = ${count(steps)} x ${seconds(result.step_time_s)} x ${count(gpus)} / 3600${price ? `; ${price} dollars for an hour: ${cluster.sources.price_per_gpu_hour ?? "set by you"}` : ""}`,
+      `steps x step x GPUs / 3600 = ${count(steps)} x ${seconds(result.step_time_s)} x ${count(gpus)} / 3600${price ? `; ${price} dollars for an hour: ${priced}` : ""}`,
     ],
     [
       "Bubble",
@@ -550,19 +555,17 @@ function showFigures(options) {
 }
 
 // A bar of parts, and a legend whose entries open what a part is.
-function bar(parts, limit) {
-  const all = sum(parts.map((part) => part.size)),
-    whole = Math.max(all, limit ?? 0);
+function bar(parts) {
+  const all = sum(parts.map((part) => part.size));
   const spans = parts
     .filter((part) => part.size > 0)
     .map((part) =>
       element("span", {
         class: part.css,
-        style: `flex:${part.size / whole} 1 0`,
+        style: `flex:${part.size / all} 1 0`,
         "data-tip": `${part.name}: ${part.text}`,
       }),
     );
-  if (limit && all < limit) spans.push(element("span", {class: "rest", style: `flex:${(limit - all) / whole} 1 0`}));
   return element("div", {class: "share"}, ...spans);
 }
 
@@ -794,19 +797,13 @@ function showChanges(options) {
   const base = result;
   for (const [, controls] of CONTROLS) {
     for (const [name, label] of controls) {
-      if (isIdle(name) || ["model", "cluster", "seq_length", "global_batch_size", "num_layers"].includes(name))
-        continue;
+      if (OF_THE_JOB.includes(name) || isIdle(name)) continue;
       const values = choices(name),
         place = values.indexOf(state[name]);
       for (const value of new Set([values[place - 1], values[place + 1]])) {
         if (value === undefined || place < 0) continue;
-        let other = {...state, [name]: value};
-        if (name === "pipeline_schedule") {
-          const {chunks} = SCHEDULES[value];
-          other.num_virtual_stages_per_pipeline_rank =
-            chunks === "several" ? Math.max(2, state.num_virtual_stages_per_pipeline_rank) : chunks === "two" ? 2 : 1;
-        }
-        const found = evaluate(optionsOf(other));
+        const changed = {...state, [name]: value};
+        const found = evaluate(optionsOf(name === "pipeline_schedule" ? withChunks(changed) : changed));
         if (found.step_time_s === undefined) continue;
         const time = found.step_time_s - base.step_time_s,
           memory = found.needed_bytes - base.needed_bytes;

@@ -164,10 +164,7 @@ def job_data(job: Job, choices: Choices, parameters: Shared, passes: Shared, rep
 def facts(job: Job) -> Json:
     """What the page says and checks of the model, and what the composition needs of the job."""
     model = job.architecture
-    sizes = (
-        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
-        *("vocab_size", "num_experts", "moe_ffn_hidden_size", "moe_router_topk"),
-    )
+    sizes = "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"
     kinds = [f"{int(is_moe)}{int(has_rope)}" for is_moe, has_rope in zip(model.moe_layers(), model.rope_layers())]
     return {
         **{name: getattr(model, name) for name in sizes},

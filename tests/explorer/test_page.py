@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 
+from megatron.config.checks import check_run
+from megatron.config.command_line import CommandLine
 from megatron.explorer.options import fragment_of
 from megatron.explorer.page import explorer_page
 from megatron.planner.search.layout import Layout
@@ -110,7 +112,7 @@ def test_controls_move_the_figures_and_the_schedule_plays(width: int) -> None:
 def test_an_address_opens_its_layout_or_says_what_is_impossible_and_unknown() -> None:
     job = CASES[0].job()
     layout = Layout(2, 2, 1, 4, 1, "zb-h1", "optim", 1, "layernorm+mlp_act")
-    script = READY + "return {verdict: text('verdict'), problems: text('problems'), address: location.hash};"
+    script = READY + "return {verdict: text('verdict'), problems: text('problems'), command: text('command')};"
     for fragment, verdict, problem in (
         (fragment_of(job, layout), "Fits: stage", ""),
         (fragment_of(job, layout).replace("num_gpus=16", "num_gpus=6"), "6 processes are not a multiple of", ""),
@@ -120,4 +122,15 @@ def test_an_address_opens_its_layout_or_says_what_is_impossible_and_unknown() ->
         found = run_in(page().replace("<body>", f"<body>{opened}"), 1280, script)
         assert found["verdict"].startswith(verdict)
         assert problem in found["problems"]
+        if verdict.startswith("Fits"):
+            # The flags to copy are those of the layout.
+            words = found["command"].removesuffix("copy").split()[1:]
+            config = CommandLine.of([*words, "--train-iters", "1", "--lr", "1e-4", "--mock-data"]).parse().checked()
+            wanted = layout.apply(job.config, job.given)
+            check_run(config, layout.num_gpus)
+            assert config.pipeline.schedule(16, 2) == "zb-h1"
+            for name in ("sharding_strategy", "sequence_parallel", "overlap_grad_reduce", "overlap_param_gather"):
+                assert getattr(config.parallel, name) == getattr(wanted.parallel, name), name
+            assert config.parallel.data_parallel_size(layout.num_gpus) == layout.dp
+            assert config.activations.modules == wanted.activations.modules
     assert "llama9 is not on this page: use one of llama3.2-1b." in found["problems"]
