@@ -97,7 +97,7 @@ class Counted(OnCluster):
     model: str | None = None
     """Preset, such as llama3.1-405b; an unknown one is answered with their names."""
     parameters: float | None = None
-    """Number of parameters (default: those of --model)."""
+    """Number of parameters (default: the parameters of --model)."""
 
     def count(self, active: bool = False) -> float:
         """Parameters; with ``active`` those that compute a token."""
@@ -134,8 +134,9 @@ class OfLayer(OnCluster):
 
     def job(self, *more: str) -> Job:
         """The training of this model; raises :class:`ConfigError` for sizes that are missing or do not divide."""
-        names = [flag.field.name for flag in flags_of(OfLayer)][2:]  # after --json and --cluster; also training's
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        inherited = {flag.field.name for flag in flags_of(OnCluster)}
+        sizes = {flag.field.name for flag in flags_of(OfLayer)} - inherited  # flags of training, too
+        given = {name: value for name in sorted(sizes) if (value := getattr(self, name)) is not None}
         words = ["--bf16", "--global-batch-size", str(self.micro_batch_size), *more]
         if self.model not in PRESET_VOCABULARIES:
             words += ["--vocab-size", "128256"]  # layers do not depend on it
@@ -357,7 +358,7 @@ class TensorParallel(OfLayer):
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline(OfLayer):
-    """FLOPs per byte from which on a GPU computes longer than it reads, and those of each product of a layer.
+    """The ridge of each GPU, and the arithmetic intensity (FLOPs per byte) of each product of a layer.
 
     python tools/estimate.py roofline --model llama3-8b --cluster h100
     """
@@ -444,7 +445,7 @@ class Failures(OnCluster):
             rate = figure(name, "24 G d / i", "GPU-hours", "implied by --interruptions", i=self.interruptions, **run)
         yield rate
         yield figure("interruptions", "24 G d / H", "", "any GPU stops the job", H=rate.value, **run)
-        yield figure("between those of the job", "H / G", "hours", "any GPU stops the job", H=rate.value, **run)
+        yield figure("between interruptions of the job", "H / G", "hours", "any GPU stops the job", H=rate.value, **run)
         costs = run_summary.Costs(run_summary.job_mtbf_s(self.gpus, rate.value), self.restart_s, self.save_s)
         young, best = run_summary.young_interval_s(costs), run_summary.daly_interval_s(costs)
         cost = {"C": costs.save_s, "M": costs.mtbf_s}
@@ -486,7 +487,7 @@ def estimate(config: Estimate) -> None:
 
 
 def as_text(figures: Sequence[Figure]) -> str:
-    """A line for each figure; those of one name with columns side by side. A source stands below its last figure."""
+    """A line for each figure; figures of one name stand side by side. A source stands below its last figure."""
     rows = [list(row) for _, row in groupby(figures, key=lambda one: one.name)]
     labels = [row[0].name + (f": {row[0].symbols}" if row[0].column else "") for row in rows]
     left = max(map(len, labels)) + 2

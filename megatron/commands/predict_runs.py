@@ -1,4 +1,4 @@
-"""Predict the step times of a table of runs, with columns like those of benchmarks/published/runs.csv.
+"""Predict the step times of a table of runs with the columns of benchmarks/published/runs.csv.
 
 Columns of measured values may be empty; where a row has one, the error is printed, too. docs/step_times.md describes
 the model and its errors.

@@ -32,7 +32,7 @@ const DEFAULTS = {
 };
 
 function unknownKey(data, options) {
-  const known = new Set([...Object.keys(DEFAULTS), "model", "num_gpus", "seq_length", "global_batch_size", "rates"]);
+  const known = new Set([...Object.keys(DEFAULTS), "model", "num_gpus", "seq_length", "global_batch_size"]);
   const key = Object.keys(options).find((one) => !known.has(one));
   if (key) return `${key} is not an option of this page: use one of ${[...known].sort().join(", ")}.`;
   const choices = {

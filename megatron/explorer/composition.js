@@ -206,7 +206,7 @@ function layoutOf(data, options) {
     ep = o.expert_model_parallel_size,
     strategy = o.data_parallel_sharding_strategy;
   const job = jobOf(data, o),
-    cluster = {...data.clusters[o.cluster], ...o.rates};
+    cluster = data.clusters[o.cluster];
   const dp = o.num_gpus / (tp * pp * cp);
   const isSharded = strategy !== "no_shard";
   const replicas = isSharded ? o.num_distributed_optimizer_instances : dp;

@@ -37,14 +37,14 @@ const TERM_COLOURS = [
 ];
 const TERM_MEANS = {
   products:
-    "GEMMs of the layers on the slowest stage: FLOPs over the rate that GEMMs reach, a partial last wave of tiles, and half of the bytes over the memory's rate",
+    "GEMMs of the layers on the slowest stage: FLOPs over the rate that GEMMs reach, a partial last wave of tiles, and the bytes that computation does not hide",
   attention: "FLOPs of causal attention over the rate that the kernel reaches at this length",
   "between products":
-    "bytes that norms, activations, rotation and casts read and write, over 80 % of the memory's rate",
+    "bytes that norms, activations, rotation and casts read and write, over the memory's rate that they reach",
   recompute: "what runs a second time in the backward pass",
   "tensor parallelism":
     "bytes of the collectives x (n - 1) / n over the rate of a ring; with overlap the exposed share",
-  "context parallelism": "the exchange of keys and values; a ring shows 20 % behind attention",
+  "context parallelism": "the exchange of keys and values, of which attention hides the most in a ring",
   "expert parallelism": "the exchange of tokens between the ranks of experts",
   gaps: "seconds of a layer without work on the GPU, and of a step in the host",
   "output layer": "final norm, output layer and loss, where they are on the slowest stage",

@@ -62,7 +62,7 @@ class Shared:
 
 
 def variants(job: Job, choices: Choices) -> Iterator[Layout]:
-    """Layouts of which each has units that differ from those of the others, if a run can have them."""
+    """One layout for each set of units; a run may refuse some of them."""
     layers, experts = job.architecture.num_layers, job.architecture.num_experts
     # A schedule that defers weight gradients needs two stages; of these any number does that divides the layers.
     several = next(size for size in range(2, layers + 1) if layers % size == 0)

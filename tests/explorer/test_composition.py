@@ -199,6 +199,10 @@ def test_what_is_impossible_has_the_sentence_of_the_checks_and_something_possibl
             layout = replace(base, **changes)
             wanted.append(sentence(job, layout, gpus or layout.num_gpus))
             options.append({**options_of(job, layout), "num_gpus": gpus or layout.num_gpus})
+    if job.architecture.num_experts is None:
+        exchanging, layout = with_exchange(job, "a2a"), replace(base, tp=8, cp=2, dp=1)
+        wanted.append(sentence(exchanging, layout, layout.num_gpus))
+        options.append(options_of(exchanging, layout))
     found = run(
         data_of(case),
         """(data, options) => {
