@@ -29,16 +29,22 @@ def token_positions(starts: Tensor, resets_positions: bool) -> Tensor:
 
 
 def visible_pairs(
-    starts: Tensor, masks_documents: bool = False, resets_positions: bool = False, chunk_size: int | None = None
+    starts: Tensor,
+    masks_documents: bool = False,
+    resets_positions: bool = False,
+    chunk_size: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """``[b, query, key]``: whether a query attends to a key, pair by pair: neither a chunk nor, if they are masked, a
-    document begins after the key and up to the query."""
+    document begins after the key and up to the query, and the key is among the ``window`` before the query's own."""
     rows, length = starts.shape
     begins_document, positions = starts.tolist(), token_positions(starts, resets_positions).tolist()
     visible = [[[False] * length for _ in range(length)] for _ in range(rows)]
     for row in range(rows):
         for query in range(length):
             for key in reversed(range(query + 1)):
+                if window is not None and query - key > window:
+                    break
                 visible[row][query][key] = True
                 begins_chunk = chunk_size is not None and positions[row][key] % chunk_size == 0
                 if begins_chunk or (masks_documents and begins_document[row][key]):

@@ -1,11 +1,13 @@
-"""Which layers of a model are of a kind: the grammar of ``--moe-layer-freq`` and ``--no-rope-freq``.
+"""Which layers of a model are of a kind: the grammar of ``--moe-layer-freq``, ``--no-rope-freq`` and
+``--window-attn-skip-freq``.
 
 A number N stands for every N-th layer: for MoE layers those with ``i % N == 0``, for layers without rotary position
-embedding (NoPE) those with ``(i + 1) % N == 0`` (Megatron-LM's meanings):
+embedding (NoPE) those with ``(i + 1) % N == 0``, for layers with a window all but these (Megatron-LM's meanings):
 
     N = 4, layers    0 1 2 3 4 5 6 7
     MoE              1 0 0 0 1 0 0 0
     NoPE             0 0 0 1 0 0 0 1
+    window           1 1 1 0 1 1 1 0
 
 Otherwise the text is a list with 1 for a layer of the kind and 0 for another, written as
 
@@ -19,7 +21,7 @@ with the meaning that Python's lists give to it. The text is parsed, never evalu
 import re
 from collections.abc import Callable, Iterable
 
-# The pattern of --no-rope-freq that has no layer.
+# The pattern of --no-rope-freq that has no layer, and of --window-attn-skip-freq that skips none.
 NO_LAYER = "0"
 _LONGEST = 10_000  # layers of a pattern, so that a count cannot fill the memory
 _DEEPEST = 20  # levels of parentheses
@@ -48,6 +50,14 @@ def parse_nope_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
     return _parse_list(text, num_layers)
 
 
+def parse_window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
+    """For each of ``num_layers`` layers whether it has a window; raises :class:`PatternError`."""
+    frequency = _frequency(text)
+    if frequency is None:
+        return _parse_list(text, num_layers)
+    return tuple(frequency == 0 or (layer + 1) % frequency != 0 for layer in range(num_layers))
+
+
 def _frequency(text: str) -> int | None:
     """The number that the whole pattern is; None for a list."""
     return _number(text.strip()) if re.fullmatch(r"\s*[0-9]+\s*", text) else None
@@ -71,6 +81,11 @@ def describe_layers(is_moe: Iterable[bool]) -> str:
 def describe_nope_layers(is_nope: Iterable[bool]) -> str:
     """The pattern of these layers without rotary position embedding, equal for equal layers."""
     return _describe(is_nope, parse_nope_pattern, 0)
+
+
+def describe_window_layers(has_window: Iterable[bool]) -> str:
+    """The pattern of these layers with a window, equal for equal layers."""
+    return _describe(has_window, parse_window_pattern, 0)
 
 
 def _describe(layers: Iterable[bool], parse: Callable[[str, int], tuple[bool, ...]], first: int) -> str:

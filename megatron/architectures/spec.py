@@ -133,6 +133,7 @@ class ArchitectureSpec:
 
 _FEATURES = """
     qk_layernorm qk_l2_norm no_rope_freq attention_chunk_size attention_temperature_tuning add_qkv_bias
+    window_size window_attn_skip_freq attn_logit_softcapping
     moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
     moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_apply_probs_on_input
 """

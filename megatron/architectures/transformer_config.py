@@ -5,7 +5,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from megatron.architectures.layer_pattern import NO_LAYER, parse_layer_pattern, parse_nope_pattern
+from megatron.architectures.layer_pattern import (
+    NO_LAYER,
+    parse_layer_pattern,
+    parse_nope_pattern,
+    parse_window_pattern,
+)
 
 RouterScoreFunction = Literal["softmax", "sigmoid"]
 PositionEmbeddingType = Literal["rope", "yarn"]
@@ -59,6 +64,14 @@ class TransformerConfig:
     :mod:`megatron.architectures.layer_pattern`; see :func:`parse_nope_pattern`."""
     attention_chunk_size: int | None = None
     """Attention of layers with rotary position embedding stays inside chunks of this many positions."""
+    window_size: str | None = None
+    """``LEFT,0``: a query attends to ``LEFT`` keys before its own, in layers with a window (arXiv 2310.06825, section
+    2); None: to all."""
+    window_attn_skip_freq: str = NO_LAYER
+    """Which layers have the window, in the grammar of :mod:`megatron.architectures.layer_pattern`; see
+    :func:`parse_window_pattern`."""
+    attn_logit_softcapping: float | None = None
+    """Scores ``x`` of attention become ``cap * tanh(x / cap)`` (arXiv 2408.00118, section 2)."""
     attention_temperature_tuning: bool = False
     """Queries of layers without rotary position embedding are scaled by their position, counted from 0; see
     :mod:`megatron.core.ops.rope`."""
@@ -187,18 +200,32 @@ class TransformerConfig:
         """Whether each layer has rotary position embedding."""
         return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
 
-    def attention_length(self, has_rope: bool, seq_length: int) -> float:
-        """The length of a sequence without chunks whose attention takes as many FLOPs per token as that of a layer with
-        or without rotary position embedding in a sequence of ``seq_length``.
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the number of keys before its own to which a query attends; None: all."""
+        if self.window_size is None:
+            return (None,) * self.num_layers
+        left = int(self.window_size.split(",")[0])
+        return tuple(left if has else None for has in parse_window_pattern(self.window_attn_skip_freq, self.num_layers))
+
+    def attention_length(self, has_rope: bool, window: int | None, seq_length: int) -> float:
+        """The length of a sequence without chunks and windows whose attention takes as many FLOPs per token as that of
+        a layer with or without rotary position embedding and with this window in a sequence of ``seq_length``.
 
         It is ``min(seq_length, attention_chunk_size)`` for whole chunks; a shorter last chunk has shorter attention.
         """
-        size = self.attention_chunk_size
-        if not has_rope or size is None or seq_length <= size:
-            return float(seq_length)
-        # Attention of a chunk of c positions takes as long as c**2; per token of the sequence, the sum over s.
+
+        def square(length: int) -> int:
+            # Twice the visible scores, without those of the own keys: length², and with w keys for each query a band
+            # of length x w, without the triangle of its first queries.
+            keys = length if window is None else min(length, window + 1)
+            return keys * (2 * length - keys)
+
+        size = seq_length
+        if has_rope and self.attention_chunk_size is not None:
+            size = min(self.attention_chunk_size, seq_length)
+        # Attention of a chunk takes as long as its square; per token of the sequence, the sum over s.
         chunks, rest = divmod(seq_length, size)
-        return (chunks * size**2 + rest**2) / seq_length
+        return (chunks * square(size) + square(rest)) / seq_length
 
     def largest_expert_load(self, expert_parallel_size: int) -> float:
         """The most rows that one expert-parallel rank can receive, relative to the mean: it has every token's choice,
@@ -244,17 +271,17 @@ class TransformerConfig:
         the embedding lookup nor norms and biases, plus ``6 q s`` for the causal attention of a layer, where q is the
         total query width: scores and values take ``2 * 2 q s`` forward over the full square, half of it under the
         causal mask, three times that with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the
-        causal half. Attention inside chunks has the length of a chunk (:meth:`attention_length`). An MoE layer counts
+        causal half. Attention inside chunks and windows is shorter (:meth:`attention_length`). An MoE layer counts
         the shared expert and the chosen experts.
         """
-        is_moe, has_rope = self.moe_layers(), self.rope_layers()
+        is_moe, has_rope, windows = self.moe_layers(), self.rope_layers(), self.windows()
         numbers = list(layers)
         gemm_parameters = sum(
             self.layer_gemm_parameters(self.moe_router_topk if is_moe[number] else None) for number in numbers
         )
         if has_output_layer:
             gemm_parameters += self.hidden_size * self.vocab_size
-        lengths = sum(self.attention_length(has_rope[number], seq_length) for number in numbers)
+        lengths = sum(self.attention_length(has_rope[number], windows[number], seq_length) for number in numbers)
         return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths
 
 

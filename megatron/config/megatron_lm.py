@@ -12,12 +12,12 @@ from typing import NamedTuple
 # What to do about a flag that is refused, by patterns of flags: the first one that a flag matches counts.
 REFUSED = {
     "it changes the architecture: remove it.": (
-        "--rotary-interleaved --rotary-seq-len-interpolation-factor --window-size --fp32-residual-connection "
+        "--rotary-interleaved --rotary-seq-len-interpolation-factor --fp32-residual-connection "
         "--mtp-num-layers --spec --moe-latent-size --squared-relu --attention-output-gate "
         "--experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim "
         "--linear-num-key-heads --linear-num-value-heads --linear-value-head-dim --softmax-type "
         "--apply-residual-connection-post-layernorm --glu-linear-offset --activation-func-clamp-value --openai-gelu "
-        "--quick-geglu --window-attn-skip-freq --relative-attention-* --mrope-section --onnx-safe"
+        "--quick-geglu --relative-attention-* --mrope-section --onnx-safe"
     ),
     "it follows from --hidden-size and --mup-base-hidden-size: remove it.": "--mup-width-mult",
     "weight decay applies to no norm: remove it.": "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",

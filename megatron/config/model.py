@@ -1,6 +1,7 @@
 """Flags for the architecture and for mixture of experts, and the concrete architecture they resolve to."""
 
 import math
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -10,8 +11,10 @@ from megatron.architectures.layer_pattern import (
     PatternError,
     describe_layers,
     describe_nope_layers,
+    describe_window_layers,
     parse_layer_pattern,
     parse_nope_pattern,
+    parse_window_pattern,
 )
 from megatron.architectures.transformer_config import (
     YARN_FIELDS,
@@ -98,6 +101,14 @@ class ModelConfig:
     attention_chunk_size: int | None = None
     """Attention of layers with rotary position embedding stays inside chunks of this many positions, as in Llama 4
     (8192) (default: no chunks). With --reset-position-ids chunks are counted from the beginning of a document."""
+    window_size: str | None = None
+    """Sliding-window attention: a query attends to LEFT keys before its own, given as LEFT,0, such as 4095,0 for the
+    window 4096 of transformers (default: to all). The kernel skips what is outside."""
+    window_attn_skip_freq: str = NO_LAYER
+    """Layers without the window of --window-size: N makes every N-th layer one, beginning with layer N (Gemma 3: 6), 0
+    none. Or a list with 1 for a layer with the window, such as "([1]*5+[0])*2" for 12 layers."""
+    attn_logit_softcapping: float | None = None
+    """Cap the scores x of attention smoothly: cap * tanh(x / cap), as Gemma 2 does (50) (default: no cap)."""
     attention_temperature_tuning: bool = False
     """Scale the queries of layers without rotary position embedding by 1 + scale * log(1 + floor((position + 1) /
     floor)), positions counted from 0, as Llama 4 does for long contexts."""
@@ -186,7 +197,7 @@ class ModelConfig:
         require_at_least(1, values_of(self, "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"))
         require_positive(values_of(self, "rotary_base", "rope_scaling_factor", "moe_router_topk_scaling_factor"))
         require_positive(values_of(self, "rope_scaling_low_freq_factor", "rope_scaling_high_freq_factor"))
-        require_positive(values_of(self, "attention_temperature_scale"))
+        require_positive(values_of(self, "attention_temperature_scale", "attn_logit_softcapping"))
         require_at_least(1, values_of(self, "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"))
         require_positive(values_of(self, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"))
         require_positive(values_of(self, "yarn_attention_factor"))
@@ -257,6 +268,8 @@ class ModelConfig:
             "max_position_embeddings": positions,
             "num_experts": self.num_experts or None,
             "no_rope_freq": self.canonical_nope_pattern,
+            "window_size": self.canonical_window,
+            "window_attn_skip_freq": self.canonical_window_pattern,
         }
         if self.num_experts:
             resolved["moe_ffn_hidden_size"] = self.moe_ffn_hidden_size or ffn
@@ -322,6 +335,38 @@ class ModelConfig:
                 f"--no-rope-freq {self.no_rope_freq} {error}: give a number, or a list with 1 for every layer without "
                 'rotary position embedding and 0 for every other, such as "([0]*3+[1])*2" for 8 layers.'
             ) from None
+
+    @property
+    def canonical_window_pattern(self) -> str:
+        """``--window-attn-skip-freq``, equal for equal layers; raises :class:`ConfigError` for a text that is no
+        pattern, or has no layer with a window."""
+        assert self.num_layers is not None
+        flag = f"--window-attn-skip-freq {self.window_attn_skip_freq}"
+        try:
+            has_window = parse_window_pattern(self.window_attn_skip_freq, self.num_layers)
+        except PatternError as error:
+            raise ConfigError(
+                f"{flag} {error}: give a number, or a list with 1 for every layer with a window and 0 for every other, "
+                'such as "([1]*5+[0])*2" for 12 layers.'
+            ) from None
+        if self.window_size is None:
+            require_flag("--window-size", False, changed_flags(self, "window_attn_skip_freq"))
+        elif not any(has_window):
+            raise ConfigError(f"{flag} leaves no layer with the window of --window-size: change it, or remove both.")
+        return describe_window_layers(has_window)
+
+    @property
+    def canonical_window(self) -> str | None:
+        """``--window-size`` without spaces and parentheses; raises :class:`ConfigError` for another text."""
+        if self.window_size is None:
+            return None
+        match = re.fullmatch(r"\(?\s*(\d{1,18})\s*,\s*0\s*\)?", self.window_size)
+        if match is None:
+            raise ConfigError(
+                f"--window-size {self.window_size} is not LEFT,0: give the number of keys before a query's own, such "
+                "as 4095,0; attention is causal, so that it has none after."
+            )
+        return f"{int(match[1])},0"
 
     @property
     def preset_vocab_size(self) -> int | None:

@@ -16,7 +16,7 @@ ranks, then ring attention over the P groups with each rank's shard of the heads
 #     rank             0         1         2         3         3         2         1         0
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ from megatron.core.ops.attention import (
     Attention,
     AttentionInputs,
     AttentionKernel,
+    AttentionMask,
     AttentionOutput,
     Gradients,
     LocalAttention,
     Tile,
     TiledAttention,
     TiledGradients,
+    earlier_tile,
 )
 from megatron.core.ops.documents import Span, spans_of
 
@@ -66,6 +68,11 @@ class ContextSplit:
         )
         return first, second
 
+    def position(self, local: int, length: int) -> int:
+        """The position in the sequence of local position ``local``."""
+        chunk = length // (2 * self.size)
+        return self.chunks[local // chunk] * chunk + local % chunk
+
     def natural(self, by_rank: Tensor) -> Tensor:
         """All ranks' positions ``[size, length / size, ...]`` to ``[length, ...]`` in the order of the sequence."""
         chunks = by_rank.unflatten(1, (2, -1)).flatten(0, 1)  # [2 size, chunk, ...]
@@ -79,13 +86,18 @@ class ContextSplit:
         return chunks[order].unflatten(0, (self.size, 2)).flatten(1, 2)
 
 
-def ring_tiles(split: ContextSplit, source: int, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+def ring_tiles(
+    split: ContextSplit, source: int, spans: Sequence[Span], length: int, mask: AttentionMask
+) -> Iterator[Tile]:
     """The tiles of this rank's queries and the keys of rank ``source``: half of its keys, or of this rank's queries.
 
     A document in both chunks of a rank ends the first and starts the second, which adjoin in local positions, so that
     each document is at most one tile.
     """
     source_split = ContextSplit(source, split.size)
+    if mask.window is not None:
+        yield from _window_tiles(split, source_split, spans, length, mask)
+        return
     for span in spans:
         query_ranges, key_ranges = split.local_ranges(span, length), source_split.local_ranges(span, length)
         if source == split.rank:
@@ -97,24 +109,45 @@ def ring_tiles(split: ContextSplit, source: int, spans: Sequence[Span], length: 
             # This rank's first chunk precedes both of the source's chunks, its second follows both.
             queries, keys = query_ranges[1], _joined(key_ranges)
         if len(queries) and len(keys):
-            yield Tile(span.rows, _slice(queries), _slice(keys), is_causal=source == split.rank)
+            of_tile = replace(mask, is_causal=source == split.rank)
+            yield Tile(span.rows, _slice(queries), _slice(keys), of_tile)
 
 
-def diagonal_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+def _window_tiles(
+    split: ContextSplit, source: ContextSplit, spans: Sequence[Span], length: int, mask: AttentionMask
+) -> Iterator[Tile]:
+    """The tiles of :func:`ring_tiles` under a window, whose place depends on positions: a tile for each chunk of the
+    queries and each earlier chunk of the keys, unless it is outside of the window."""
+    if source == split:
+        yield from diagonal_tiles(split, spans, length, mask)
+    for span in spans:
+        for query_chunk, queries in zip(split.chunks, split.local_ranges(span, length)):
+            for key_chunk, keys in zip(source.chunks, source.local_ranges(span, length)):
+                if key_chunk < query_chunk and len(queries) and len(keys):
+                    distance = split.position(queries.start, length) - source.position(keys.start, length)
+                    tile = earlier_tile(span.rows, queries, keys, distance, mask)
+                    if tile is not None:
+                        yield tile
+
+
+def diagonal_tiles(split: ContextSplit, spans: Sequence[Span], length: int, mask: AttentionMask) -> Iterator[Tile]:
     """The tiles of each chunk's queries and the keys of the same chunk, in local positions."""
     for span in spans:
         for positions in split.local_ranges(span, length):
             if len(positions):
-                yield Tile(span.rows, _slice(positions), _slice(positions), is_causal=True)
+                yield Tile(span.rows, _slice(positions), _slice(positions), mask)
 
 
-def earlier_tiles(split: ContextSplit, spans: Sequence[Span], length: int) -> Iterator[Tile]:
+def earlier_tiles(split: ContextSplit, spans: Sequence[Span], length: int, mask: AttentionMask) -> Iterator[Tile]:
     """The tiles of each chunk's queries (local positions) and all earlier keys (positions in the sequence)."""
     chunk = length // (2 * split.size)
     for span in spans:
-        for number, positions in zip(split.chunks, split.local_ranges(span, length)):
-            if len(positions) and span.start < number * chunk:
-                yield Tile(span.rows, _slice(positions), slice(span.start, number * chunk), is_causal=False)
+        for number, queries in zip(split.chunks, split.local_ranges(span, length)):
+            if len(queries) and span.start < number * chunk:
+                distance = split.position(queries.start, length) - span.start
+                tile = earlier_tile(span.rows, queries, range(span.start, number * chunk), distance, mask)
+                if tile is not None:
+                    yield tile
 
 
 def _joined(ranges: tuple[range, range]) -> range:
@@ -159,9 +192,9 @@ class RingAttention(_AttentionOverRanks):
         for step in range(size):
             # Post the next keys, compute with the current ones, merge the two softmaxes, wait.
             arriving = self._ranks.start_shift(key_value) if step < size - 1 else None
-            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length, inputs.mask)
             key, value = key_value
-            tiled.add(tiles, key, value, is_first=step == 0)
+            tiled.add(tiles, key, value)
             if arriving is not None:
                 key_value = arriving.wait()
         return tiled.result()
@@ -181,7 +214,7 @@ class RingAttention(_AttentionOverRanks):
                 moving = [key_value, *moving]
             shift = self._ranks.start_shifts(moving)
             grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)
-            tiles = ring_tiles(self._split, (rank - step) % size, spans, length)
+            tiles = ring_tiles(self._split, (rank - step) % size, spans, length, inputs.mask)
             gradients.add(tiles, *key_value, *grad_key_value)
             arrived = shift.wait()
             if step < size - 1:
@@ -208,8 +241,8 @@ class AllGatherAttention(_AttentionOverRanks):
         spans, length = self._whole(inputs)
         tiled = TiledAttention(self._kernel, inputs)
         gathering = self._start_gather(inputs)
-        tiled.add(diagonal_tiles(self._split, spans, length), inputs.key, inputs.value, is_first=True)
-        tiled.add(earlier_tiles(self._split, spans, length), *gathering.wait())
+        tiled.add(diagonal_tiles(self._split, spans, length, inputs.mask), inputs.key, inputs.value)
+        tiled.add(earlier_tiles(self._split, spans, length, inputs.mask), *gathering.wait())
         return tiled.result()
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
@@ -220,10 +253,10 @@ class AllGatherAttention(_AttentionOverRanks):
         gathering = self._start_gather(inputs)
         key, value = inputs.key, inputs.value
         grad_key, grad_value = (torch.zeros_like(tensor, dtype=gradients.dtype) for tensor in (key, value))
-        gradients.add(diagonal_tiles(self._split, spans, length), key, value, grad_key, grad_value)
+        gradients.add(diagonal_tiles(self._split, spans, length, inputs.mask), key, value, grad_key, grad_value)
         key_value = gathering.wait()
         grad_key_value = torch.zeros_like(key_value, dtype=gradients.dtype)  # [2, b, groups, s, d]
-        gradients.add(earlier_tiles(self._split, spans, length), *key_value, *grad_key_value)
+        gradients.add(earlier_tiles(self._split, spans, length, inputs.mask), *key_value, *grad_key_value)
         by_rank = self._split.by_rank(grad_key_value.movedim(3, 0)).flatten(0, 1)  # [s, 2, b, groups, d]
         for own, reduced in zip((grad_key, grad_value), self._ranks.reduce_scatter(by_rank).movedim(0, 3)):
             own += reduced
@@ -258,14 +291,14 @@ class UlyssesAttention(Attention):
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
         query, key, value = self._to_heads(inputs.query, inputs.key, inputs.value)
-        inner = self._inner.forward(AttentionInputs(query, key, value, inputs.spans))
+        inner = self._inner.forward(AttentionInputs(query, key, value, inputs.spans, inputs.mask))
         kept = query, key, value, inner.output, inner.log_sum_exp, inner.kept
         return AttentionOutput(inputs, self._to_positions(inner.output)[0], None, kept)
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         query, key, value, *inner = attended.kept
         (inner_grad,) = self._to_heads(grad)
-        inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans)
+        inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans, attended.inputs.mask)
         grads = self._inner.backward(inner_grad, AttentionOutput(inner_inputs, *inner))
         # An all-to-all sums nothing, so gradients need no wider dtype.
         grad_query, grad_key, grad_value = self._to_positions(*(part.to(grad.dtype) for part in grads))

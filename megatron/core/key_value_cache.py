@@ -12,7 +12,7 @@ over it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from megatron.core.ops.attention import (
     Gradients,
     LocalAttention,
 )
+from megatron.core.ops.attention_kernels import capped_attention
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,16 @@ class CachedPass:
     """The first position; None if rows differ."""
     rows: Tensor | None
     """The numbers of the rows ``[b, 1]``, if rows differ."""
-    visible: VisibleKeys
-    """The keys in layers without chunks."""
-    visible_in_chunk: VisibleKeys
-    """The keys in layers with chunks."""
+    firsts: Sequence[int]
+    """The first position of every row."""
+    visible: dict[tuple[int | None, int | None], VisibleKeys] = field(default_factory=dict)
+    """The keys by the chunk size and the window of a layer."""
+
+    def visible_keys(self, chunk_size: int | None, window: int | None) -> VisibleKeys:
+        """The keys that the queries of a layer attend to; computed once for the layers with equal limits."""
+        if (chunk_size, window) not in self.visible:
+            self.visible[chunk_size, window] = _visible(self.firsts, self.positions, chunk_size, window)
+        return self.visible[chunk_size, window]
 
 
 class KeyValueCache:
@@ -112,16 +119,15 @@ class KeyValueCache:
             rows = torch.arange(len(firsts), device=self.device).unsqueeze(1)  # [b, 1]
         elif first:
             positions += first
-        visible = _visible(firsts, positions, None)
-        in_chunk = visible if self.chunk_size is None else _visible(firsts, positions, self.chunk_size)
-        self.current = CachedPass(positions, first, rows, visible, in_chunk)
+        self.current = CachedPass(positions, first, rows, firsts)
 
 
-def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None) -> VisibleKeys:
-    """The keys from the beginning of a query's chunk to its own position."""
+def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None, window: int | None) -> VisibleKeys:
+    """The keys from the beginning of a query's chunk, or of its window, to its own position."""
     length = positions.shape[0]
-    # Whole slots for all rows: from the earliest chunk to the last position. The mask excludes the others.
+    # Whole slots for all rows: from the earliest chunk or window to the last position. The mask excludes the others.
     start = 0 if chunk_size is None else min(firsts) // chunk_size * chunk_size
+    start = start if window is None else max(start, min(firsts) - window)
     keys = slice(start, max(firsts) + length)
     if length == 1 and positions.dim() == 1:
         return VisibleKeys(keys, None)
@@ -130,6 +136,8 @@ def _visible(firsts: Sequence[int], positions: Tensor, chunk_size: int | None) -
     mask = slots <= queries
     if chunk_size is not None:
         mask &= slots >= queries - queries % chunk_size
+    if window is not None:
+        mask &= slots >= queries - window
     return VisibleKeys(keys, mask)
 
 
@@ -163,9 +171,13 @@ class CachedAttention(Attention):
             self.values[:, :, written] = inputs.value
         if current.first == 0:
             return self._first_pass.forward(inputs)
-        visible = current.visible_in_chunk if self._has_chunks else current.visible
+        chunk_size, cap = self._cache.chunk_size if self._has_chunks else None, inputs.mask.soft_cap
+        visible = current.visible_keys(chunk_size, inputs.mask.window)
         keys, values = self.keys[:, :, visible.slots], self.values[:, :, visible.slots]
-        output = F.scaled_dot_product_attention(inputs.query, keys, values, visible.mask, enable_gqa=True)
+        if cap is None:
+            output = F.scaled_dot_product_attention(inputs.query, keys, values, visible.mask, enable_gqa=True)
+        else:  # which torch's kernels have not
+            output = capped_attention(inputs.query, keys, values, visible.mask, cap)
         return AttentionOutput(inputs, output, None)
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.planner.launches import Launch, axis_of
 from megatron.planner.plan import parallel_map
 from megatron.planner.rehearsal.launch_prices import TERM_OF_AXIS, exposure
-from megatron.planner.rehearsal.records import LayerKind, Unit, UnitRecords, UnitsOfRun
+from megatron.planner.rehearsal.records import LayerKind, Unit, UnitRecords, UnitsOfRun, layer_kinds_of
 from megatron.planner.rehearsal.unit import Ends, UnitRecord
 from megatron.planner.search.enumeration import LONGEST_MICROBATCH, RECOMPUTE, SHORTEST_PART, modules_in
 from megatron.planner.search.layout import Job, Layout
@@ -165,7 +165,7 @@ def facts(job: Job) -> Json:
     """What the page says and checks of the model, and what the composition needs of the job."""
     model = job.architecture
     sizes = "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "num_experts"
-    kinds = [f"{int(is_moe)}{int(has_rope)}" for is_moe, has_rope in zip(model.moe_layers(), model.rope_layers())]
+    kinds = [_digits(kind) for kind in layer_kinds_of(model)]
     return {
         **{name: getattr(model, name) for name in sizes},
         "name": job.name,
@@ -189,11 +189,15 @@ def cluster_data(cluster: Cluster) -> Json:
 
 
 def _kind(unit: Unit) -> str:
-    """Whether a layer is recomputed, is of experts, and has RoPE, as digits."""
+    """Whether a layer is recomputed, and its kind, as digits."""
     assert len(unit.layers) == 1 and isinstance(unit.kind, tuple)
     layer, *_ = unit.kind[1]
     assert isinstance(layer, LayerKind)
-    return f"{int(unit.is_recomputed)}{int(layer.is_moe)}{int(layer.has_rope)}"
+    return f"{int(unit.is_recomputed)}{_digits(layer)}"
+
+
+def _digits(layer: LayerKind) -> str:
+    return "".join(str(int(fact)) for fact in vars(layer).values())
 
 
 def _record(record: UnitRecord, parameters: Shared, passes: Shared) -> Json:

@@ -28,6 +28,7 @@ from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.models.layer import BuildContext, LocalProvider, RMSNorm
 from megatron.core.models.parallelize import build_experts
 from megatron.core.models.transformer import TransformerModel
+from megatron.core.ops.attention import hardest_mask
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.matmul import linear
@@ -163,7 +164,7 @@ def build_model(
         TensorParallel(topology.tensor_parallel),
         dtype,
         topology.device,
-        choose_attention_kernel("auto", topology.device, dtype),
+        choose_attention_kernel("auto", topology.device, dtype, mask=hardest_mask(architecture)),
         experts=experts,
         provider=ForwardProvider() if with_cache else LocalProvider(),
         cache=KeyValueCache(topology.device, architecture.attention_chunk_size) if with_cache else None,

@@ -289,13 +289,20 @@ class _Operation:
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of two products of queries and keys, in a backward pass five; half if causal. Packed sequences count as
-        if all were as long as the longest, since the others' lengths are not in the shapes."""
+        """FLOPs of two products of queries and keys, in a backward pass five; half if causal, less with a window.
+        Packed sequences count as if all were as long as the longest, since the others' lengths are not in the shapes.
+        """
         query, key = self.arguments["query"], self.arguments["key"]
         products = 5 if "backward" in self.name else 2
-        causal = 0.5 if self.arguments.get("is_causal") else 1.0
         length = self.packed_length or key.shape[-2]
-        return 2.0 * products * causal * query.numel() * length
+        visible = (0.5 if self.arguments.get("is_causal") else 1.0) * length
+        window = self.arguments.get("window_size_left")
+        if window is not None and window < length - 1:
+            # The last query, which is at the last key, has length - 1 - window keys less, the one before one less.
+            queries, most = int(self.arguments["max_q"]), length - 1 - window
+            least = max(most - queries, 0)
+            visible -= (most * (most + 1) - least * (least + 1)) / 2 / queries
+        return 2.0 * products * query.numel() * visible
 
     @property
     def packed_length(self) -> int:

@@ -41,6 +41,8 @@ def fields_of(config: TransformerConfig, **changes: Any) -> dict[str, Any]:
         (LLAMA, "llama"),
         (replace(LLAMA, add_qkv_bias=True), "qwen2"),
         (replace(LLAMA, qk_layernorm=True), "qwen3"),
+        (replace(LLAMA, qk_layernorm=True, window_size="6,0"), "qwen3"),
+        (replace(LLAMA, add_qkv_bias=True, window_size="6,0", window_attn_skip_freq="2"), "qwen2"),
         (MIXTRAL, "mixtral"),
         (QWEN3_MOE, "qwen3_moe"),
         (replace(QWEN3_MOE, moe_layer_freq="1"), "qwen3_moe"),

@@ -282,7 +282,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "rotary_percent": (0.5,),
     "multi_latent_attention": (True,),
     "mtp_num_layers": (1,),
-    "window_size": ((128, 0),),
+    "window_size": ([128, 128], "128"),
     "softmax_type": ("learnable",),
     "spec": (["my_package", "my_spec"],),
     "moe_router_load_balancing_type": ("sinkhorn", ["aux_loss", "sinkhorn"]),

@@ -29,8 +29,10 @@ from megatron.core.context_parallel import (
     ring_tiles,
 )
 from megatron.core.ops.attention import (
+    CAUSAL,
     AttentionInputs,
     AttentionKernel,
+    AttentionMask,
     AttentionOutput,
     Gradients,
     LocalAttention,
@@ -63,21 +65,32 @@ def attention_spans(starts: Tensor, marks: Marks, chunk: int | None) -> Attentio
     return chunked_attention(documents, chunk, rows, length, CPU)
 
 
+Limits = tuple[int | None, int | None]
+"""The size of a chunk, and the window."""
+
+
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[int, int | None, Tensor, Marks]:
-    """A number of ranks, the size of a chunk, and where documents begin in a batch of two rows."""
+def sequences(draw: st.DrawFn) -> tuple[int, Limits, Tensor, Marks]:
+    """A number of ranks, the limits of attention, and where documents begin in a batch of two rows."""
     size = draw(st.sampled_from(SIZES))
     length = 2 * size * draw(st.integers(1, 4))
     chunk = draw(st.none() | st.integers(1, length + 2))
     # Documents are seldom shorter than a chunk if few tokens begin one.
     rare = draw(st.integers(1, 12))
     row = st.lists(st.integers(0, rare).map(lambda number: number == 0), min_size=length, max_size=length)
-    return size, chunk, torch.tensor(draw(st.lists(row, min_size=2, max_size=2))), draw(st.sampled_from(MARKS))
+    window = draw(st.none() | st.integers(0, length))
+    return (
+        size,
+        (chunk, window),
+        torch.tensor(draw(st.lists(row, min_size=2, max_size=2))),
+        draw(st.sampled_from(MARKS)),
+    )
 
 
-def spans_and_pairs(chunk: int | None, starts: Tensor, marks: Marks) -> tuple[Sequence[Span], Tensor]:
+def spans_and_pairs(limits: Limits, starts: Tensor, marks: Marks) -> tuple[Sequence[Span], Tensor]:
     """The spans, and the visible pairs ``[b, query, key]`` by the definition, as counts."""
-    expected = visible_pairs(starts, *(marks or (False, False)), chunk_size=chunk).long()
+    chunk, window = limits
+    expected = visible_pairs(starts, *(marks or (False, False)), chunk, window).long()
     return spans_of(attention_spans(starts, marks, chunk), starts.shape[1]), expected
 
 
@@ -87,10 +100,15 @@ def counted(tiles: Iterable[Tile], queries: Tensor, keys: Tensor, rows: int, len
     for tile in tiles:
         mine, theirs = queries[tile.queries], keys[tile.keys]
         assert len(mine) and len(theirs)
+        assert not tile.mask.is_causal or len(mine) == len(theirs)
         block = torch.ones(len(mine), len(theirs), dtype=torch.long)
-        if tile.is_causal:
-            assert len(mine) == len(theirs)
-            block = block.tril()
+        for query in range(len(mine)):
+            for key in range(len(theirs)):
+                # The last query is at the last key.
+                distance = query + len(theirs) - len(mine) - key
+                is_before = tile.mask.window is not None and distance > tile.mask.window
+                block[query, key] = not is_before and not (tile.mask.is_causal and distance < 0)
+        assert block.any(dim=0).all() and block.any(dim=1).all(), "a query or a key that the tile does not need"
         for row in range(rows)[tile.rows]:
             counts[row, mine.unsqueeze(1), theirs] += block
     return counts
@@ -98,9 +116,9 @@ def counted(tiles: Iterable[Tile], queries: Tensor, keys: Tensor, rows: int, len
 
 @settings(max_examples=250)
 @given(case=sequences())
-def test_spans_hold_every_visible_pair_once_and_no_other(case: tuple[int, int | None, Tensor, Marks]) -> None:
-    _, chunk, starts, marks = case
-    spans, expected = spans_and_pairs(chunk, starts, marks)
+def test_spans_hold_every_visible_pair_once_and_no_other(case: tuple[int, Limits, Tensor, Marks]) -> None:
+    _, (chunk, _), starts, marks = case
+    spans, expected = spans_and_pairs((chunk, None), starts, marks)
     counts = torch.zeros_like(expected)
     for span in spans:
         size = span.stop - span.start
@@ -112,38 +130,43 @@ def test_spans_hold_every_visible_pair_once_and_no_other(case: tuple[int, int | 
 @settings(max_examples=250)
 @given(case=sequences())
 def test_tiles_of_all_ranks_hold_every_visible_pair_once_and_no_other(
-    case: tuple[int, int | None, Tensor, Marks],
+    case: tuple[int, Limits, Tensor, Marks],
 ) -> None:
     """Ring (also over the groups of two levels, whose split is that of as many ranks) and all-gather."""
-    size, chunk, starts, marks = case
+    size, limits, starts, marks = case
     rows, length = starts.shape
-    spans, expected = spans_and_pairs(chunk, starts, marks)
+    spans, expected = spans_and_pairs(limits, starts, marks)
+    mask = AttentionMask(window=limits[1])
     ring, gathered = torch.zeros_like(expected), torch.zeros_like(expected)
     for rank in range(size):
         split = ContextSplit(rank, size)
         mine = split.positions(length)
         for source in range(size):
             keys = ContextSplit(source, size).positions(length)
-            ring += counted(ring_tiles(split, source, spans, length), mine, keys, rows, length)
-        gathered += counted(diagonal_tiles(split, spans, length), mine, mine, rows, length)
-        gathered += counted(earlier_tiles(split, spans, length), mine, torch.arange(length), rows, length)
+            ring += counted(ring_tiles(split, source, spans, length, mask), mine, keys, rows, length)
+        gathered += counted(diagonal_tiles(split, spans, length, mask), mine, mine, rows, length)
+        gathered += counted(earlier_tiles(split, spans, length, mask), mine, torch.arange(length), rows, length)
     assert torch.equal(ring, expected)
     assert torch.equal(gathered, expected)
 
 
 @given(case=sequences())
-def test_every_query_is_in_the_first_tiles_once(case: tuple[int, int | None, Tensor, Marks]) -> None:
+def test_every_query_is_in_the_causal_tiles_once_and_first(case: tuple[int, Limits, Tensor, Marks]) -> None:
     """What merging relies on."""
-    size, chunk, starts, marks = case
+    size, limits, starts, marks = case
     rows, length = starts.shape
-    spans, _ = spans_and_pairs(chunk, starts, marks)
+    spans, _ = spans_and_pairs(limits, starts, marks)
+    mask = AttentionMask(window=limits[1])
     every_query = Counter((row, query) for row in range(rows) for query in range(length // size))
     for rank in range(size):
         split = ContextSplit(rank, size)
-        for tiles in (ring_tiles(split, rank, spans, length), diagonal_tiles(split, spans, length)):
+        for tiles in (ring_tiles(split, rank, spans, length, mask), diagonal_tiles(split, spans, length, mask)):
+            of_rank = list(tiles)
+            causal = [tile for tile in of_rank if tile.mask.is_causal]
+            assert causal == of_rank[: len(causal)]
             held = Counter(
                 (row, query)
-                for tile in tiles
+                for tile in causal
                 for row in range(rows)[tile.rows]
                 for query in range(length)[tile.queries]
             )
@@ -151,7 +174,7 @@ def test_every_query_is_in_the_first_tiles_once(case: tuple[int, int | None, Ten
 
 
 @given(case=sequences())
-def test_positions_count_from_the_beginning_of_the_document(case: tuple[int, int | None, Tensor, Marks]) -> None:
+def test_positions_count_from_the_beginning_of_the_document(case: tuple[int, Limits, Tensor, Marks]) -> None:
     _, _, starts, _ = case
     found = Documents(starts, masks_attention=False, resets_positions=True, device=CPU).positions()
     assert torch.equal(found.t(), token_positions(starts, resets_positions=True))
@@ -164,23 +187,24 @@ def test_every_rank_does_the_same_work_in_every_step(size: int) -> None:
     half = length // size // 2
     for step in range(size):
         for rank in range(size):
-            (tile,) = ring_tiles(ContextSplit(rank, size), (rank - step) % size, spans, length)
+            (tile,) = ring_tiles(ContextSplit(rank, size), (rank - step) % size, spans, length, CAUSAL)
             pairs = (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
             assert pairs == (4 * half * half if step == 0 else 2 * half * half)
-            assert tile.is_causal == (step == 0)
+            assert tile.mask.is_causal == (step == 0)
 
 
 def area(tile: Tile) -> int:
     """Pairs of a query and a key that it may see."""
     queries, keys = (len(range(LENGTH)[part]) for part in (tile.queries, tile.keys))
-    return queries * (queries + 1) // 2 if tile.is_causal else queries * keys
+    return queries * (queries + 1) // 2 if tile.mask.is_causal else queries * keys
 
 
 def areas(size: int, chunk: int) -> list[int]:
     """What each of ``size`` ranks computes in all steps of the ring, in chunked layers (docs/llama4.md)."""
     spans = spans_of(attention_spans(torch.zeros(1, LENGTH), None, chunk), LENGTH)
     steps = [
-        [ring_tiles(ContextSplit(rank, size), source, spans, LENGTH) for source in range(size)] for rank in range(size)
+        [ring_tiles(ContextSplit(rank, size), source, spans, LENGTH, CAUSAL) for source in range(size)]
+        for rank in range(size)
     ]
     return [sum(area(tile) for tiles in of_rank for tile in tiles) for of_rank in steps]
 
@@ -239,6 +263,7 @@ class Case:
     places: tuple[int, ...] = ()
     marks: Marks = None
     chunk: int | None = None
+    mask: AttentionMask = CAUSAL
 
     @property
     def starts(self) -> Tensor:
@@ -252,7 +277,8 @@ class Case:
         """The inputs at these positions, and the gradient of their output."""
         positions = torch.arange(self.shape[3]) if positions is None else positions
         query, key, value, grad = (tensor[:, :, positions].to(dtype) for tensor in self.tensors())
-        return AttentionInputs(query, key, value, attention_spans(self.starts, self.marks, self.chunk)), grad
+        spans = attention_spans(self.starts, self.marks, self.chunk)
+        return AttentionInputs(query, key, value, spans, self.mask), grad
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Query, key, value and the gradient of the output, in fp64."""
@@ -268,12 +294,14 @@ class Case:
         """Output and gradients of inputs that are rounded to ``dtype``, by autograd on the whole matrix of scores with
         a mask that is built pair by pair."""
         _, heads, groups, _, size = self.shape
-        visible = visible_pairs(self.starts, *(self.marks or (False, False)), chunk_size=self.chunk)[:, None]
+        visible = visible_pairs(self.starts, *(self.marks or (False, False)), self.chunk, self.mask.window)[:, None]
         query, key, value, grad = (tensor.to(dtype).double() for tensor in self.tensors())
         leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
         keys, values = (tensor.repeat_interleave(heads // groups, dim=1) for tensor in leaves[1:])
-        scores = (query @ keys.transpose(-1, -2) / math.sqrt(size)).masked_fill(~visible, -math.inf)
-        output = scores.softmax(dim=-1) @ values
+        scores = query @ keys.transpose(-1, -2) / math.sqrt(size)
+        if self.mask.soft_cap is not None:
+            scores = self.mask.soft_cap * (scores / self.mask.soft_cap).tanh()
+        output = scores.masked_fill(~visible, -math.inf).softmax(dim=-1) @ values
         grad_query, grad_key, grad_value = torch.autograd.grad(output, leaves, grad)
         return output.detach(), (grad_query, grad_key, grad_value)
 
@@ -316,10 +344,10 @@ def test_attention_to_some_keys_and_then_to_others_is_attention_to_all(
     key, value = whole.key, whole.value
     middle = max(1, min(length - 1, int(cut * length)))
     rows, early, late = slice(None), slice(0, middle), slice(middle, length)
-    diagonal = [Tile(rows, early, early, True), Tile(rows, late, late, True)]
-    before = [Tile(rows, late, early, False)]
+    diagonal = [Tile(rows, early, early, CAUSAL), Tile(rows, late, late, CAUSAL)]
+    before = [Tile(rows, late, early, AttentionMask(is_causal=False))]
     tiled = TiledAttention(kernel, whole)
-    tiled.add(diagonal, key, value, is_first=True)
+    tiled.add(diagonal, key, value)
     tiled.add(before, key, value)
     grads = TiledGradients(kernel, grad, tiled.result())
     grad_key, grad_value = (torch.zeros_like(tensor, dtype=grads.dtype) for tensor in (key, value))
@@ -349,14 +377,29 @@ CASES = [
         ]
     ),
 ]
+WINDOWS = [
+    # Windows of the own key alone, inside a part of a rank (6 of 48, or 12), over its border, over several parts.
+    *(Case((2, 8, 4, 48, 8), mask=AttentionMask(window=window)) for window in (0, 3, 5, 6, 7, 12, 20, 46, 47)),
+    Case((1, 4, 4, 160, 8), mask=AttentionMask(window=50)),
+    Case(CHUNKED, (3, 7, 12, 30), IN_DOCUMENTS, mask=AttentionMask(window=6)),
+    Case(CHUNKED, (3, 7, 12, 30), (True, True), 13, AttentionMask(window=4)),
+]
+CAPPED = [
+    Case((2, 8, 4, 48, 8), mask=AttentionMask(soft_cap=0.7)),
+    Case(CHUNKED, (3, 7, 12, 30), IN_DOCUMENTS, mask=AttentionMask(window=6, soft_cap=1.5)),
+]
 ALONE = [Case((1, 1, 1, 8, 2), (1, 4, 5, 7), IN_DOCUMENTS), Case((1, 6, 2, 40, 16), (1, 4, 5, 7), IN_DOCUMENTS)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("kernel", [*KERNELS, TorchAttention()], ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("case", [*CASES, *ALONE], ids=str)
-def test_one_rank_attends_inside_documents_and_chunks(kernel: AttentionKernel, case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", [*CASES, *ALONE, *WINDOWS, *CAPPED], ids=str)
+def test_one_rank_attends_inside_documents_chunks_and_windows(
+    kernel: AttentionKernel, case: Case, dtype: torch.dtype
+) -> None:
     """The reference computes all spans in one varlen call, the other kernels a tile for each."""
+    if not kernel.supports_mask(case.mask):
+        pytest.skip("the kernel does not compute this mask, and is not chosen")
     attention, (whole, grad) = LocalAttention(kernel), case.inputs(dtype)
     attended = attention.forward(whole)
     found = attended.output, attention.backward(grad, attended)
@@ -373,9 +416,10 @@ def on_ranks(
     kinds: list[str] = []
     for communicator in (ranks, *levels):
         communicator.observer = lambda record: kinds.append(record.kind)
-    attention = ContextParallel(ranks, (kind,), levels).attention(0, CpuFlashAttention())
     results = []
     for case in cases:
+        kernel = CpuFlashAttention() if case.mask.soft_cap is None else ReferenceAttention()
+        attention = ContextParallel(ranks, (kind,), levels).attention(0, kernel)
         mine, grad = case.inputs(dtype, ContextSplit(ranks.rank, size).positions(case.shape[3]))
         attended = attention.forward(mine)
         assert attended.output.dtype == dtype
@@ -391,8 +435,9 @@ def test_ranks_that_share_a_sequence_attend_as_one(
     four_ranks: RankPool, kind: ContextParallelType, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     ranks = math.prod(sizes)
-    by_rank = four_ranks.run(on_ranks, kind, sizes, CASES, dtype, world_size=ranks)
-    for number, case in enumerate(CASES):
+    cases = [*CASES, *WINDOWS, *CAPPED]
+    by_rank = four_ranks.run(on_ranks, kind, sizes, cases, dtype, world_size=ranks)
+    for number, case in enumerate(cases):
         expected = case.definition(dtype)
         for rank, (results, _) in enumerate(by_rank):
             assert_all_close(results[number], expected, dtype, ContextSplit(rank, ranks).positions(case.shape[3]))

@@ -157,6 +157,9 @@ ARCHITECTURES: dict[str, Flags] = {
         "qk_l2_norm": True,
         "attention_temperature_tuning": True,
         "attention_temperature_floor": 4,
+        "window_size": "5,0",
+        "window_attn_skip_freq": "2",
+        "attn_logit_softcapping": 4.0,
     },
 }
 
@@ -245,7 +248,7 @@ def test_flags_that_agree_or_are_free_may_be_given(
 
 def test_a_pattern_of_layers_may_be_rephrased(corpus: Corpus, saved: Callable[[str], Path], tmp_path: Path) -> None:
     directory, metrics = saved("layers of two kinds"), tmp_path / "metrics.jsonl"
-    flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]")
+    flags = going_on(corpus, directory, metrics_jsonl=metrics, no_rope_freq="[0]+[1]", window_attn_skip_freq="[1,0]")
     call_training(flags).succeeded()
     assert losses(metrics) == second_half(directory)
     refusal(going_on(corpus, directory, no_rope_freq="[1,0]"), "--no-rope-freq is [1,0] here and 2 there")

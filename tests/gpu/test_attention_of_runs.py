@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.ops.attention import (
+    CAUSAL,
     AttentionInputs,
     AttentionKernel,
+    AttentionMask,
     AttentionShape,
     LocalAttention,
     Tile,
@@ -120,11 +122,11 @@ def test_tiles_with_other_keys_are_merged(device: torch.device, kernel_name: str
     query, key, value, grad = case.tensors(device, dtype_of(case))
     half, every = case.length // 2, slice(None)
     begin, end = slice(0, half), slice(half, case.length)
-    own = [Tile(every, begin, begin, True), Tile(every, end, end, True)]
-    before = [Tile(every, end, begin, False)]
+    own = [Tile(every, begin, begin, CAUSAL), Tile(every, end, end, CAUSAL)]
+    before = [Tile(every, end, begin, AttentionMask(is_causal=False))]
     inputs = AttentionInputs(query, key, value)
     tiled = TiledAttention(kernel, inputs)
-    tiled.add(own, key, value, is_first=True)
+    tiled.add(own, key, value)
     tiled.add(before, key, value)
     attended = tiled.result()
     gradients = TiledGradients(kernel, grad, attended)

@@ -25,7 +25,14 @@ from megatron.core.kernels.trials import (
     try_swiglu,
     try_weight_gradient,
 )
-from megatron.core.ops.attention import AttentionInputs, AttentionKernel, AttentionOutput, AttentionShape, Gradients
+from megatron.core.ops.attention import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionMask,
+    AttentionOutput,
+    AttentionShape,
+    Gradients,
+)
 from megatron.core.ops.attention_kernels import CpuFlashAttention, ReferenceAttention
 from megatron.core.ops.documents import AttentionSpans, Span
 from megatron.core.ops.fp8 import (
@@ -81,7 +88,7 @@ def test_the_kernels_of_this_project_pass(sizes: TrialSizes) -> None:
 
 class IgnoresTheMaskOfOneGroup(ReferenceAttention):
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
-        return super().forward(replace(inputs, is_causal=inputs.is_causal and inputs.key.shape[1] > 1))
+        return super().forward(replace(inputs, mask=AttentionMask(is_causal=inputs.key.shape[1] > 1)))
 
 
 class IgnoresStridesOfOneRow(ReferenceAttention):

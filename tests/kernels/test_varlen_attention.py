@@ -17,6 +17,7 @@ from megatron.core.models.parallelize import build_model
 from megatron.core.ops.attention import (
     AttentionInputs,
     AttentionKernel,
+    AttentionMask,
     AttentionOutput,
     AttentionShape,
     Gradients,
@@ -235,7 +236,7 @@ def test_torchs_kernels_take_fake_cuda_tensors_of_real_sizes(
         assert [one.shape for one in grads] == [query.shape, inputs.key.shape, inputs.value.shape]
         # A tile of other keys.
         key, value = (empty(rows, shape.key_value_heads, 1024, shape.head_size, device="cuda") for _ in range(2))
-        others = AttentionInputs(query, key, value, is_causal=False)
+        others = AttentionInputs(query, key, value, mask=AttentionMask(is_causal=False))
         tile = kernel.forward(others)
         assert tile.log_sum_exp is not None
         assert (tile.output.shape, tile.log_sum_exp.shape) == (query.shape, query.shape[:3])

@@ -18,7 +18,7 @@ from megatron.config.model import MoEConfig
 from megatron.core.models.layer import BuildContext
 from megatron.core.models.parallelize import build_experts, build_model
 from megatron.core.models.transformer import TransformerModel
-from megatron.core.ops.attention import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel, hardest_mask
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import info_of
@@ -222,7 +222,7 @@ def our_model(
     """This rank's part of our model with ``weights``, in their dtype."""
     dtype = weights["final_layernorm.weight"].dtype
     parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
-    kernel = kernel or choose_attention_kernel("auto", CPU, dtype)
+    kernel = kernel or choose_attention_kernel("auto", CPU, dtype, mask=hardest_mask(config))
     experts = build_experts(config, moe or MoEConfig(), topology)
     model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
     load(model, weights)

@@ -33,6 +33,7 @@ from megatron.core.models.layer import BuildContext, LocalProvider, TransformerL
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
 from megatron.core.moe.layer import Router
 from megatron.core.moe.routing import ExpertBalance, Routing, route
+from megatron.core.ops.attention import CAUSAL, AttentionMask, hardest_mask
 from megatron.core.ops.attention_kernels import choose_attention_kernel
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.fp8 import BlockQuantization, Fp8Kernels, scaled_gemm_reference
@@ -279,12 +280,16 @@ def overlap_of(topology: Topology, layout: Layout) -> TPOverlap | None:
 
 
 def context(
-    topology: Topology, layout: Layout, dtype: torch.dtype = torch.float64, precision: PrecisionConfig | None = None
+    topology: Topology,
+    layout: Layout,
+    dtype: torch.dtype = torch.float64,
+    precision: PrecisionConfig | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
     merges = topology.grid.cp > 1 or layout.activations.cpu_offloading_num_layers > 0
-    kernel = choose_attention_kernel(layout.attention, topology.device, dtype, needs_log_sum_exp=merges)
+    kernel = choose_attention_kernel(layout.attention, topology.device, dtype, merges, mask)
     context_parallel = ContextParallel(
         topology.context_parallel, layout.cp_comm_type, topology.context_parallel_levels(layout.cp_sizes)
     )
@@ -320,9 +325,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     else:
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
-    built_in = context(
-        topology, layout, formats.weight, task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather)
-    )
+    fp8_flags = task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather)
+    built_in = context(topology, layout, formats.weight, fp8_flags, hardest_mask(task.model))
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
     late_copies = mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext()

@@ -65,6 +65,11 @@ QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
 EMA = replace(TIED_SHORT, optimizer=replace(TIED.optimizer, ema_decay=0.7))
 Z_LOSS = replace(SGD_SHORT, z_loss_multiplier=0.1)
 QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
+# A window of four keys in a sequence of 16: it ends inside a rank's part, or crosses one or two borders.
+WINDOWS = replace(SGD_SHORT, model=replace(MODEL, num_layers=4, window_size="3,0", window_attn_skip_freq="2"))
+CAPPED = replace(
+    WINDOWS, model=replace(WINDOWS.model, window_size="5,0", attn_logit_softcapping=0.5), masks_documents=True
+)
 MUP_FIELDS: dict[str, Any] = {
     "use_mup": True,
     "mup_base_hidden_size": 8,

@@ -44,6 +44,7 @@ from tests.parallel.tasks import (
     ADAM_CLIPPED_HARD,
     ADAM_UNCLIPPED,
     BLOCKWISE,
+    CAPPED,
     CONTEXT,
     CONTEXT_IN_DOCUMENTS,
     DEEP_ADAM,
@@ -68,6 +69,7 @@ from tests.parallel.tasks import (
     TIED,
     TIED_SHORT,
     UNEVEN,
+    WINDOWS,
     YARN,
     Z_LOSS,
     full,
@@ -411,6 +413,14 @@ def architecture_matrix() -> Iterator[Case]:
     yield QWEN3_1P, Layout(2, pp=2, schedule="zb-v", microbatches=4)
     yield QWEN3_1P, Layout(2, 2, True, "optim_grads_params")
     yield QWEN3_1P, Layout(2, 2, True, "optim", transformer_engine=True)
+    yield WINDOWS, Layout(cp=4, microbatches=2)
+    yield WINDOWS, Layout(tp=2, sequence_parallel=True, cp=2, cp_comm_type=("allgather",))
+    yield WINDOWS, Layout(pp=2, schedule="zb-v", microbatches=4, cp=2)
+    yield WINDOWS, Layout(dp=2, cp=2, cp_comm_type=("a2a",), strategy="optim_grads_params")
+    yield CAPPED, Layout(cp=4, cp_comm_type=("allgather",))
+    yield CAPPED, Layout(tp=2, pp=2, microbatches=2, activations=selective("core_attn"))
+    yield CAPPED, Layout(cp=2, cp_comm_type=("a2a",), attention="unfused")
+    yield CAPPED, Layout(dp=2, cp=2, strategy="optim")
     yield QWEN2, Layout(4, sequence_parallel=True, microbatches=2)
     yield QWEN2, Layout(2, 2, pp=2, schedule="zb-h1", strategy="optim", microbatches=2)
     yield QWEN2, Layout(2, 2, True, "optim_grads_params", activations=selective("core_attn", "layernorm"))

@@ -320,6 +320,11 @@ ROWS: list[tuple[Any, ...]] = [
         "without, with a temperature from position 15 on",
     ),
     (
+        "--window-size 5,0 --window-attn-skip-freq 2 --attn-logit-softcapping 30",
+        {"window_size": "5,0", "window_attn_skip_freq": "2", "attn_logit_softcapping": 30.0},
+        "attention: 2 of 4 layers with a window of 6 keys; scores capped at 30",
+    ),
+    (
         "--use-mup --mup-base-hidden-size 16 --mup-base-head-dim 2",
         {"use_mup": True, "mup_base_hidden_size": 16, "mup_base_head_dim": 2.0, "mup_output_mult": 0.25},
         "4 times the width of the base model (16), logits x 0.25, attention scores x 0.5",

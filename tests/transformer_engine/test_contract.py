@@ -28,7 +28,7 @@ from megatron.core.device import Unavailable
 from megatron.core.fp8 import ROLES
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
-from megatron.core.ops.attention import AttentionInputs, AttentionShape, LocalAttention, fused_attention
+from megatron.core.ops.attention import AttentionInputs, AttentionMask, AttentionShape, LocalAttention, fused_attention
 from megatron.core.ops.attention_kernels import ReferenceAttention
 from megatron.core.ops.documents import Documents
 from megatron.core.ops.rope import apply_rotary, rotary_frequencies, rotary_table
@@ -228,7 +228,7 @@ def test_attention_beside_fp8_layers_is_not_in_fp8(bench: Bench, is_causal: bool
     kernel = TransformerEngineAttention(bench.engine)
     query = bench.numbers(BATCH, 4, LENGTH, 32, seed=1)
     with torch.no_grad():
-        inputs = AttentionInputs(query, query, query, is_causal=is_causal)
+        inputs = AttentionInputs(query, query, query, mask=AttentionMask(is_causal))
         wanted = ReferenceAttention().forward(inputs).output
         with fp8.forward_pass():
             assert bench.is_close(kernel.forward(inputs).output, wanted)

@@ -6,7 +6,7 @@ all or in some layers.
 
 from typing import Any
 
-from megatron.architectures.layer_pattern import describe_layers
+from megatron.architectures.layer_pattern import describe_layers, describe_window_layers
 from megatron.architectures.spec import (
     ArchitectureSpec,
     Fields,
@@ -15,6 +15,8 @@ from megatron.architectures.spec import (
     attention,
     dense_layer,
     experts,
+    flag,
+    number,
     preset,
     qk_norm,
     size,
@@ -24,7 +26,33 @@ from megatron.architectures.transformer_config import TransformerConfig
 
 _VOCABULARY = 151936
 _NO_WINDOW = {"use_sliding_window": (False, "attention has no sliding window here")}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_WINDOWS = frozenset({"window_size", "window_attn_skip_freq"})
 _NO_BIAS = {"attention_bias": (False, "its linear layers have no bias")}
+
+
+def _read_windows(fields: Fields) -> dict[str, Any]:
+    """The window of transformers counts a query's own key."""
+    layers, first = range(size(fields, "num_hidden_layers")), int(number(fields, "max_window_layers", 28))
+    uses_window = flag(fields, "use_sliding_window", False)
+    kinds = fields.get("layer_types") or [_SLIDING if uses_window and layer >= first else _FULL for layer in layers]
+    if _SLIDING not in kinds:
+        return {}
+    if not uses_window:
+        raise ValueError(f"layer_types has {_SLIDING!r} without use_sliding_window: correct the file")
+    pattern = describe_window_layers(kind == _SLIDING for kind in kinds)
+    return {"window_size": f"{size(fields, 'sliding_window', 4096) - 1},0", "window_attn_skip_freq": pattern}
+
+
+def _window_fields(config: TransformerConfig) -> dict[str, Any]:
+    windows = config.windows()
+    found = [window + 1 for window in windows if window is not None]
+    first = next((layer for layer, window in enumerate(windows) if window is not None), config.num_layers)
+    fields: dict[str, Any] = {"use_sliding_window": bool(found), "max_window_layers": first}
+    if found:
+        kinds = [_FULL if window is None else _SLIDING for window in windows]
+        fields |= {"sliding_window": found[0], "layer_types": kinds}
+    return fields
 
 
 def _qwen2_weights(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:
@@ -44,9 +72,11 @@ QWEN2 = ArchitectureSpec(
     title="Qwen2",
     layer_weights=_qwen2_weights,
     features={"add_qkv_bias": True},
-    config_fields=lambda config: {"use_sliding_window": False, "max_window_layers": config.num_layers},
+    variable_features=_WINDOWS,
+    config_fields=_window_fields,
+    read_fields=_read_windows,
     field_defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
-    required_fields=_NO_WINDOW,
+    layer_types=frozenset({_SLIDING, _FULL}),
 )
 
 
@@ -71,13 +101,12 @@ QWEN3 = ArchitectureSpec(
     features={"qk_layernorm": True},
     presets=_QWEN3_PRESETS,
     vocab_sizes=dict.fromkeys(_QWEN3_PRESETS, _VOCABULARY),
-    config_fields=lambda config: {
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "max_window_layers": config.num_layers,
-    },
+    variable_features=_WINDOWS,
+    config_fields=lambda config: {"attention_bias": False, **_window_fields(config)},
+    read_fields=_read_windows,
     field_defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
-    required_fields=_NO_BIAS | _NO_WINDOW,
+    required_fields=_NO_BIAS,
+    layer_types=frozenset({_SLIDING, _FULL}),
 )
 
 # --- with experts --------------------------------------------------------------------------------------------

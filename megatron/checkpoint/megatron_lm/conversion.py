@@ -78,8 +78,6 @@ _REQUIRED: Mapping[str, tuple[object, ...]] = {
     "rotary_percent": (1.0, None),
     "rotary_interleaved": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
-    "window_size": (None,),
-    "window_attn_skip_freq": (None,),
     "softmax_type": ("vanilla", None),
     "attention_output_gate": (False, None),
     "qk_clip": (False, None),
@@ -144,8 +142,12 @@ def _flags(arguments: Arguments) -> dict[str, Any]:
                 f"has moe_router_score_function {shown(score)}, and only softmax and sigmoid are supported"
             )
         flags["moe_router_score_function"] = score
-    if "no_rope_freq" in given:
-        flags["no_rope_freq"] = _pattern(given["no_rope_freq"], "no_rope_freq")
+    if "window_size" in given:
+        window = given["window_size"]
+        flags["window_size"] = ",".join(map(str, window)) if isinstance(window, list | tuple) else str(window)
+    for name in ("no_rope_freq", "window_attn_skip_freq"):
+        if name in given:
+            flags[name] = _pattern(given[name], name)
     for name, largest in _LARGEST.items():
         if (flags.get(name) or 0) > largest:
             raise ValueError(f"has {name} {shown(flags[name])}, and at most {largest} is supported")

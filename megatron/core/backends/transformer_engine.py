@@ -339,6 +339,8 @@ class TransformerEngineProvider:
 class TransformerEngineAttention(HalfPrecisionGpuKernel, AutogradAttention):
     """``DotProductAttention``; it does not return the log-sum-exp."""
 
+    has_windows = True
+
     def __init__(self, engine: TransformerEngine) -> None:
         self._engine = engine
         self._modules: dict[tuple[int, int, int], Any] = {}
@@ -354,7 +356,10 @@ class TransformerEngineAttention(HalfPrecisionGpuKernel, AutogradAttention):
             by_position = (one.permute(2, 0, 1, 3) for one in (q, k, v))  # [s, b, n, d]
             # Attention is never in FP8.
             with self._engine.pytorch.autocast(enabled=False):
-                joined = self._modules[shape](*by_position, attn_mask_type="causal" if inputs.is_causal else "no_mask")
+                kind = "causal" if inputs.mask.is_causal else "no_mask"
+                # Keys before and after the query's position; None for all.
+                window = None if inputs.mask.window is None else (inputs.mask.window, 0)
+                joined = self._modules[shape](*by_position, attn_mask_type=kind, window_size=window)
             output = joined.view(*joined.shape[:2], heads, -1).permute(1, 2, 0, 3)  # [b, n, s, d]
         return AttentionOutput(inputs, output.detach(), None, (output, q, k, v))
 

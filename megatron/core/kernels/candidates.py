@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.core.device import Compiler, Unavailable, inductor, load
 from megatron.core.gradient import GradientProduct
 from megatron.core.kernels.choice import Candidate, KernelRequest, short_name
+from megatron.core.kernels.trials import LENGTH
 from megatron.core.ops.attention import AttentionKernel, HalfPrecisionGpuKernel
 from megatron.core.ops.attention_kernels import (
     CpuFlashAttention,
@@ -60,7 +61,7 @@ T = TypeVar("T")
 
 # Attention
 
-_ATTENTION: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
+_ATTENTION: dict[str, tuple[str, type[AttentionKernel]]] = {
     "flash3": ("made for Hopper", FlashAttention3),
     "cudnn": ("cuDNN's kernel for Hopper", CudnnAttention),
     "cudnn_varlen": ("cuDNN's kernel, all documents in one call", CudnnVarlenAttention),
@@ -89,10 +90,14 @@ def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
         return kernel
 
     # A candidate for every known name, so that a flag can require it; those that are preferred come first.
-    kernels = {"te": ("Transformer Engine chooses the kernel", transformer_engine), **_ATTENTION}
+    kernels: dict[str, tuple[str, Callable[[], AttentionKernel]]] = {
+        "te": ("Transformer Engine chooses the kernel", transformer_engine),
+        **_ATTENTION,
+    }
     preferred = _preferred_attention(request)
     costs = _COSTS_OF_DOCUMENTS if request.masks_attention and request.on_gpu else {}
-    at_sizes = request.sizes, request.device, request.weight, request.masks_attention
+    mask = request.mask if request.mask.window is None else replace(request.mask, window=LENGTH // 3)
+    at_sizes = request.sizes, request.device, request.weight, request.masks_attention, mask
     return [
         Candidate(
             name,
@@ -134,7 +139,9 @@ def _attention_obstacle(request: KernelRequest, name: str) -> str | None:
         return f"it does not support {short_name(request.weight)} on {request.device.type}"
     if name.startswith("cudnn") and torch.are_deterministic_algorithms_enabled():
         return "its backward pass is not deterministic"  # the operator itself does not refuse that
-    return None
+    # Transformer Engine's kernels have windows, and no cap.
+    has_mask = request.mask.soft_cap is None if name == "te" else _ATTENTION[name][1].supports_mask(request.mask)
+    return None if has_mask else "it does not support --window-size, or --attn-logit-softcapping"
 
 
 # GEMMs

@@ -12,6 +12,7 @@ import torch
 from megatron.config.precision import Wanted
 from megatron.core.device import Compiler, Machine, Unavailable, device_is_broken
 from megatron.core.kernels.trials import BrokenDevice, Trials, TrialSizes, run_trial
+from megatron.core.ops.attention import CAUSAL, AttentionMask
 from megatron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -178,6 +179,8 @@ class KernelRequest:
     """Whether attention must return the log-sum-exp (context parallelism, CPU offload)."""
     masks_attention: bool = False
     """Whether attention stays inside documents, whose lengths differ in every microbatch, or inside chunks."""
+    mask: AttentionMask = CAUSAL
+    """The mask of the layers that have a window, if some have one."""
     resets_positions: bool = False
     """Whether positions restart at documents, so that each sequence of a microbatch has its own rotations."""
     attention_backend: str = "auto"

@@ -18,7 +18,7 @@ from megatron.core.device import Machine, Unavailable
 from megatron.core.kernels import candidates
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose
 from megatron.core.kernels.trials import BrokenDevice, TrialSizes, run_trial
-from megatron.core.ops.attention import AttentionKernel
+from megatron.core.ops.attention import AttentionKernel, hardest_mask
 from megatron.core.ops.fp8 import FP8_CAPABILITY, Fp8Kernels, gemm_for
 from megatron.core.ops.grouped import GroupedGemm, LoopGroupedGemm
 from megatron.core.ops.matmul import WeightGradientKernel
@@ -139,6 +139,7 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         # To merge partial outputs, and because CPU offload cannot move a kernel's private autograd graph.
         needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
         masks_attention=config.masks_attention,
+        mask=hardest_mask(model),
         resets_positions=config.data.reset_position_ids,
         attention_backend=config.model.attention_backend,
         engine=find_transformer_engine(config, topology),

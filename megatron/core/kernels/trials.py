@@ -15,8 +15,10 @@ from torch import Tensor
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import Unavailable, device_is_broken
 from megatron.core.ops.attention import (
+    CAUSAL,
     AttentionInputs,
     AttentionKernel,
+    AttentionMask,
     AttentionShape,
     LocalAttention,
     fused_attention,
@@ -123,7 +125,12 @@ def random(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0)
 
 
 def try_attention(
-    kernel: AttentionKernel, sizes: TrialSizes, device: torch.device, dtype: torch.dtype, in_documents: bool = False
+    kernel: AttentionKernel,
+    sizes: TrialSizes,
+    device: torch.device,
+    dtype: torch.dtype,
+    in_documents: bool = False,
+    mask: AttentionMask = CAUSAL,
 ) -> None:
     """Attend to short sequences as a layer of the model does, with ``in_documents`` also within documents."""
     shape = sizes.attention
@@ -132,10 +139,10 @@ def try_attention(
     grad = random(LENGTH, sizes.rows, shape.query_heads * shape.head_size, device=device, dtype=dtype, seed=1)
     # A mask that is ignored, or heads of another group, change most elements by more than the tolerance.
     for spans in (None, _documents(sizes.rows, device).attention)[: 2 if in_documents else 1]:
-        passes = (_attend(one, qkv, grad, shape, spans) for one in (kernel, ReferenceAttention()))
+        passes = (_attend(one, qkv, grad, shape, spans, mask) for one in (kernel, ReferenceAttention()))
         for found, expected in zip(*passes, strict=True):
             compare(found, expected)
-    inputs = AttentionInputs(*shape.split(qkv))
+    inputs = AttentionInputs(*shape.split(qkv), mask=mask)
     found, expected = (one.forward(inputs) for one in (kernel, ReferenceAttention()))
     if found.log_sum_exp is not None and expected.log_sum_exp is not None:
         compare(found.log_sum_exp, expected.log_sum_exp)
@@ -151,12 +158,17 @@ def _documents(rows: int, device: torch.device) -> Documents:
 
 
 def _attend(
-    kernel: AttentionKernel, qkv: Tensor, grad: Tensor, shape: AttentionShape, spans: AttentionSpans | None
+    kernel: AttentionKernel,
+    qkv: Tensor,
+    grad: Tensor,
+    shape: AttentionShape,
+    spans: AttentionSpans | None,
+    mask: AttentionMask,
 ) -> tuple[Tensor, ...]:
     """The output, and the gradients of query, key and value."""
     leaf = qkv.clone().requires_grad_()
     with torch.enable_grad():
-        output = fused_attention(leaf, shape, LocalAttention(kernel), spans)
+        output = fused_attention(leaf, shape, LocalAttention(kernel), spans, mask)
     (gradient,) = torch.autograd.grad(output, leaf, grad)
     return output.detach(), *shape.split(gradient)
 

@@ -21,7 +21,14 @@ from megatron.core.context_parallel import ContextParallel
 from megatron.core.kernels.selection import LayerKernels
 from megatron.core.key_value_cache import KeyValueCache
 from megatron.core.moe.layer import ExpertParallel, Experts, MoELayer, Router
-from megatron.core.ops.attention import Attention, AttentionKernel, AttentionShape, fused_attention
+from megatron.core.ops.attention import (
+    Attention,
+    AttentionKernel,
+    AttentionMask,
+    AttentionShape,
+    fused_attention,
+    masks_of,
+)
 from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import rms_norm
@@ -246,6 +253,7 @@ class SelfAttention(nn.Module):
         self.attend_proj = AttentionProjection(
             self.shape,
             context.attention(layer, has_chunks=has_rope and config.attention_chunk_size is not None),
+            masks_of(config)[layer],
             context.provider.row_linear(f"{name}.linear_proj", config.query_size, config, context),
         )
 
@@ -262,12 +270,14 @@ class AttentionProjection(nn.Module):
 
     last_linear = "linear"
 
-    def __init__(self, shape: AttentionShape, attention: Attention, linear_proj: nn.Module) -> None:
+    def __init__(
+        self, shape: AttentionShape, attention: Attention, mask: AttentionMask, linear_proj: nn.Module
+    ) -> None:
         super().__init__()
-        self.shape, self.attention, self.linear = shape, attention, linear_proj
+        self.shape, self.attention, self.mask, self.linear = shape, attention, mask, linear_proj
 
     def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
-        attended = fused_attention(qkv, self.shape, self.attention, spans)  # [s/cp, b, n d / tp]
+        attended = fused_attention(qkv, self.shape, self.attention, spans, self.mask)  # [s/cp, b, n d / tp]
         output: Tensor = self.linear(attended)  # [s/(cp tp), b, h]
         return output
 

@@ -7,8 +7,8 @@ provides the keys of each: here all keys are on this rank (:class:`LocalAttentio
 not. A kernel for packed spans computes all spans of a batch in one call instead, if all keys are on this rank.
 
     keys ->     0 1 2 3 | 4 5 6 7       two tiles of a causal triangle, for the queries 4 to 7:
-    queries 4   x x x x | x . . .       left: keys 0 to 3, ``is_causal=False``
-            5   x x x x | x x . .       right: keys 4 to 7, ``is_causal=True``
+    queries 4   x x x x | x . . .       left: keys 0 to 3, a mask that is not causal
+            5   x x x x | x x . .       right: keys 4 to 7, a causal mask
             6   x x x x | x x x .       merged by their log-sum-exp
             7   x x x x | x x x x
 """
@@ -22,11 +22,56 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.ops.documents import AttentionSpans, PackedSpans
 from megatron.torch_compat import tree_flatten, tree_unflatten
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of query, key and value."""
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """Which keys a query attends to, and how the scores change before the softmax.
+
+    The last query is at the position of the last key, as in FlashAttention: of ``s_q`` queries and ``s_k`` keys query
+    ``i`` is at the position of key ``i + s_k - s_q``. A window of 2 keys before the own one:
+
+        keys ->     0 1 2 3 4 5         a causal tile               keys ->     0 1 2 3
+        queries 3   . x x x . .                                     queries 4   . . x x     a tile of earlier keys:
+                4   . . x x x .                                             5   . . . x     ``window`` is 0, because
+                5   . . . x x x                                                             query 5 is at key 3
+    """
+
+    is_causal: bool = True
+    """Whether a query attends to no key after its own position; else to all that the window has."""
+    window: int | None = None
+    """The number of keys before its own position to which a query attends (arXiv 2004.05150, section 3.1); None: all.
+    Every query has a key."""
+    soft_cap: float | None = None
+    """A score ``x`` becomes ``soft_cap * tanh(x / soft_cap)`` (Gemma 2, arXiv 2408.00118, section 2); None: ``x``."""
+
+    def hidden(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """Whether a key is masked, ``[s_q, s_k]`` bool, from the positions ``[s_q]`` and ``[s_k]``; None: none is."""
+        distance = queries.unsqueeze(-1) - keys  # [s_q, s_k]
+        if self.window is None:
+            return distance < 0 if self.is_causal else None
+        is_before = distance > self.window
+        return is_before | (distance < 0) if self.is_causal else is_before
+
+
+CAUSAL = AttentionMask()
+
+
+def masks_of(config: TransformerConfig) -> list[AttentionMask]:
+    """The mask of every layer."""
+    return [AttentionMask(window=window, soft_cap=config.attn_logit_softcapping) for window in config.windows()]
+
+
+def hardest_mask(config: TransformerConfig) -> AttentionMask:
+    """The mask that the kernel of all layers must compute."""
+    masks = masks_of(config)
+    return next((mask for mask in masks if mask.window is not None), masks[0])
 
 
 @dataclass(frozen=True)
@@ -41,12 +86,12 @@ class AttentionInputs:
     value: Tensor
     spans: AttentionSpans | None = None
     """The ranges of the whole sequences within which attention is causal; None: the sequences."""
-    is_causal: bool = True
-    """Whether a query attends to the keys up to its own position (``s_q = s_k``); else to all."""
+    mask: AttentionMask = CAUSAL
+    """The mask of a tile, or within every range; a causal tile has as many keys as queries."""
 
     def packed(self) -> "AttentionInputs":
         """The tensors for a varlen call, row by row."""
-        return replace(self, query=_packed(self.query), key=_packed(self.key), value=_packed(self.value))
+        return replace(self, query=pack_rows(self.query), key=pack_rows(self.key), value=pack_rows(self.value))
 
     @property
     def packed_spans(self) -> PackedSpans:
@@ -92,10 +137,19 @@ class AttentionKernel(Attention):
 
     returns_log_sum_exp = True
     """Whether the output can be merged with the output over other keys."""
+    has_windows = False
+    """Whether the kernel computes masks with a window."""
+    has_soft_cap = False
+    """Whether the kernel caps scores."""
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernel supports ``dtype`` on ``device``; called when the model is built."""
         return True
+
+    @classmethod
+    def supports_mask(cls, mask: AttentionMask) -> bool:
+        """Whether the kernel computes ``mask``."""
+        return (mask.window is None or cls.has_windows) and (mask.soft_cap is None or cls.has_soft_cap)
 
 
 class VarlenKernel(AttentionKernel):
@@ -135,19 +189,37 @@ class Tile:
     rows: slice
     queries: slice
     keys: slice
-    is_causal: bool
-    """Whether a query attends to the keys up to its own position in the tile; else to all."""
+    mask: AttentionMask
+    """A causal tile has the queries' own keys, and is the first tile of these queries; others have earlier keys."""
 
     def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionInputs:
         """The part of all ``[b, heads, s, d]`` that lies in the tile."""
         keys = (self.rows, slice(None), self.keys)
-        return AttentionInputs(query[self.rows, :, self.queries], key[keys], value[keys], is_causal=self.is_causal)
+        return AttentionInputs(query[self.rows, :, self.queries], key[keys], value[keys], mask=self.mask)
+
+
+def earlier_tile(rows: slice, queries: range, keys: range, distance: int, mask: AttentionMask) -> Tile | None:
+    """The tile of ``queries`` and of ``keys`` that are all earlier, cut to what the window of ``mask`` has; None if it
+    has nothing. ``distance`` is the position of the first query minus that of the first key."""
+    window = mask.window
+    if window is not None:
+        # Query i attends to the keys from i + distance - window on.
+        queries = queries[: max(window + len(keys) - distance, 0)]
+        first = max(distance - window, 0)
+        keys, distance = keys[first:], distance - first
+        # Counted from the last query, which is then at the last key, not ``distance + s_q - s_k`` after it.
+        window -= distance + len(queries) - len(keys)
+        window = window if window < len(keys) - 1 else None
+    if not len(queries) or not len(keys):
+        return None
+    mask = replace(mask, is_causal=False, window=window)
+    return Tile(rows, slice(queries.start, queries.stop), slice(keys.start, keys.stop), mask)
 
 
 class TiledAttention:
     """The sum of tiles: outputs and log-sum-exp are merged in fp32 or wider, tile by tile.
 
-    The first tiles must contain every query once. Backward adds the same tiles in the same order.
+    The first tiles are causal and contain every query once. Backward adds the same tiles in the same order.
     """
 
     def __init__(self, kernel: AttentionKernel, inputs: AttentionInputs) -> None:
@@ -157,14 +229,14 @@ class TiledAttention:
         self.log_sum_exp = torch.empty(query.shape[:3], dtype=wide, device=query.device)  # [b, n, s]
         self.kept: list[Sequence[Any]] = []
 
-    def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor, is_first: bool = False) -> None:
+    def add(self, tiles: Iterable[Tile], key: Tensor, value: Tensor) -> None:
         """Attend to ``key`` and ``value`` as well, in ``tiles``."""
         for tile in tiles:
             part = self._kernel.forward(tile.inputs(self._inputs.query, key, value))
             self.kept.append(part.kept)
             output = self.output[tile.rows, :, tile.queries]  # [b, n, s_q, d]
             log_sum_exp = self.log_sum_exp[tile.rows, :, tile.queries]  # [b, n, s_q]
-            if is_first:
+            if tile.mask.is_causal:
                 output.copy_(part.output)
                 if part.log_sum_exp is not None:
                     log_sum_exp.copy_(part.log_sum_exp)
@@ -217,9 +289,9 @@ class LocalAttention(Attention):
             return self.kernel.forward(inputs)
         if self._varlen is not None:
             attended = self._varlen.forward_varlen(inputs.packed())
-            return replace(attended, inputs=inputs, output=_unpacked(attended.output, rows=inputs.query.shape[0]))
+            return replace(attended, inputs=inputs, output=unpack_rows(attended.output, rows=inputs.query.shape[0]))
         tiled = TiledAttention(self.kernel, inputs)
-        tiled.add(_span_tiles(inputs.spans), inputs.key, inputs.value, is_first=True)
+        tiled.add(_span_tiles(inputs.spans, inputs.mask), inputs.key, inputs.value)
         return tiled.result()
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
@@ -229,33 +301,34 @@ class LocalAttention(Attention):
         if self._varlen is None:
             gradients = TiledGradients(self.kernel, grad, attended)
             grad_key, grad_value = (torch.zeros_like(one, dtype=gradients.dtype) for one in (inputs.key, inputs.value))
-            gradients.add(_span_tiles(inputs.spans), inputs.key, inputs.value, grad_key, grad_value)
+            tiles = _span_tiles(inputs.spans, inputs.mask)
+            gradients.add(tiles, inputs.key, inputs.value, grad_key, grad_value)
             return gradients.query, grad_key, grad_value
         rows = inputs.query.shape[0]
         # Several rows are packed into a copy: gradients written there would not be in ``out``.
-        packed_out = None if out is None or rows > 1 else (_packed(out[0]), _packed(out[1]), _packed(out[2]))
-        packed = replace(attended, inputs=inputs.packed(), output=_packed(attended.output))
-        parts = self._varlen.backward_varlen(_packed(grad), packed, packed_out)
+        packed_out = None if out is None or rows > 1 else (pack_rows(out[0]), pack_rows(out[1]), pack_rows(out[2]))
+        packed = replace(attended, inputs=inputs.packed(), output=pack_rows(attended.output))
+        parts = self._varlen.backward_varlen(pack_rows(grad), packed, packed_out)
         if out is not None and parts is packed_out:
             return out
-        grad_query, grad_key, grad_value = (_unpacked(part, rows) for part in parts)
+        grad_query, grad_key, grad_value = (unpack_rows(part, rows) for part in parts)
         return grad_query, grad_key, grad_value
 
 
-def _packed(heads: Tensor) -> Tensor:
+def pack_rows(heads: Tensor) -> Tensor:
     """``[b, heads, s, d]`` as ``[b s, heads, d]``, row by row: a view if there is one row, else a copy."""
     return heads.transpose(1, 2).flatten(0, 1)
 
 
-def _unpacked(packed: Tensor, rows: int) -> Tensor:
+def unpack_rows(packed: Tensor, rows: int) -> Tensor:
     """``[b s, heads, d]`` as a view ``[b, heads, s, d]``."""
     return packed.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
-def _span_tiles(spans: AttentionSpans) -> Iterable[Tile]:
+def _span_tiles(spans: AttentionSpans, mask: AttentionMask) -> Iterable[Tile]:
     for span in spans.spans:
         positions = slice(span.start, span.stop)
-        yield Tile(span.rows, positions, positions, is_causal=True)
+        yield Tile(span.rows, positions, positions, mask)
 
 
 @dataclass(frozen=True)
@@ -298,36 +371,46 @@ def _take_tensors(kept: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]],
 class _FusedAttention(Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, shape: AttentionShape, attention: Attention, spans: AttentionSpans | None
+        ctx: Any,
+        qkv: Tensor,
+        shape: AttentionShape,
+        attention: Attention,
+        spans: AttentionSpans | None,
+        mask: AttentionMask,
     ) -> Tensor:
         qkv = qkv.detach()
-        attended = attention.forward(AttentionInputs(*shape.split(qkv), spans))
+        attended = attention.forward(AttentionInputs(*shape.split(qkv), spans, mask))
         # [s, b, n d]: a view, unless the output of the kernel has several rows one after the other in memory. The next
         # layer saves the same tensor.
         joined = attended.output.permute(2, 0, 1, 3).flatten(2).contiguous()
         tensors, ctx.restore = _take_tensors((attended.log_sum_exp, attended.kept))
         ctx.save_for_backward(qkv, joined, *tensors)
-        ctx.shape, ctx.attention, ctx.spans = shape, attention, spans
+        ctx.shape, ctx.attention, ctx.spans, ctx.mask = shape, attention, spans, mask
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         qkv, joined, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
-        attended = AttentionOutput(AttentionInputs(*shape.split(qkv), ctx.spans), output, *ctx.restore(tensors))
+        inputs = AttentionInputs(*shape.split(qkv), ctx.spans, ctx.mask)
+        attended = AttentionOutput(inputs, output, *ctx.restore(tensors))
         grad_qkv = torch.empty_like(qkv)  # [s, b, (n + 2 groups) d]
         views = shape.split(grad_qkv)
         parts = ctx.attention.backward(grad, attended, out=views)
         if parts is not views:
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part)
-        return grad_qkv, None, None, None
+        return grad_qkv, None, None, None, None
 
 
 def fused_attention(
-    qkv: Tensor, shape: AttentionShape, attention: Attention, spans: AttentionSpans | None = None
+    qkv: Tensor,
+    shape: AttentionShape,
+    attention: Attention,
+    spans: AttentionSpans | None = None,
+    mask: AttentionMask = CAUSAL,
 ) -> Tensor:
-    """Causal attention on the fused output of the projection: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``."""
-    output: Tensor = _FusedAttention.apply(qkv, shape, attention, spans)
+    """Attention on the fused output of the projection: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``."""
+    output: Tensor = _FusedAttention.apply(qkv, shape, attention, spans, mask)
     return output

@@ -54,8 +54,11 @@ def attention_kind(config: RunConfig, cluster: Cluster) -> Attention:
     wanted, backend = config.kernels.wanted("attention"), config.model.attention_backend
     if wanted is not None:
         return _ATTENTION.get(wanted.implementation, "cudnn")
-    if backend in ("unfused", "local"):
+    # The kernels of torch have no cap, and cuDNN's no window.
+    if backend in ("unfused", "local") or config.model.attn_logit_softcapping is not None:
         return "unfused"
+    if config.model.window_size is not None:
+        return "flash"
     return "cudnn" if cluster.generation in ("hopper", "blackwell") and backend != "flash" else "flash"
 
 

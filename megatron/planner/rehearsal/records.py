@@ -25,6 +25,8 @@ class LayerKind:
     has_rope: bool = True
     """Whether the layer has rotary position embedding; only these layers have --qk-l2-norm and --attention-chunk-size,
     and only the others --attention-temperature-tuning."""
+    has_window: bool = False
+    """Whether attention has the window of --window-size."""
 
 
 Map = Callable[[Callable[..., Any], Iterable[Any]], Iterator[Any]]
@@ -68,11 +70,16 @@ class Division:
         return tuple(tuple(self.like[number] for number in numbers) for numbers in self.by_stage)
 
 
+def layer_kinds_of(architecture: TransformerConfig) -> list[LayerKind]:
+    """The kind of every layer."""
+    has_window = [window is not None for window in architecture.windows()]
+    return list(map(LayerKind, architecture.moe_layers(), architecture.rope_layers(), has_window))
+
+
 def divide(config: RunConfig, architecture: TransformerConfig, num_stages: int) -> Division:
     """The virtual stages of a run on ``num_stages`` pipeline stages."""
     pipeline, precision, types = config.pipeline, config.precision, config.parallel.cp_comm_type
-    count = architecture.num_layers
-    layer_kinds = list(map(LayerKind, architecture.moe_layers(), architecture.rope_layers()))
+    count, layer_kinds = architecture.num_layers, layer_kinds_of(architecture)
     # Layers differ by their number only under --first-last-layers-bf16 and with several types of context parallelism.
     in_fp8 = range(precision.num_layers_at_start_in_bf16, count - precision.num_layers_at_end_in_bf16)
 
@@ -147,7 +154,7 @@ class UnitRecords:
         is_half = config.precision.bf16 or config.precision.fp16
         if self.device.type == "cpu" or kernels.wanted("attention") is not None or not is_half:
             return config
-        fused = "flash" if config.masks_attention else "cudnn"
+        fused = "flash" if config.masks_attention or config.model.window_size is not None else "cudnn"
         kernel = {"cudnn": fused, "flash": "flash", "unfused": "reference"}[self._attention]
         return replace(config, kernels=replace(kernels, kernel=(*kernels.kernel, f"attention={kernel}")))
 

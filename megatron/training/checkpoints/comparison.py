@@ -66,6 +66,9 @@ def given_architecture(model: ModelConfig) -> dict[str, Any]:
     known = {field.name for field in fields(TransformerConfig)}
     given = {name: value for name, value in asdict(model).items() if name in known and value is not None}
     given["no_rope_freq"] = model.canonical_nope_pattern
+    given["window_attn_skip_freq"] = model.canonical_window_pattern
+    if model.window_size is not None:
+        given["window_size"] = model.canonical_window
     if model.num_experts:
         given["moe_layer_freq"] = model.canonical_layer_pattern
     else:
