@@ -717,6 +717,24 @@ LLAMA4 = (
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(
+        "a window one key too long at the border of a context-parallel chunk",
+        "        window -= distance + len(queries) - len(keys)",
+        "        window -= distance + len(queries) - len(keys) - 1",
+        ("context_parallel/test_attention.py", LAYOUTS),
+    ),
+    Fault(
+        "the gradient of attention without the slope of its cap",
+        "            grad_scores *= 1.0 - (scores / cap).square()",
+        "            pass",
+        ("context_parallel/test_attention.py",),
+    ),
+    Fault(
+        "generation whose window is a key too short",
+        "        mask &= slots >= queries - window",
+        "        mask &= slots > queries - window",
+        ("inference/test_cached_model.py",),
+    ),
+    Fault(
         "Llama 4 without its norm of queries and keys",
         "HeadL2Norm(shape, config, context) if config.qk_l2_norm else nn.Identity()",
         "nn.Identity()",

@@ -143,8 +143,11 @@ def _flags(arguments: Arguments) -> dict[str, Any]:
             )
         flags["moe_router_score_function"] = score
     if "window_size" in given:
-        window = given["window_size"]
-        flags["window_size"] = ",".join(map(str, window)) if isinstance(window, list | tuple) else str(window)
+        match given["window_size"]:
+            case [int(left), 0] if left >= 0:
+                flags["window_size"] = f"{left},0"
+            case other:
+                raise ValueError(f"has window_size {shown(other)}, and only (LEFT, 0) is supported")
     for name in ("no_rope_freq", "window_attn_skip_freq"):
         if name in given:
             flags[name] = _pattern(given[name], name)
