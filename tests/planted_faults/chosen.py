@@ -25,8 +25,8 @@ COLLECTIVES = (
     ),
     Fault(
         "the gradient norm of this rank's shards alone",
-        "return float(self._ranks.all_reduce(total).sqrt())",
-        "return float(total.sqrt())",
+        "return float(self._ranks.all_reduce(self._sum_of_squares(tensors)).sqrt())",
+        "return float(self._sum_of_squares(tensors).sqrt())",
         ("core/test_optimizer.py", LAYOUTS),
     ),
     Fault(
@@ -70,8 +70,8 @@ SCALES = (
     ),
     Fault(
         "gradients are divided by all tokens instead of the unmasked ones",
-        "            expected_tokens / loss.num_tokens / scale,",
-        "            1.0 / scale,",
+        "gradient_factor = expected_tokens / loss.num_tokens / scale",
+        "gradient_factor = 1.0 / scale",
         (LAYOUTS, "training"),
     ),
     Fault(
