@@ -106,6 +106,7 @@ _KEYS = {
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
     "lm_z_loss": "lm z_loss",
+    "max_attention_logit": "max_attention_logit",
 }
 
 _SAMPLED = ("learning-rate", "batch-size", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")

@@ -754,7 +754,34 @@ LLAMA4 = (
     ),
 )
 
+LAYER_METRICS = ("parallel/test_layer_metrics.py",)
 FEATURES = (
+    Fault(
+        "the norm of a layer counts a replicated parameter on every rank",
+        """            if shard.is_counted:
+                total""",
+        """            if True:
+                total""",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "the gradient norms of layers are those of the scaled loss",
+        "{layer: norm * abs(gradient_factor) for layer, norm in norms.items()}",
+        "{layer: norm for layer, norm in norms.items()}",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "the largest attention logit is that of this rank's heads and positions",
+        'by_layer = topology.world.all_reduce(largest, "max").tolist()',
+        "by_layer = largest.tolist()",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "a record has the metrics of the last iteration alone",
+        "for result in results:  # the latest value of each name",
+        "for result in results[-1:]:",
+        ("package/test_listener.py",),
+    ),
     Fault(
         "an iteration counts before its features decide whether to stop",
         """        for listener in self.listeners:
