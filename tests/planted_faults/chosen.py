@@ -757,7 +757,7 @@ LLAMA4 = (
 LAYER_METRICS = ("parallel/test_layer_metrics.py",)
 FEATURES = (
     Fault(
-        "the norm of a layer counts a replicated parameter on every rank",
+        "the norms of layers count a replicated parameter on every rank",
         """            if shard.is_counted:
                 total""",
         """            if True:
@@ -771,13 +771,13 @@ FEATURES = (
         LAYER_METRICS,
     ),
     Fault(
-        "the largest attention logit is that of this rank's heads and positions",
+        "the attention logits of layers are those of this rank's heads and positions",
         'by_layer = topology.world.all_reduce(largest, "max").tolist()',
         "by_layer = largest.tolist()",
         LAYER_METRICS,
     ),
     Fault(
-        "a record has the metrics of the last iteration alone",
+        "a record has the metrics, such as those of layers, of the last iteration alone",
         "for result in results:  # the latest value of each name",
         "for result in results[-1:]:",
         ("package/test_listener.py",),
