@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
+    from megatron.training.loop.trainer import Listener
     from megatron_llama.commands import command
     from megatron_llama.model import Model
     from megatron_llama.run import Evaluation, Run, Step
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "Evaluation",
+    "Listener",
     "Model",
     "Run",
     "Step",
@@ -68,6 +70,7 @@ _PLACES = {
     "megatron_llama.run": ("Evaluation", "Run", "Step"),
     "megatron_llama.model": ("Model",),
     "megatron_llama.commands": ("command",),
+    "megatron.training.loop.trainer": ("Listener",),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "UserError"),
 }
 

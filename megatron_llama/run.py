@@ -29,7 +29,7 @@ from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores, prepare_environment
 from megatron.operation.signals import SignalWatch
-from megatron.training.build.run import build_trainer
+from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.state import random_tensors, restore_random
 from megatron.training.context import RunContext
@@ -78,22 +78,23 @@ class Run:
 
     ``flags`` are the flags of ``pretrain_llama.py`` with underscores; True sets a switch, None
     leaves a flag out.
-    No signal handlers are installed. Close a run before the next one is built: it is a context manager.
+    No signal handlers are installed. Close a run before the next one is built: it is a context manager. ``listeners``
+    receive the events of the training loop, before its metrics are recorded.
 
     Raises :class:`~megatron.errors.UserError` with one sentence for anything that a user can correct.
     """
 
-    def __init__(self, **flags: FlagValue) -> None:
-        self._open(words_of(flags))
+    def __init__(self, *listeners: Listener, **flags: FlagValue) -> None:
+        self._open(words_of(flags), listeners)
 
     @classmethod
-    def from_flags(cls, flags: str | Sequence[str]) -> Self:
+    def from_flags(cls, flags: str | Sequence[str], *listeners: Listener) -> Self:
         """A run with the flags of a command line, as text or as words."""
         run = cls.__new__(cls)
-        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags))
+        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags), listeners)
         return run
 
-    def _open(self, words: Sequence[str]) -> None:
+    def _open(self, words: Sequence[str], listeners: Sequence[Listener]) -> None:
         process = Process.from_environment(os.environ)
         self._recorder, self._evaluations = _StepRecorder(), _EvaluationRecorder()
         with ExitStack() as end:
@@ -104,14 +105,16 @@ class Run:
             # Flags without a meaning in Python are refused first.
             check_flags(config)
             check_run(config, process.world_size)
-            self._trainer = self._build(config, line, process, end)
+            self._trainer = self._build(config, line, process, end, listeners)
             self._end = end.pop_all()
         # A run that is not closed ends before Python takes the modules down.
         weakref.finalize(self, self._end.close)
         self._reason: str | None = None
         self._has_begun = False
 
-    def _build(self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack) -> Trainer:
+    def _build(
+        self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack, listeners: Sequence[Listener]
+    ) -> Trainer:
         started = time.monotonic()
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         end.enter_context(environment_restored())
@@ -132,7 +135,7 @@ class Run:
         config = resolve_architecture(context, partial(line.over_model, "the checkpoint"))
         context = RunContext(config, topology, context.signals, log_rank0, heartbeat)
         at_end = end.enter_context(ExitStack())
-        trainer = build_trainer(context, locks, at_end, started)
+        trainer = build_trainer(context, locks, at_end, started, parts=RunParts(listeners=listeners))
         end.callback(trainer.close)
         trainer.listeners = [*trainer.listeners, self._recorder]
         trainer.writers = [*trainer.writers, self._evaluations]

@@ -190,8 +190,7 @@ REFUSED = {
     "a GPU is tested by --preflight and --known-answer-interval-s: use them instead.": "--gpu-sniff-test-interval",
     "failures are recorded in --run-dir: remove it.": "--result-rejected-tracker-filename",
     "every writer receives all metrics: remove it.": (
-        "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard "
-        "--log-max-attention-logit"
+        "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard --log-world-size-to-tensorboard"
     ),
     "use --log-memory-to-tensorboard instead.": "--log-memory-interval --log-device-memory-used",
     "the log has one level: remove it.": "--logging-level",

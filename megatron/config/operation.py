@@ -6,6 +6,7 @@ from typing import Any, Literal
 from megatron.errors import ConfigError
 from megatron.features.faults.flags import FaultFlags
 from megatron.features.known_product.flags import KnownProductFlags
+from megatron.features.layer_metrics.flags import LayerMetricsFlags
 from megatron.features.preflight.flags import PreflightFlags
 from megatron.features.replay.flags import ReplayFlags
 from megatron.features.replicas.flags import ReplicaFlags
@@ -87,9 +88,9 @@ HANG_LIMITS = [field.name for field in fields(OperationConfig) if field.name.sta
 """Fields of the watchdog; the first one turns it off."""
 
 
-# Each base class is a metrics writer with its flags (megatron/metrics); the last one is opened first.
+# The base classes are a feature, and metrics writers with their flags (megatron/metrics); the last one is opened first.
 @dataclass(frozen=True)
-class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, ConsoleFlags):
+class LoggingConfig(LayerMetricsFlags, ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, ConsoleFlags):
     """Metrics, their writers and profiles."""
 
     # Records
@@ -152,5 +153,6 @@ class LoggingConfig(ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, 
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "
                 f"{self.profile_step_start}: raise the former or lower the latter."
             )
+        LayerMetricsFlags.check(self)
         for writer in writer_flags(self):
             writer.check(self)

@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,20 @@ class StepResult:
 
 
 @dataclass(frozen=True)
+class UpdatedShard:
+    """What this rank updates of a parameter, to be read: elements ``[start, start + numel)`` of its local tensor."""
+
+    info: ParameterInfo
+    start: int
+    gradient: Tensor
+    """The sum over the ranks, before an update, which overwrites it."""
+    weight: Tensor
+    """The master weights."""
+    is_counted: bool
+    """Whether this rank adds the shard to sums over the model: one of the ranks that hold it does."""
+
+
+@dataclass(frozen=True)
 class OptimizerState:
     """One tensor of the optimizer's state: ``kind`` of elements ``[start, start + numel)`` of a parameter."""
 
@@ -150,14 +165,15 @@ class Optimizer:
         first = self._host.count
         # The same tensor if it has that dtype already.
         self._masters = self._host.masters + [shard.weight.to(master_dtype) for shard in self._param_shards[first:]]
-        counted = [
-            number
-            for number, shard in enumerate(self._param_shards)
-            if sharing.is_counted(shard.info, self.has_one_norm)
+        self.shards = [
+            UpdatedShard(
+                shard.info, shard.start, shard.gradient, master, sharing.is_counted(shard.info, self.has_one_norm)
+            )
+            for shard, master in zip(self._param_shards, self._masters)
         ]
-        self._counted_shards = [self._param_shards[number] for number in counted]
-        self._counted_weights = [self._masters[number] for number in counted]
-        self._device = topology.device
+        """The shards of this rank, in an order that does not change."""
+        self._counted = [shard for shard in self.shards if shard.is_counted]
+        self._topology, self._device = topology, topology.device
         self.num_steps = 0
         """Updates so far."""
         self._rule = build_rule(config)
@@ -215,7 +231,7 @@ class Optimizer:
         The gradients times ``gradient_factor`` are the gradients of the mean loss. ``accepts`` receives their finite
         norm, and must return the same on every rank.
         """
-        grad_norm = self.global_norm([shard.gradient for shard in self._counted_shards]) * abs(gradient_factor)
+        grad_norm = self.global_norm([shard.gradient for shard in self._counted]) * abs(gradient_factor)
         if not math.isfinite(grad_norm) or not accepts(grad_norm):
             return StepResult(grad_norm, is_applied=False)
         factor = gradient_factor * clip_coefficient(grad_norm, self._clip_grad)
@@ -293,25 +309,53 @@ class Optimizer:
             exchange()
         self.publish()
 
-    def global_norm(self, tensors: list[Tensor]) -> float:
-        """L2 norm over the ``tensors`` of all ranks with different shards."""
+    def _sum_of_squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """In fp64, on the device."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for on_device, squared_norm in ((True, self._squared_norm), (False, torch_squared_norm)):
             mine = [tensor for tensor in tensors if (tensor.device.type == self._device.type) == on_device]
             if mine:
                 total += squared_norm(mine).to(self._device)
-        return float(self._ranks.all_reduce(total).sqrt())
+        return total
+
+    def global_norm(self, tensors: Sequence[Tensor]) -> float:
+        """L2 norm over the ``tensors`` of all ranks with different shards."""
+        return float(self._ranks.all_reduce(self._sum_of_squares(tensors)).sqrt())
+
+    @cached_property
+    def parameter_names(self) -> list[str]:
+        """The global names of the parameters that are updated, of all stages; a collective when it is first read."""
+        # The ranks of a stage have the same names.
+        own = self._data_parallel.trained_names if self._topology.stage_ranks.rank == 0 else ()
+        return list(dict.fromkeys(chain.from_iterable(self._topology.control.all_gather_object(own))))
+
+    def sums(self, values: Sequence[Tensor | float], group: Callable[[str], str] = str) -> dict[str, float]:
+        """The sums over the whole model of ``values``, one for each of :attr:`shards`; a collective.
+
+        Values of parameters whose names have the same ``group`` are added; by default each parameter is alone.
+        """
+        places = {key: place for place, key in enumerate(dict.fromkeys(map(group, self.parameter_names)))}
+        total = torch.zeros(len(places), dtype=torch.float64, device=self._device)
+        for shard, value in zip(self.shards, values, strict=True):
+            if shard.is_counted:
+                total[places[group(shard.info.name)]] += value
+        return dict(zip(places, self._ranks.all_reduce(total).tolist()))
+
+    def norms(self, tensors: Sequence[Tensor], group: Callable[[str], str] = str) -> dict[str, float]:
+        """The L2 norms over the whole model of ``tensors``, as :meth:`sums` groups them; a collective."""
+        squares = self.sums([self._sum_of_squares([tensor]) for tensor in tensors], group)
+        return {key: math.sqrt(value) for key, value in squares.items()}
 
     def weight_norm(self) -> float:
-        return self.global_norm(self._counted_weights)
+        return self.global_norm([shard.weight for shard in self._counted])
 
     def count_zeros(self) -> int:
         """Zeros in the gradient of the whole model; to be called before :meth:`step`."""
         zeros = sum(
             end - begin - int(torch.count_nonzero(shard.gradient[begin - shard.start : end - shard.start]))
-            for shard in self._counted_shards
+            for shard in self._counted
             # The vocabulary's padding is in no box.
-            for _, begin, end in flat_range_boxes(shard.info, shard.start, shard.stop)
+            for _, begin, end in flat_range_boxes(shard.info, shard.start, shard.start + shard.gradient.numel())
         )
         return int(self._ranks.all_reduce(torch.tensor(zeros, dtype=torch.int64, device=self._device)))
 

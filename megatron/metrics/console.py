@@ -34,6 +34,7 @@ _MEGATRON_FIELDS = {
     "grad_norm": "grad norm: {:.3f}",
     "num_zeros": "num zeros: {:.0f}",
     "params_norm": "params norm: {:.3f}",
+    "max_attention_logit": "max attention logit: {:.3f}",
     "skipped": "number of skipped iterations: {:3d}",
 }
 

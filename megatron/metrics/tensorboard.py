@@ -19,7 +19,6 @@ from megatron.metrics.writer import (
     WriterFlags,
     evaluation_scalars,
     has_sample_axis,
-    iteration_scalars,
 )
 from megatron.urls import refuse_urls
 
@@ -78,8 +77,7 @@ class TensorBoardWriter:
             ) from error
 
     def write_iteration(self, record: IterationRecord) -> None:
-        if self._gate.passes(record.iteration):
-            self._write(iteration_scalars(record), record.iteration, record.consumed_samples)
+        self._write(self._gate.scalars(record), record.iteration, record.consumed_samples)
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         self._write(evaluation_scalars(record), record.iteration, record.consumed_samples)

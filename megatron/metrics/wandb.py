@@ -19,7 +19,6 @@ from megatron.metrics.writer import (
     ReportedRun,
     WriterFlags,
     evaluation_scalars,
-    iteration_scalars,
 )
 from megatron.urls import refuse_urls
 
@@ -103,8 +102,9 @@ class WandbWriter:
         self._thread.start()
 
     def write_iteration(self, record: IterationRecord) -> None:
-        if self._gate.passes(record.iteration):
-            self._put((record.iteration, iteration_scalars(record)))
+        scalars = self._gate.scalars(record)
+        if scalars:
+            self._put((record.iteration, scalars))
 
     def write_evaluation(self, record: EvaluationRecord) -> None:
         self._put((record.iteration, evaluation_scalars(record)))

@@ -106,6 +106,7 @@ _KEYS = {
     "load_balancing_loss": "load_balancing_loss",
     "z_loss": "z_loss",
     "lm_z_loss": "lm z_loss",
+    "max_attention_logit": "max_attention_logit",
 }
 
 _SAMPLED = ("learning-rate", "batch-size", "loss-scale", "world-size", "grad-norm", "num-zeros", "params-norm")
@@ -146,6 +147,15 @@ class IntervalGate:
     def __init__(self, interval: int, resume_iteration: int) -> None:
         self._interval = interval
         self._reached = resume_iteration // interval
+        self._latest: dict[str, float] = {}
+
+    def scalars(self, record: IterationRecord) -> dict[str, float]:
+        """The points of a record that passes, of each key the latest value since the last one; else none."""
+        self._latest |= iteration_scalars(record)
+        if not self.passes(record.iteration):
+            return {}
+        scalars, self._latest = self._latest, {}
+        return scalars
 
     def passes(self, iteration: int) -> bool:
         """Whether the record of ``iteration`` passes; ask once per record, in order."""

@@ -95,6 +95,15 @@ def test_an_interval_thins_out(interval: int, resumed_at: int, offered: list[int
     assert [iteration for iteration in offered if gate.passes(iteration)] == passed
 
 
+def test_a_point_has_the_latest_value_of_each_key_since_the_last_one() -> None:
+    gate = IntervalGate(10, resume_iteration=0)
+    given = [({"seen": 1.0, "kept": 2.0}, 4), ({"seen": 3.0}, 8), ({}, 12), ({"seen": 4.0}, 20)]
+    points = [gate.scalars(iteration_record(iteration, **values)) for values, iteration in given]
+    found = [{key: point[key] for key in ("seen", "kept") if key in point} for point in points]
+    assert found == [{}, {}, {"seen": 3.0, "kept": 2.0}, {"seen": 4.0}]
+    assert "kept" not in points[3] and points[2]["consumed-samples"] > 0
+
+
 # --- timers ---------------------------------------------------------------------------------------------------
 
 

@@ -99,12 +99,12 @@ class Run:
     def step(self, flips_gradient: Iterable[tuple[HeldTensor, int, int]] = ()) -> bool:
         """Train an iteration; the check raises. Returns whether the loss was finite."""
 
-        def before_update() -> None:
+        def before_update(gradient_factor: float) -> None:
             for held, place, bit in flips_gradient:
                 flip(held.tensor, place, bit)
             if self.compares and (self.progress.iteration + 1) % self.check.interval == 0:
                 self.differs = self.differs or replicas_differ(self.topology, self.tensors(with_gradients=True))
-            self.check.before_update(self.trainer)
+            self.check.before_update(self.trainer, gradient_factor)
 
         iteration = self.progress.iteration
         outcome = make_step(self.module, self.task, self.layout, iteration, before_update=before_update)

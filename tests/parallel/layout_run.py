@@ -31,6 +31,7 @@ from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.hyperparameters import Hyperparameters
 from megatron.core.models.layer import BuildContext, LocalProvider, TransformerLayer
 from megatron.core.models.parallelize import build_executor, build_experts, build_model, chunks_of_stage, freeze
+from megatron.core.models.transformer import TransformerModel
 from megatron.core.moe.layer import Router
 from megatron.core.moe.routing import ExpertBalance, Routing, route
 from megatron.core.ops.attention import CAUSAL, AttentionMask, hardest_mask
@@ -187,6 +188,7 @@ class RecordingOptimizer(Optimizer):
     """Notes the gradient of the mean loss before clipping touches it."""
 
     trace: Trace
+    model: TransformerModel
     fp8: Fp8Layers | None
     """The scales that are to be updated with the weights."""
     experts: ExpertBalance | None
@@ -371,7 +373,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     )
     with late_copies:
         optimizer = RecordingOptimizer(flags, data_parallel, topology)
-    optimizer.fp8 = fp8
+    optimizer.model, optimizer.fp8 = model, fp8
     optimizer.experts = model.expert_balance
     return executor, data_parallel, optimizer
 

@@ -25,8 +25,8 @@ COLLECTIVES = (
     ),
     Fault(
         "the gradient norm of this rank's shards alone",
-        "return float(self._ranks.all_reduce(total).sqrt())",
-        "return float(total.sqrt())",
+        "return float(self._ranks.all_reduce(self._sum_of_squares(tensors)).sqrt())",
+        "return float(self._sum_of_squares(tensors).sqrt())",
         ("core/test_optimizer.py", LAYOUTS),
     ),
     Fault(
@@ -70,8 +70,8 @@ SCALES = (
     ),
     Fault(
         "gradients are divided by all tokens instead of the unmasked ones",
-        "            expected_tokens / loss.num_tokens / scale,",
-        "            1.0 / scale,",
+        "gradient_factor = expected_tokens / loss.num_tokens / scale",
+        "gradient_factor = 1.0 / scale",
         (LAYOUTS, "training"),
     ),
     Fault(
@@ -772,7 +772,34 @@ LLAMA4 = (
     ),
 )
 
+LAYER_METRICS = ("parallel/test_layer_metrics.py",)
 FEATURES = (
+    Fault(
+        "the norms of layers count a replicated parameter on every rank",
+        """            if shard.is_counted:
+                total""",
+        """            if True:
+                total""",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "the gradient norms of layers are those of the scaled loss",
+        "{layer: norm * abs(gradient_factor) for layer, norm in norms.items()}",
+        "{layer: norm for layer, norm in norms.items()}",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "the attention logits of layers are those of this rank's heads and positions",
+        'by_layer = topology.world.all_reduce(largest, "max").tolist()',
+        "by_layer = largest.tolist()",
+        LAYER_METRICS,
+    ),
+    Fault(
+        "a record has the metrics, such as those of layers, of the last iteration alone",
+        "for result in results:  # the latest value of each name",
+        "for result in results[-1:]:",
+        ("package/test_listener.py",),
+    ),
     Fault(
         "an iteration counts before its features decide whether to stop",
         """        for listener in self.listeners:

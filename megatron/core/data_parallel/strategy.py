@@ -210,6 +210,11 @@ class DataParallel(ABC):
         """Elements of the weights that this rank stores."""
         return sum(local.tensor.numel() for local in self.local_params)
 
+    @property
+    def trained_names(self) -> list[str]:
+        """The names of this rank's parameters that are not frozen, in the order of the forward pass."""
+        return [name for name, _, is_trained in self._parameters if is_trained]
+
     def row_division(self, info: ParameterInfo) -> RowDivision | None:
         """The division of a parameter's rows, if it is even and each part is on one rank alone."""
         return None

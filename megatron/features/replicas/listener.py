@@ -71,7 +71,7 @@ class StateCheck(Listener):
     # The iteration whose state was checked for a save.
     _saved_at: int | None = field(default=None, init=False)
 
-    def before_update(self, trainer: Trainer) -> None:
+    def before_update(self, trainer: Trainer, gradient_factor: float) -> None:
         following = trainer.state.progress.iteration + 1
         if self.is_due(following):
             digests = self._digests(trainer, with_gradients=True)

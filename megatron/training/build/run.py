@@ -9,16 +9,16 @@ from contextlib import ExitStack
 
 import torch
 
-from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.device import device_name
 from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
-from megatron.data.evaluation_data import TokenBytes
+from megatron.core.models.transformer import TransformerModel
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import FaultInjection, reach
 from megatron.features.known_product.listener import KnownAnswer, build_known_answer
+from megatron.features.layer_metrics.listener import build_layer_metrics
 from megatron.features.replay.listener import ReplayCheck, build_replay_check
 from megatron.features.replicas.listener import build_state_check
 from megatron.features.spikes.flags import UpdateGuard
@@ -140,7 +140,7 @@ def build_trainer(
             torch.cuda.synchronize if topology.device.type != "cpu" else None,
         ),
         build_listeners(
-            context, plan, model.config, vocabulary.token_bytes, data, locks, known_answer, replay, memory_history
+            context, plan, model, vocabulary, data, locks, known_answer, replay, memory_history, parts.listeners
         ),
         writers,
         is_after_rollback=returned is not None,
@@ -167,15 +167,16 @@ def build_state(context: RunContext, parallel: ParallelModel, kernels: Kernels, 
 def build_listeners(
     context: RunContext,
     plan: RunPlan,
-    architecture: TransformerConfig,
-    token_bytes: TokenBytes | None,
+    model: TransformerModel,
+    vocabulary: Vocabulary,
     data: Data,
     locks: Sequence[Lease],
     known_answer: KnownAnswer,
     replay: ReplayCheck | None,
     memory_history: MemoryHistory | None,
+    added: Sequence[Listener],
 ) -> list[Listener]:
-    """The listeners of a run, features among them, in the order in which they receive an event."""
+    """The listeners of a run, features and those ``added`` among them, in the order in which they receive an event."""
     config, is_on_gpu = context.config, context.topology.device.type != "cpu"
     logging, validation, training = config.logging, config.validation, config.training
     saves, release_level = config.checkpoint.save_schedule, training.empty_unused_memory_level
@@ -196,10 +197,12 @@ def build_listeners(
         memory_history,
         MemoryReport() if is_on_gpu else None,
         MemoryRelease(release_level) if is_on_gpu and release_level else None,
-        # Before the metrics, to which it adds one.
+        # Before the metrics, to which they add some.
         build_stragglers(context),
-        Metrics(logging, plan.train_iters, architecture.flops_per_token(config.seq_length), peak, effective_time),
-        Evaluation(validation.eval_interval, data.evaluated, token_bytes),
+        *build_layer_metrics(logging, model),
+        *added,
+        Metrics(logging, plan.train_iters, model.config.flops_per_token(config.seq_length), peak, effective_time),
+        Evaluation(validation.eval_interval, data.evaluated, vocabulary.token_bytes),
         DataComparison(data.check),
         # Replicas before the replay, which cannot tell wrong weights from wrong products.
         known_answer,
@@ -246,7 +249,8 @@ def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """Parts of a run that another command replaces."""
+    """Parts of a run that another command replaces, and listeners that it adds."""
 
     build_data: Callable[[RunContext, Vocabulary, RunPlan], Data] = build_data
     open_writers: Callable[[RunContext, RunPlan], list[MetricsWriter]] = open_writers
+    listeners: Sequence[Listener] = ()

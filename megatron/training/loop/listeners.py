@@ -38,7 +38,10 @@ from megatron.urls import is_url
 
 @dataclass
 class Metrics(Listener):
-    """Makes one record per ``--log-interval``, for every writer."""
+    """Makes one record per ``--log-interval``, for every writer.
+
+    Of each name in the metrics of the interval's iterations it has the latest value, whichever iteration gave it.
+    """
 
     config: LoggingConfig
     train_iters: int
@@ -49,7 +52,7 @@ class Metrics(Listener):
     _pending: list[IterationResult] = field(default_factory=list)
     _num_zeros: int | None = None
 
-    def before_update(self, trainer: Trainer) -> None:
+    def before_update(self, trainer: Trainer, gradient_factor: float) -> None:
         # The update overwrites the gradient.
         is_reported = (trainer.state.progress.iteration + 1) % self.config.log_interval == 0
         if self.config.log_num_zeros_in_grad and is_reported:
@@ -91,14 +94,12 @@ class Metrics(Listener):
         timers: list[dict[str, float]] = []
         if self.config.timing_log_level > 0:
             timers = trainer.context.control.all_gather_object(trainer.timers.elapsed(iterations=len(results)))
-        extra = dict(last.outcome.metrics) | peak_memory(trainer.context.topology.device)
-        spikes = [result.outcome.metrics["spike"] for result in results if "spike" in result.outcome.metrics]
-        if spikes:
-            extra["spike"] = max(spikes)
+        for result in results:  # the latest value of each name
+            metrics |= result.outcome.metrics
         return IterationRecord(
             iteration=progress.iteration,
             consumed_samples=progress.consumed_samples,
-            metrics=metrics | extra,
+            metrics=metrics | peak_memory(trainer.context.topology.device),
             train_iters=self.train_iters,
             skipped_samples=progress.skipped_samples,
             nan_iterations=sum(not math.isfinite(result.outcome.loss) for result in results),
@@ -285,7 +286,7 @@ class MemoryRelease(Listener):
 
     level: int
 
-    def before_update(self, trainer: Trainer) -> None:
+    def before_update(self, trainer: Trainer, gradient_factor: float) -> None:
         torch.cuda.empty_cache()
 
     def on_iteration(self, trainer: Trainer, result: IterationResult) -> None:

@@ -109,16 +109,17 @@ def train_step(
     num_microbatches: int,
     expected_tokens: int,
     timers: Timers,
-    before_update: Callable[[], None] = lambda: None,
+    before_update: Callable[[float], None] = lambda gradient_factor: None,
     stop_flags: Callable[[], Sequence[bool]] = tuple,
     accepts: Callable[[float, float], bool] = lambda loss, grad_norm: True,
 ) -> StepOutcome:
     """One iteration, without an update if the loss or a gradient is not finite.
 
     ``expected_tokens`` is the number of tokens in the global batch, by which the loss is divided until the number of
-    unmasked tokens is known. ``before_update`` is called between the gradients and the update. ``stop_flags`` returns
-    this rank's flags, which are counted together with the loss. ``accepts`` receives a finite loss and gradient norm,
-    and returns whether to apply the update, the same on every rank.
+    unmasked tokens is known. ``before_update`` is called between the gradients and the update, with the factor by which
+    the gradients are those of the mean loss. ``stop_flags`` returns this rank's flags, which are counted together with
+    the loss. ``accepts`` receives a finite loss and gradient norm, and returns whether to apply the update, the same on
+    every rank.
     """
     scale, fp8, experts = module.loss_scaler.scale, module.fp8, module.experts
     if fp8 is not None:
@@ -156,12 +157,13 @@ def train_step(
             is_fault_of_all=True,
             stop_flags=counts,
         )
-    before_update()
     # Gradients are of the loss times the loss scale over the expected tokens; the factor corrects both.
+    gradient_factor = expected_tokens / loss.num_tokens / scale
+    before_update(gradient_factor)
     with timers("optimizer"):
         result = module.optimizer.step(
             hyperparameters,
-            expected_tokens / loss.num_tokens / scale,
+            gradient_factor,
             lambda grad_norm: accepts(loss.mean, grad_norm),
         )
     if not result.is_applied:

@@ -45,8 +45,12 @@ class Listener:
     def after_backward(self, trainer: "Trainer") -> None:
         """Between the last backward pass of an iteration and the end of the reduction of the gradients."""
 
-    def before_update(self, trainer: "Trainer") -> None:
-        """Between the gradients of an iteration and the update, unless the loss is not finite."""
+    def before_update(self, trainer: "Trainer", gradient_factor: float) -> None:
+        """Between the gradients of an iteration and the update, unless the loss is not finite.
+
+        The gradients of ``trainer.module.optimizer.shards`` times ``gradient_factor``, which corrects the loss scale
+        and the number of tokens, are those of the mean loss, before clipping.
+        """
 
     def after_step(self, trainer: "Trainer", outcome: StepOutcome) -> None:
         """After the step of an iteration, before it is counted; after an error here no checkpoint has it."""
@@ -188,9 +192,9 @@ class Trainer:
             listener.after_backward(self)
         return self.stop.local_flags(iteration, self._has_data)
 
-    def _before_update(self) -> None:
+    def _before_update(self, gradient_factor: float) -> None:
         for listener in self.listeners:
-            listener.before_update(self)
+            listener.before_update(self, gradient_factor)
 
     def _is_skipped(self) -> bool:
         """Whether ``--iterations-to-skip`` or a rollback skips the samples of the next iteration."""

@@ -1,0 +1,1 @@
+"""Metrics of single layers: norms of gradients and weights, update ratios, the largest attention logit."""
