@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.data.data_module import DataContext
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
+    from megatron.training.build.run import RunParts
     from megatron_llama.commands import command
     from megatron_llama.model import Model
     from megatron_llama.run import Evaluation, Run, Step
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataContext",
     "DataError",
     "Evaluation",
     "Model",
     "Run",
+    "RunParts",
     "Step",
     "UserError",
     "command",
@@ -68,6 +72,8 @@ _PLACES = {
     "megatron_llama.run": ("Evaluation", "Run", "Step"),
     "megatron_llama.model": ("Model",),
     "megatron_llama.commands": ("command",),
+    "megatron.training.build.run": ("RunParts",),
+    "megatron.data.data_module": ("DataContext",),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "UserError"),
 }
 

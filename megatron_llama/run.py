@@ -29,7 +29,7 @@ from megatron.metrics.writer import EvaluationRecord, MetricsWriter
 from megatron.operation.heartbeat import Heartbeat
 from megatron.operation.processes import available_cores, prepare_environment
 from megatron.operation.signals import SignalWatch
-from megatron.training.build.run import build_trainer
+from megatron.training.build.run import RunParts, build_trainer
 from megatron.training.checkpoints.save_directories import save_directories_locked
 from megatron.training.checkpoints.state import random_tensors, restore_random
 from megatron.training.context import RunContext
@@ -77,23 +77,25 @@ class Run:
     """A run in this process, or one rank of it in each process of torchrun.
 
     ``flags`` are the flags of ``pretrain_llama.py`` with underscores; True sets a switch, None
-    leaves a flag out.
+    leaves a flag out. ``parts`` replaces parts of the run, such as the loader of its samples.
     No signal handlers are installed. Close a run before the next one is built: it is a context manager.
 
     Raises :class:`~megatron.errors.UserError` with one sentence for anything that a user can correct.
     """
 
-    def __init__(self, **flags: FlagValue) -> None:
-        self._open(words_of(flags))
+    def __init__(self, *, parts: RunParts | None = None, **flags: FlagValue) -> None:
+        self._open(words_of(flags), parts)
 
     @classmethod
-    def from_flags(cls, flags: str | Sequence[str]) -> Self:
+    def from_flags(cls, flags: str | Sequence[str], parts: RunParts | None = None) -> Self:
         """A run with the flags of a command line, as text or as words."""
         run = cls.__new__(cls)
-        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags))
+        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags), parts)
         return run
 
-    def _open(self, words: Sequence[str]) -> None:
+    def _open(self, words: Sequence[str], parts: RunParts | None) -> None:
+        if parts is not None and parts.build_loader is not None:
+            words = [*words, "--data-module", "RunParts:build_loader"]  # for the checks and the record of the run
         process = Process.from_environment(os.environ)
         self._recorder, self._evaluations = _StepRecorder(), _EvaluationRecorder()
         with ExitStack() as end:
@@ -104,14 +106,16 @@ class Run:
             # Flags without a meaning in Python are refused first.
             check_flags(config)
             check_run(config, process.world_size)
-            self._trainer = self._build(config, line, process, end)
+            self._trainer = self._build(config, line, process, end, parts)
             self._end = end.pop_all()
         # A run that is not closed ends before Python takes the modules down.
         weakref.finalize(self, self._end.close)
         self._reason: str | None = None
         self._has_begun = False
 
-    def _build(self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack) -> Trainer:
+    def _build(
+        self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack, parts: RunParts | None
+    ) -> Trainer:
         started = time.monotonic()
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         end.enter_context(environment_restored())
@@ -132,7 +136,7 @@ class Run:
         config = resolve_architecture(context, partial(line.over_model, "the checkpoint"))
         context = RunContext(config, topology, context.signals, log_rank0, heartbeat)
         at_end = end.enter_context(ExitStack())
-        trainer = build_trainer(context, locks, at_end, started)
+        trainer = build_trainer(context, locks, at_end, started, parts=parts)
         end.callback(trainer.close)
         trainer.listeners = [*trainer.listeners, self._recorder]
         trainer.writers = [*trainer.writers, self._evaluations]
