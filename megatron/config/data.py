@@ -285,15 +285,10 @@ class DataConfig:
             for flag in changed_flags(self, "sample_order", "dataloader_type", "mid_level_dataset_surplus"):
                 raise ConfigError(f"{flag} orders the samples of corpora, and {self.loader} has none: remove it.")
         if self.data_module is not None and not all(self.data_module.rpartition(":")[::2]):
-            raise ConfigError(
-                f"--data-module {self.data_module} is not FILE.py:FUNCTION: name a file and its function."
-            )
-        require_flag(
-            "--train-text-path",
-            bool(self.train_text_path),
-            changed_flags(self, "valid_text_path", "text_key", "fim_data"),
-        )
-        require_flag("--fim-data", self.fim_data, changed_flags(self, *_OF_FIM))
+            raise ConfigError(f"--data-module {self.data_module} is not FILE.py:FUNCTION: name a file and a function.")
         require_fraction(values_of(self, "fim_rate", "fim_spm_rate"), with_one=True)
+        of_texts = changed_flags(self, "valid_text_path", "text_key", "fim_data")
+        require_flag("--train-text-path", bool(self.train_text_path), of_texts)
+        require_flag("--fim-data", self.fim_data, changed_flags(self, *_OF_FIM))
         if self.valid_text_path and self.valid_data_path:
             raise ConfigError("--valid-text-path and --valid-data-path exclude each other: remove one of them.")

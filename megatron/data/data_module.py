@@ -8,10 +8,9 @@ must read the same samples, so a loader is a function of what its context says.
 """
 
 import base64
-import importlib.util
 import json
 import os
-import sys
+import runpy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,18 +72,11 @@ def load_function(place: str) -> BuildLoader:
     path, _, name = place.rpartition(":")
     if not os.path.isfile(path):
         raise ConfigError(f"--data-module {place}: {path} is not a file: name an existing Python file.")
-    module_name = f"data_module_{os.path.basename(path).removesuffix('.py')}"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--data-module {place}: {path} is not a Python file: name one that ends with .py.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look up their module there
     with explained(f"--data-module {place}"):
-        spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
+        found = runpy.run_path(path, run_name="data_module")
+    if not callable(found.get(name)):
         raise ConfigError(f"--data-module {place}: {path} has no function {name}: define it, or name another.")
-    return function
+    return found[name]
 
 
 @contextmanager
@@ -172,19 +164,17 @@ def open_stream(build: BuildLoader, name: str, context: DataContext, saved: Save
     if has_state != hasattr(loader, "load_state_dict"):
         raise ConfigError(f"{name} returned a loader with one of state_dict and load_state_dict: define both.")
     way_out = "begin these data at their first sample with --new-data-stage and a new name"
-    if has_state and context.consumed_samples and saved is None:
-        raise ConfigError(f"The checkpoint has no state for the loader of {name}: {way_out}.")
+    if context.consumed_samples and has_state != (saved is not None):
+        what = f"no state, and the loader of {name} needs one"
+        if saved is not None:
+            what = f"the state of a loader, and the loader of {name} has no load_state_dict"
+        raise ConfigError(f"The checkpoint has {what}: {way_out}.")
     if saved is not None:
-        if not has_state:
-            raise ConfigError(
-                f"The checkpoint has the state of a loader, and the loader of {name} has no load_state_dict: define "
-                f"it, or {way_out}."
-            )
         if saved.size != context.size and not hasattr(loader, "redivide"):
             raise ConfigError(
                 f"The checkpoint has the loader's states of {saved.size} data-parallel ranks, this run has "
-                f"{context.size}, and the loader of {name} has no redivide: use a number of ranks and parallel sizes "
-                f"that give data-parallel size {saved.size}, define redivide, or {way_out}."
+                f"{context.size}, and the loader of {name} has no redivide: use ranks and parallel sizes that give "
+                f"data-parallel size {saved.size}, define redivide, or {way_out}."
             )
         states = [decode_state(state) for state in saved.states]
         with explained(name):

@@ -109,15 +109,19 @@ def test_ranks_continue_with_the_states_of_their_own(corpus: Corpus, tmp_path: P
     saved = saving_in(tmp_path / "parted")
     call_training(flags(corpus, **changes, **saved)).refusal(
         "has the loader's states of 2 data-parallel ranks, this run has 1, and the loader of --data-module",
-        "has no redivide: use a number of ranks and parallel sizes that give data-parallel size 2, define redivide",
+        "has no redivide: use ranks and parallel sizes that give data-parallel size 2, define redivide",
     )
     others: Flags = {**changes, "data_module": EXAMPLE, "train_iters": 8}
-    call_training(flags(corpus, **others, **saved)).refusal("has no load_state_dict: define it, or begin these data")
+    call_training(flags(corpus, **others, **saved)).refusal(
+        "the state of a loader, and the loader of", "has no load_state_dict: begin these data"
+    )
     call_training(
         flags(corpus, **others, **saved, new_data_stage="sums", override_opt_param_scheduler=True)
     ).succeeded()
     state: Flags = {"data_module": changes["data_module"], "train_iters": 10, "override_opt_param_scheduler": True}
-    call_training(flags(corpus, **state, **saved)).refusal("has no state for the loader of --data-module")
+    call_training(flags(corpus, **state, **saved)).refusal(
+        "has no state, and the loader of --data-module", "needs one: begin these"
+    )
     corpora: Flags = {"data_path": corpus.prefix, "train_iters": 10}
     call_training(flags(corpus, **corpora, **saved)).refusal(
         "in place of corpora: --data-module in the checkpoint, none now"
@@ -180,7 +184,7 @@ def test_a_mistake_in_the_module_is_one_sentence(corpus: Corpus, tmp_path: Path,
     ("changes", "words"),
     [
         ({"data_module": "missing.py:build"}, "--data-module missing.py:build: missing.py is not a file: name"),
-        ({"data_module": "build"}, "--data-module build is not FILE.py:FUNCTION: name a file and its function."),
+        ({"data_module": "build"}, "--data-module build is not FILE.py:FUNCTION: name a file and a function."),
         ({"data_module": EXAMPLE, "mock_data": True}, "exclude each other: remove all but one of them."),
         ({"data_module": EXAMPLE, "sample_order": "extendable"}, "--sample-order orders the samples of corpora"),
         ({"mock_data": True, "fim_data": True}, "--fim-data needs --train-text-path: add it, or remove --fim-data."),

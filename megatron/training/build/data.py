@@ -136,6 +136,10 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan, own: 
     samples: Dataset | None = train
     if own is not None and num_train:
         samples = run_on_all_ranks(control, lambda: own.open(context, vocabulary, plan, "train"))
+        if consumed and own.saved is None:
+            context.log_rank0(
+                f"the loader of {own.name} has no state: it begins at context.consumed_samples {consumed}"
+            )
     if own is not None and evaluates(config) and not sources.has(1):
         sets.append(_own_validation(context, vocabulary, plan, own, per_evaluation))
     return Data(
