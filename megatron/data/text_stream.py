@@ -37,6 +37,7 @@ Position = tuple[int, int, int, int]
 
 _LEAST_BATCH, _LARGEST_BATCH = 1 << 12, 1 << 22  # bytes
 _BATCHES = 1 << 12  # of all files, if batches are not too small or large
+STREAM_BYTES = 1 << 30  # taken for the size of a dataset, which is not known
 
 
 def build_text_stream(context: DataContext) -> "TextStream | None":
@@ -66,7 +67,8 @@ def _flags_of_training() -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        text = str(error).replace("--input", "--train-text-path").replace("--json-keys", "--text-key")
+        text = str(error).replace("--input, --dataset-config and --dataset-split", "--train-text-path")
+        text = text.replace("--input", "--train-text-path").replace("--json-keys", "--text-key")
         number = getattr(error.__cause__, "errno", None)
         kind = type(error) if number is None or isinstance(error.__cause__, FileNotFoundError) else LoaderError
         raise kind(text) from error
@@ -130,7 +132,7 @@ class TextStream:
     _earlier: list[list[Position]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        size = sum(source.size for source in self.sources) // _BATCHES
+        size = sum(source.size or STREAM_BYTES for source in self.sources) // _BATCHES
         self._form = InputFormat((self.key,), batch_bytes=min(max(size, _LEAST_BATCH), _LARGEST_BATCH))
         self._documents = self._read()
 
@@ -172,12 +174,13 @@ class TextStream:
                     is_empty, self._next, self._dataset = False, position, dataset
                     yield tokens
                 rest, state = [0, 0], None
-            if is_empty and not self._earlier:
+            if is_empty and not self._earlier:  # or other ranks may have read them
                 raise DataError(
                     f"--train-text-path has no document for data-parallel rank {self.rank} of {self.size}: give it "
                     "more texts, or use fewer data-parallel ranks."
                 )
             epoch, start = epoch + 1, [0, 0, 0]
+            self._earlier = [reached for reached in self._earlier if max(reached) > (epoch, *start)]
 
     def _read_source(self, source: int, start: tuple[int, ...], state: Any) -> Iterator[tuple[Position, Any, Tokens]]:
         """This rank's documents in a source: the position after each, its dataset's state before the batch, its tokens.
@@ -202,7 +205,8 @@ class TextStream:
             ):
                 documents = list(parse_documents(batch, (self.key,), "--text-key"))
                 order = np.random.default_rng([2, self.seed, epoch, source, number]).permutation(len(documents))
-                for document in range(first, len(documents)):
+                # After a division, the first batch may be another rank's.
+                for document in range(first if number == first_batch else 0, len(documents)):
                     position = epoch, place, number, document
                     if owner(number, document, self.size) == self.rank and not is_read(position):
                         line, texts = documents[order[document]]
@@ -210,7 +214,6 @@ class TextStream:
                             raise DataError(f"{place_of(batch, line)} {texts}.")
                         random = np.random.default_rng([3, self.seed, epoch, source, number, line])
                         yield (epoch, place, number, document + 1), dataset, self._tokenize(texts[0], random)
-                first = 0
 
     def _tokenize(self, text: str, random: np.random.Generator) -> Tokens:
         """The tokens of a document, with the end-of-document token."""

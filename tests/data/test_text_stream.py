@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 
+from megatron.data import text_stream
 from megatron.data.data_module import decode_state, encode_state
 from megatron.data.text_inputs import list_sources
 from megatron.data.text_stream import FillInTheMiddle, TextStream
@@ -57,9 +58,10 @@ def read(stream: TextStream, samples: int) -> Counter[int]:
 
 
 @pytest.fixture(params=["files", "memory", "stream"])
-def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
+def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if request.param == "stream":
         pytest.importorskip("datasets")
+        monkeypatch.setattr(text_stream, "STREAM_BYTES", 0)  # small batches
     return texts_in(tmp_path, request.param)
 
 
@@ -79,18 +81,20 @@ def test_a_stream_continues_bit_for_bit_from_every_state(paths: list[str]) -> No
     assert firsts[0] != firsts[1]
 
 
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 3, 1)])
-def test_every_document_is_read_once_although_ranks_are_divided_again(paths: list[str], sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("sizes", "seed"), [((1, 2), 0), ((1, 2), 1), ((2, 1), 2), ((2, 3, 1), 1), ((3, 4, 2), 0)])
+def test_every_document_is_read_once_although_ranks_are_divided_again(
+    paths: list[str], sizes: tuple[int, ...], seed: int
+) -> None:
     found: Counter[int] = Counter()
-    ranks = streams(paths, sizes[0])
+    ranks = streams(paths, sizes[0], seed=seed)
     for size in sizes:
         if size != len(ranks):
             states = [saved(stream) for stream in ranks]
-            ranks = streams(paths, size)
+            ranks = streams(paths, size, seed=seed)
             for stream in ranks:
                 stream.redivide(states)
         for rank, stream in enumerate(ranks):  # some ranks are further than others
-            found += read(stream, 40 + 25 * rank)
+            found += read(stream, 20 + 25 * rank)
     for stream in ranks:
         while saved(stream)["next"][0] == 0:  # the rest of the epoch
             found += read(stream, 1)

@@ -996,6 +996,18 @@ OWN_DATA = (
         ("end_to_end/test_own_data.py",),
     ),
     Fault(
+        "the state of a loader after a microbatch that was read ahead",
+        "            self._next = next(self._microbatches)",
+        "            self._next = next(self._microbatches)\n            self.loader_state = self._next[LOADER_STATE]",
+        ("end_to_end/test_own_data.py",),
+    ),
+    Fault(
+        "a rank skips documents of the batch after another rank's",
+        "range(first if number == first_batch else 0,",
+        "range(first,",
+        ("data/test_text_stream.py",),
+    ),
+    Fault(
         "documents that other ranks have read are read again after a division",
         "return any(position < reached[",
         "return any(() > reached[",
