@@ -28,7 +28,6 @@ from megatron.commands.tool import import_pyplot, run_tool
 from megatron.errors import ConfigError
 from megatron.flags import require_at_least, values_of
 from megatron.urls import refuse_urls
-from megatron_llama.run import FlagValue
 
 HEAD_SIZE = 16
 NAMES = {False: "without muP", True: "with muP"}
@@ -70,9 +69,9 @@ Sweep = Mapping[tuple[bool, int], Sequence[float]]
 """The final loss for each learning rate, by muP and width."""
 
 
-def run_flags(config: Transfer, width: int, use_mup: bool, exponent: int) -> dict[str, FlagValue]:
+def run_flags(config: Transfer, width: int, use_mup: bool, exponent: int) -> dict[str, Any]:
     """The flags of one run. All matrices grow with the width, and heads keep their size."""
-    flags: dict[str, FlagValue] = {
+    flags: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": width,
         "ffn_hidden_size": 2 * width,

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.data.data_module import DataContext
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
+    from megatron.training.build.run import RunParts
     from megatron.training.loop.trainer import Listener
     from megatron_llama.commands import command
     from megatron_llama.model import Model
@@ -25,11 +27,13 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DataContext",
     "DataError",
     "Evaluation",
     "Listener",
     "Model",
     "Run",
+    "RunParts",
     "Step",
     "UserError",
     "command",
@@ -70,6 +74,8 @@ _PLACES = {
     "megatron_llama.run": ("Evaluation", "Run", "Step"),
     "megatron_llama.model": ("Model",),
     "megatron_llama.commands": ("command",),
+    "megatron.training.build.run": ("RunParts",),
+    "megatron.data.data_module": ("DataContext",),
     "megatron.training.loop.trainer": ("Listener",),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "UserError"),
 }

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -77,24 +77,28 @@ class Run:
     """A run in this process, or one rank of it in each process of torchrun.
 
     ``flags`` are the flags of ``pretrain_llama.py`` with underscores; True sets a switch, None
-    leaves a flag out.
-    No signal handlers are installed. Close a run before the next one is built: it is a context manager. ``listeners``
-    receive the events of the training loop, before its metrics are recorded.
+    leaves a flag out. ``listeners`` receive the events of the training loop, before its metrics are recorded; ``parts``
+    replaces parts of the run, such as the loader of its samples.
+    No signal handlers are installed. Close a run before the next one is built: it is a context manager.
 
     Raises :class:`~megatron.errors.UserError` with one sentence for anything that a user can correct.
     """
 
-    def __init__(self, *listeners: Listener, **flags: FlagValue) -> None:
-        self._open(words_of(flags), listeners)
+    def __init__(self, *listeners: Listener, parts: RunParts | None = None, **flags: FlagValue) -> None:
+        self._open(words_of(flags), listeners, parts)
 
     @classmethod
-    def from_flags(cls, flags: str | Sequence[str], *listeners: Listener) -> Self:
+    def from_flags(cls, flags: str | Sequence[str], *listeners: Listener, parts: RunParts | None = None) -> Self:
         """A run with the flags of a command line, as text or as words."""
         run = cls.__new__(cls)
-        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags), listeners)
+        run._open(shlex.split(flags) if isinstance(flags, str) else list(flags), listeners, parts)
         return run
 
-    def _open(self, words: Sequence[str], listeners: Sequence[Listener]) -> None:
+    def _open(self, words: Sequence[str], listeners: Sequence[Listener], parts: RunParts | None) -> None:
+        parts = parts or RunParts()
+        parts = replace(parts, listeners=(*parts.listeners, *listeners))
+        if parts.build_loader is not None:
+            words = [*words, "--data-module", "RunParts:build_loader"]  # for the checks and the record of the run
         process = Process.from_environment(os.environ)
         self._recorder, self._evaluations = _StepRecorder(), _EvaluationRecorder()
         with ExitStack() as end:
@@ -105,7 +109,7 @@ class Run:
             # Flags without a meaning in Python are refused first.
             check_flags(config)
             check_run(config, process.world_size)
-            self._trainer = self._build(config, line, process, end, listeners)
+            self._trainer = self._build(config, line, process, end, parts)
             self._end = end.pop_all()
         # A run that is not closed ends before Python takes the modules down.
         weakref.finalize(self, self._end.close)
@@ -113,7 +117,7 @@ class Run:
         self._has_begun = False
 
     def _build(
-        self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack, listeners: Sequence[Listener]
+        self, config: RunConfig, line: CommandLine, process: Process, end: ExitStack, parts: RunParts
     ) -> Trainer:
         started = time.monotonic()
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -135,7 +139,7 @@ class Run:
         config = resolve_architecture(context, partial(line.over_model, "the checkpoint"))
         context = RunContext(config, topology, context.signals, log_rank0, heartbeat)
         at_end = end.enter_context(ExitStack())
-        trainer = build_trainer(context, locks, at_end, started, parts=RunParts(listeners=listeners))
+        trainer = build_trainer(context, locks, at_end, started, parts=parts)
         end.callback(trainer.close)
         trainer.listeners = [*trainer.listeners, self._recorder]
         trainer.writers = [*trainer.writers, self._evaluations]

@@ -23,6 +23,7 @@ MODEL = "model/"  # weights in the precision of the model
 MASTER = "optimizer/master/"  # fp32 master weights, if the optimizer keeps any
 EMA = "optimizer/ema/"  # moving average of the weights, if the optimizer keeps one
 FP8 = "fp8/"  # scales and amax histories of FP8 linear layers, by layer name
+LOADER = "loader/rank_"  # states of a user's data loader, by data-parallel rank
 
 JSON = None | bool | int | float | str | Sequence["JSON"] | Mapping[str, "JSON"]
 

@@ -338,6 +338,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         paths = [corpus["path"] for corpus in data.get("corpora", ())]
         start = f"after iteration {stage['first_iteration']} and {stage['first_sample']:,} samples"
         corpora = "synthetic samples" if data.get("mock_data") else ", ".join(paths) or "corpora not recorded"
+        corpora = f"samples of {data['loader']}" if data.get("loader") else corpora
         yield f"data stage {stage['name']}: {start}, sequences of {data['sequence_length']}, {corpora}"
     if "architecture" in state:
         yield f"architecture: {words(state['architecture'])}"

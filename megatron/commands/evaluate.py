@@ -162,7 +162,7 @@ def start(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
         )
     check_run(config, world_size)
     data = TextData(evaluate)
-    parts = RunParts(data.build, partial(open_writers, evaluate, data))
+    parts = RunParts(build_data=data.build, open_writers=partial(open_writers, evaluate, data))
     process = Process.from_environment(os.environ)
     command = StartedCommand.of(arguments, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
     flags_over = partial(run_config, evaluate, line, saved)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.errors import ConfigError
-from megatron.flags import changed_flags, require_at_least, values_of
+from megatron.flags import changed_flags, require_at_least, require_flag, require_fraction, values_of
 from megatron.urls import check_place, refuse_urls
 
 TokenizerType = Literal[
@@ -28,6 +28,9 @@ _STAGE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 DEFAULT_SPLIT = "969, 30, 1"
 _SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
+_OF_FIM = ("fim_rate", "fim_spm_rate", "fim_prefix_token", "fim_middle_token", "fim_suffix_token")
+TEXT_FORMAT = ("text_key", "fim_data", *_OF_FIM)
+_LOADERS = ("data_module", "train_text_path")
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,32 @@ class DataConfig:
     """Number of corpora of a blend that are opened and whose sample orders are built in parallel."""
     mock_data: bool = False
     """Train on synthetic samples, a function of (seed, sample index), instead of --data-path."""
+    # Data of one's own, and texts
+    data_module: str | None = None
+    """FILE.py:FUNCTION, data of your own instead of --data-path: the Python file is executed on every rank, and its
+    function returns the loader of this rank's samples (docs/data.md), also for evaluation, unless --valid-data-path is
+    given."""
+    train_text_path: tuple[str, ...] = ()
+    """Texts that are tokenized and packed while training, instead of --data-path: files (.jsonl, .txt, .md, .parquet,
+    also .gz and .zst), directories, globs, their URLs, or dataset:NAME for a Hugging Face dataset, as a stream."""
+    valid_text_path: tuple[str, ...] = ()
+    """Texts of the validation split, with --train-text-path."""
+    text_key: str = "text"
+    """--train-text-path: JSON key or column of the text."""
+    fim_data: bool = False
+    """--train-text-path: fill in the middle (arXiv 2207.14255). Documents are divided into prefix, middle and suffix at
+    two random characters, and the middle comes last."""
+    fim_rate: float = 0.5
+    """--fim-data: fraction of the documents that are divided."""
+    fim_spm_rate: float = 0.5
+    """--fim-data: fraction of the divided documents in the order suffix, prefix, middle; the others begin with the
+    prefix."""
+    fim_prefix_token: str = "<fim_prefix>"
+    """--fim-data: token of the tokenizer before the prefix."""
+    fim_middle_token: str = "<fim_middle>"
+    """--fim-data: token before the middle."""
+    fim_suffix_token: str = "<fim_suffix>"
+    """--fim-data: token before the suffix."""
     seq_length: int | None = None
     """Tokens per sample (required for training)."""
     # Loader threads
@@ -178,8 +207,14 @@ class DataConfig:
     @property
     def sources(self) -> dict[str, object]:
         """The flags for the corpora that are set."""
-        flags = values_of(self, "mock_data", "data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)
+        paths = ("data_path", "data_args_path", "per_split_data_args_path", *_SPLIT_PATHS)
+        flags = values_of(self, "mock_data", *_LOADERS, *paths)
         return {flag: value for flag, value in flags.items() if value}
+
+    @property
+    def loader(self) -> str | None:
+        """The flag of a loader that reads the training data instead of corpora, if one is given."""
+        return next((flag for flag, value in values_of(self, *_LOADERS).items() if value), None)
 
     @property
     def split_paths(self) -> dict[str, tuple[str, ...]]:
@@ -208,9 +243,10 @@ class DataConfig:
 
     def check(self) -> None:
         sources, of_splits = list(self.sources), values_of(self, *_SPLIT_PATHS)
-        if len(sources) > 1 and not of_splits.keys() >= set(sources):
+        trained = [flag for flag in sources if flag not in ("--valid-data-path", "--test-data-path")]
+        if len(trained) > 1 or (len(sources) > 1 and not {"--train-data-path", self.loader}.issuperset(trained)):
             raise ConfigError(f"{' and '.join(sources)} exclude each other: remove all but one of them.")
-        if self.is_per_split and self.split != DEFAULT_SPLIT:
+        if (self.is_per_split or self.loader) and self.split != DEFAULT_SPLIT:
             raise ConfigError(f"--split {self.split!r} has no effect with {sources[0]}: remove one of them.")
         if self.sample_order == "extendable" and self.dataloader_type == "cyclic":
             raise ConfigError(
@@ -219,15 +255,17 @@ class DataConfig:
             )
         if self.sample_order == "best-fit" and self.mock_data:
             raise ConfigError("--sample-order best-fit packs documents, which --mock-data has not: remove one of them.")
+        self._check_loader()
         # Files that are read at once, or mapped, must be local; corpora may be URLs.
         lists = values_of(self, "data_args_path", "per_split_data_args_path")
         refuse_urls(lists, "copy the file to a local path; the corpora that it lists may be URLs")
         refuse_urls(values_of(self, "data_cache_path"), "use a local directory, whose files can be mapped")
         copies = values_of(self, "object_storage_cache_path")
         refuse_urls(copies, "use a local directory for copies of .idx files, and set --data-path to the corpora")
-        for flag, path in {"--data-path": self.data_path, **of_splits}.items():
+        texts = values_of(self, "train_text_path", "valid_text_path")
+        for flag, path in {"--data-path": self.data_path, **of_splits, **texts}.items():
             for word in path:
-                check_place(flag, word)
+                check_place(flag, word.removeprefix("dataset:"))
         if self.new_data_stage is not None and not _STAGE_NAME.fullmatch(self.new_data_stage):
             raise ConfigError(
                 f"--new-data-stage {self.new_data_stage!r} is not a valid name: use up to 64 letters, digits, '.', "
@@ -241,3 +279,16 @@ class DataConfig:
                 f"--dataloader-timeout {self.dataloader_timeout} needs loader threads: set --num-workers 1 or "
                 "more, or remove it."
             )
+
+    def _check_loader(self) -> None:
+        if self.loader is not None:
+            for flag in changed_flags(self, "sample_order", "dataloader_type", "mid_level_dataset_surplus"):
+                raise ConfigError(f"{flag} orders the samples of corpora, and {self.loader} has none: remove it.")
+        if self.data_module is not None and not all(self.data_module.rpartition(":")[::2]):
+            raise ConfigError(f"--data-module {self.data_module} is not FILE.py:FUNCTION: name a file and a function.")
+        require_fraction(values_of(self, "fim_rate", "fim_spm_rate"), with_one=True)
+        of_texts = changed_flags(self, "valid_text_path", "text_key", "fim_data")
+        require_flag("--train-text-path", bool(self.train_text_path), of_texts)
+        require_flag("--fim-data", self.fim_data, changed_flags(self, *_OF_FIM))
+        if self.valid_text_path and self.valid_data_path:
+            raise ConfigError("--valid-text-path and --valid-data-path exclude each other: remove one of them.")

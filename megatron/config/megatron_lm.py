@@ -59,7 +59,10 @@ REFUSED = {
     "the choice of experts would depend on the layout: use --moe-router-num-groups and --moe-router-group-topk"
     " instead.": "--moe-router-topk-limited-devices",
     "use --tokenizer-type and --tokenizer-model instead.": "--padded-vocab-size",
-    "every sample is read as it is in the corpus: remove it.": "--fim-* --sample-rate",
+    "every sample is read as it is in the corpus: remove it.": "--sample-rate",
+    "--fim-data divides whole documents, and adds no token at their ends: remove it.": (
+        "--fim-split-sample --fim-fragment-rate --fim-no-prefix --fim-pad-token --fim-eod-token"
+    ),
     "no model is trained from another one's outputs: remove it.": (
         "--export-kd-cfg --export-kd-teacher-load --export-kd-teacher-ckpt-format --logits-*"
     ),

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import TEXT_FORMAT, DataConfig, TokenizerConfig
 from megatron.data.corpus_digests import corpus_fingerprint, digests_path
 from megatron.data.dataset_builder import Sources
 from megatron.data.digests import BlockDigests
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_order import SPLIT_NAMES, normalize, parse_split
+from megatron.data.text_inputs import list_sources
 from megatron.data.tokenizers import tokenizer_files
 from megatron.errors import DataError
+from megatron.flags import changed_words
 
 DataRecord = dict[str, Any]
 CorpusRecord = dict[str, Any]
@@ -38,6 +40,9 @@ _CONTENT = {
 # What the fields are called in messages: the flag that sets them, where there is one.
 _SETTINGS = {
     "mock_data": "--mock-data",
+    "loader": "flag of a loader in place of corpora",
+    "texts": "digest of the names and sizes of the files of --train-text-path",
+    "text_format": "--text-key and --fim-data with its flags",
     "sequence_length": "--seq-length",
     "seed": "--seed",
     "split": "--split",
@@ -125,6 +130,12 @@ def build_record(
         record |= {"micro_batch_size": micro_batch_size, "data_parallel_size": data_parallel_size}
     if data.mock_data:
         return record
+    record["loader"] = data.loader
+    if data.train_text_path:
+        texts = list_sources(data.train_text_path, "--train-text-path")
+        names = [(os.path.basename(path), size) for path, size in texts]
+        record["texts"] = xxhash.xxh3_128_hexdigest(repr(names).encode())
+        record["text_format"] = " ".join(changed_words(data, *TEXT_FORMAT))
     prefixes = list(corpora)
     blends = {}
     for index in used_splits:

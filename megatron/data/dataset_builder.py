@@ -63,6 +63,8 @@ def read_sources(data: DataConfig) -> Sources:
         raise ConfigError("There is no corpus: set --data-path, or add --mock-data for synthetic samples.")
     if data.mock_data:
         return Sources((Blend([], None),) * len(SPLIT_NAMES), data.split)
+    if data.loader is not None and not data.is_per_split:
+        return Sources((None,) * len(SPLIT_NAMES), None)
     if data.is_per_split:
         words = _read_split_words(data.per_split_data_args_path) if data.per_split_data_args_path else data.split_paths
         blends = [_blend(words[name], f"The {name} path") if words[name] else None for name in SPLIT_NAMES]
@@ -164,7 +166,7 @@ def build_datasets(
         raise ConfigError("--seq-length is missing: set it to the tokens per sample.")
     sources = read_sources(data)
     used = [index for index, count in enumerate(sample_counts) if count != 0 and sources.has(index)]
-    if not data.mock_data:
+    if used and not data.mock_data:
         builder = _open_builder(data, sources, used, facts)
     datasets: list[Dataset | None] = []
     for index, count in enumerate(sample_counts):

@@ -18,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron.data.data_module import SampleStream
 from megatron.data.gpt_dataset import Dataset, Sample
 from megatron.errors import DataError, LoaderError
 
 Microbatch = dict[str, torch.Tensor]
+LOADER_STATE = "loader_state"
+"""Key of the state of a user's loader after a microbatch; ``Lookahead`` of training takes it out."""
 
 # The samples of one step, with 2 data-parallel ranks, microbatches of 2 samples and a global batch of 8:
 #
@@ -205,10 +208,14 @@ def build_loader(
     device = torch.accelerator.current_device_index() if pin_memory else None
 
     def read(samples: list[int]) -> Microbatch:
-        return read_microbatch(dataset, samples, vocab_size, positions, device)
+        microbatch = read_microbatch(dataset, samples, vocab_size, positions, device)
+        if isinstance(dataset, SampleStream) and (state := dataset.state()) is not None:
+            microbatch[LOADER_STATE] = state
+        return microbatch
 
     if num_workers:
-        yield from read_ahead(batches, read, num_workers, patience)
+        # The samples of a stream come in order only in one thread.
+        yield from read_ahead(batches, read, 1 if isinstance(dataset, SampleStream) else num_workers, patience)
     else:
         yield from map(read, batches)
     raise DataError(

@@ -78,8 +78,8 @@ class BadDocument(NamedTuple):
 # --- which files, and which parts of them --------------------------------------------------------------------
 
 
-def list_sources(inputs: Iterable[str]) -> list[SourceFile]:
-    """The files and datasets of --input; files of a directory or glob are sorted by name."""
+def list_sources(inputs: Iterable[str], flag: str = "--input") -> list[SourceFile]:
+    """The files and datasets of ``flag``; files of a directory or glob are sorted by name."""
     sources: list[SourceFile] = []
     for name in inputs:
         if name.startswith(DATASET_PREFIX):
@@ -92,10 +92,10 @@ def list_sources(inputs: Iterable[str]) -> list[SourceFile]:
             chosen = [file for file in files if without_compression(file.path).endswith(_KNOWN_ENDINGS)]
         if files and not chosen:
             endings = ", ".join(_KNOWN_ENDINGS)
-            raise DataError(f"{name} holds no file named {endings} (or these with .gz or .zst): check --input.")
+            raise DataError(f"{name} holds no file named {endings} (or these with .gz or .zst): check {flag}.")
         if not files:
             remote = " or is empty" if is_url(name) else ""
-            raise DataError(f"{name} does not exist or is not a file{remote}: check --input.")
+            raise DataError(f"{name} does not exist or is not a file{remote}: check {flag}.")
         sources += chosen
     return sources
 
@@ -123,7 +123,7 @@ def cut_in_partitions(sources: list[SourceFile], count: int, separation: Separat
 def _ranges_between(sources: list[SourceFile], begin: int, end: int, separation: Separation) -> Iterator[SourceRange]:
     position = 0
     for path, size in sources:
-        if _can_be_cut(path, separation):
+        if can_be_cut(path, separation):
             start, stop = max(begin - position, 0), min(end - position, size)
             if start < stop:
                 yield SourceRange(path, start, stop)
@@ -132,7 +132,8 @@ def _ranges_between(sources: list[SourceFile], begin: int, end: int, separation:
         position += size
 
 
-def _can_be_cut(path: str, separation: Separation) -> bool:
+def can_be_cut(path: str, separation: Separation) -> bool:
+    """Whether a source is lines in a file, of which parts can be read."""
     if without_compression(path) != path or path.endswith(".parquet") or path.startswith(DATASET_PREFIX):
         return False
     return separation == "line" or not path.endswith(_TEXT_ENDINGS)
@@ -147,7 +148,7 @@ def divide_among_workers(ranges: Iterable[SourceRange], form: InputFormat) -> It
     Sources that cannot be cut, and URLs, are read here, in batches.
     """
     for source in ranges:
-        if _can_be_cut(source.path, form.separation) and not is_url(source.path):
+        if can_be_cut(source.path, form.separation) and not is_url(source.path):
             for start in range(source.start, source.stop, form.batch_bytes):
                 yield SourceRange(source.path, start, min(start + form.batch_bytes, source.stop))
         else:
@@ -162,6 +163,34 @@ def read_batches(ranges: Iterable[SourceRange], form: InputFormat) -> Iterator[B
             yield from _batch_rows(source.path, ((*map(row.get, form.keys),) for row in dataset), 0, form)
         else:
             yield from _read_range(source, form)
+
+
+def numbered_batches(
+    source: SourceFile, form: InputFormat, first: int, state: Any, is_wanted: Callable[[int], bool]
+) -> Iterator[tuple[int, Any, Batch]]:
+    """The batches of a source from the number ``first`` on: number, state, batch.
+
+    Of a source that can be cut, only the batches with wanted numbers are read. The state of a Hugging Face dataset is
+    that before the batch, and continues it there; of other sources it is None.
+    """
+    if can_be_cut(source.path, form.separation):
+        for number in filter(is_wanted, range(first, -(-source.size // form.batch_bytes))):
+            start = number * form.batch_bytes
+            lines = SourceRange(source.path, start, min(start + form.batch_bytes, source.size))
+            yield from ((number, None, batch) for batch in read_batches([lines], form))
+    elif source.path.startswith(DATASET_PREFIX):
+        dataset = _open_dataset(source.path.removeprefix(DATASET_PREFIX), form)
+        dataset = dataset if hasattr(dataset, "state_dict") else dataset.to_iterable_dataset()
+        if state is not None:
+            dataset.load_state_dict(state)
+        batches = _batch_rows(source.path, ((*map(row.get, form.keys),) for row in dataset), 0, form)
+        state = dataset.state_dict()
+        for number, batch in enumerate(batches, start=first):
+            yield number, state, batch
+            state = dataset.state_dict()
+    else:
+        whole = enumerate(read_batches(whole_ranges([source]), form))
+        yield from ((number, None, batch) for number, batch in whole if number >= first)
 
 
 def _read_range(source: SourceRange, form: InputFormat) -> Iterator[Batch]:

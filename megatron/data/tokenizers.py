@@ -93,6 +93,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
+    def special_id(self, name: str) -> int | None:
+        """The id of the token ``name``; None if there is none."""
+        return int(name) if name.isdecimal() and int(name) < self.vocab_size else None
+
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens' text, 0 for special tokens; None if a token has no bytes of its own."""
         return None
@@ -173,6 +177,10 @@ class SentencePieceTokenizer(_LibraryTokenizer):
         text: str = self._processor.decode(ids)
         return text
 
+    def special_id(self, name: str) -> int | None:
+        token = int(self._processor.piece_to_id(name))
+        return None if self._processor.is_unknown(token) else token
+
     def byte_lengths(self) -> ByteLengths | None:
         model = self._processor
         pieces = {
@@ -213,6 +221,7 @@ class TikTokenizer(_LibraryTokenizer):
 
         ranks = parse_ranks(path, read_file(path))
         specials = llama3_special_tokens(len(ranks), num_special_tokens)
+        self._specials = specials
         self._encoding = tiktoken.Encoding(
             os.path.basename(path), pat_str=LLAMA3_SPLIT, mergeable_ranks=ranks, special_tokens=specials
         )
@@ -245,6 +254,9 @@ class TikTokenizer(_LibraryTokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
+
+    def special_id(self, name: str) -> int | None:
+        return self._specials.get(name)
 
     def byte_lengths(self) -> ByteLengths | None:
         ordinary = range(len(self._encoding.token_byte_values()))
@@ -308,6 +320,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+    def special_id(self, name: str) -> int | None:
+        token: int | None = self._tokenizer.token_to_id(name)
+        return token
 
     def byte_lengths(self) -> ByteLengths | None:
         decoder = json.loads(self.description).get("decoder") or {}

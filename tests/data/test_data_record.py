@@ -157,7 +157,7 @@ def test_a_difference_names_both_sides(prefixes: list[str]) -> None:
 def test_every_setting_counts(prefixes: list[str]) -> None:
     saved = record_of(prefixes[0], dataloader_type="cyclic")
     settings = saved.keys() - {"corpora", "blends"}
-    assert len(settings) == 16
+    assert len(settings) == 17
     for name in settings:
         now = copy.deepcopy(saved)
         now[name] = "1,1" if name == "split" else "another"

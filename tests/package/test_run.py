@@ -21,11 +21,11 @@ from megatron_llama.run import FlagValue, words_of
 from tests.end_to_end.run_process import Corpus, call_training, iterations, run_python, tiny_corpus
 from tests.model.reference import fp32_means_fp64
 
-SIZES: dict[str, FlagValue] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 SIZES |= {"num_attention_heads": 4, "num_query_groups": 2}
-BATCH: dict[str, FlagValue] = {"seq_length": 32, "micro_batch_size": 2, "global_batch_size": 4}
+BATCH: dict[str, Any] = {"seq_length": 32, "micro_batch_size": 2, "global_batch_size": 4}
 BATCH |= {"num_workers": 0, "device": "cpu"}
-NUMBERS: dict[str, FlagValue] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2}
+NUMBERS: dict[str, Any] = {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -226,9 +226,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 # --- muP at Hugging Face -------------------------------------------------------------------------------------
 # It has no multipliers: they are in the weights, and the logits are equal.
 
-RUN: dict[str, FlagValue] = {**SIZES, **BATCH, "init_method_std": 0.2, "vocab_size": 60, "seq_length": 16, "fp64": True}
+RUN: dict[str, Any] = {**SIZES, **BATCH, "init_method_std": 0.2, "vocab_size": 60, "seq_length": 16, "fp64": True}
 RUN |= {"mock_data": True, "train_iters": 2, "lr": 1e-2}
-MUP: dict[str, FlagValue] = {"use_mup": True, "mup_base_hidden_size": 24, "mup_base_head_dim": 5.0}
+MUP: dict[str, Any] = {"use_mup": True, "mup_base_hidden_size": 24, "mup_base_head_dim": 5.0}
 MUP |= {"mup_embedding_mult": 3.0, "mup_output_mult": 0.7}
 
 
@@ -242,7 +242,7 @@ MUP |= {"mup_embedding_mult": 3.0, "mup_output_mult": 0.7}
     ],
     ids=["llama", "tied", "bias", "qk-norm-tied"],
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, family: str, flags: dict[str, FlagValue]) -> None:
+def test_logits_are_those_of_transformers(tmp_path: Path, family: str, flags: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     with ml.Run(**RUN, **MUP, **flags) as run:
         run.step()

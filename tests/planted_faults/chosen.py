@@ -1027,7 +1027,47 @@ GPU_KERNELS = (
     ),
 )
 
+OWN_DATA = (
+    Fault(
+        "a loader's state of the wrong rank",
+        'names = [f"{LOADER}{topology.data_parallel.rank}"]',
+        'names = [f"{LOADER}0"]',
+        ("end_to_end/test_own_data.py",),
+    ),
+    Fault(
+        "the state of a loader without the samples of the last iteration",
+        "        self.state.loader_state = self.data.train.loader_state",
+        "        self.state.loader_state = self.state.loader_state",
+        ("end_to_end/test_own_data.py",),
+    ),
+    Fault(
+        "the state of a loader after a microbatch that was read ahead",
+        "            self._next = next(self._microbatches)",
+        "            self._next = next(self._microbatches)\n            self.loader_state = self._next[LOADER_STATE]",
+        ("end_to_end/test_own_data.py",),
+    ),
+    Fault(
+        "a rank skips documents of the batch after another rank's",
+        "range(first if number == first_batch else 0,",
+        "range(first,",
+        ("data/test_text_stream.py",),
+    ),
+    Fault(
+        "documents that other ranks have read are read again after a division",
+        "return any(position < reached[",
+        "return any(() > reached[",
+        ("data/test_text_stream.py",),
+    ),
+    Fault(
+        "a position in a stream without the state of its dataset",
+        "dataset.load_state_dict(state)",
+        "dataset.state_dict()",
+        ("data/test_text_stream.py", "end_to_end/test_own_data.py"),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
+    *OWN_DATA,
     *COLLECTIVES,
     *SCALES,
     *BORDERS,

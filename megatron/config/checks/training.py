@@ -21,15 +21,16 @@ def check_required(run: RunConfig, world_size: int) -> None:
 def check_data_source(run: RunConfig, world_size: int) -> None:
     if not run.data.sources:
         raise ConfigError("No corpus: set --data-path to a tokenized corpus, or add --mock-data.")
-    if any(run.data.split_paths.values()) and not run.data.train_data_path and not run.validation.skip_train:
+    has_training = run.data.train_data_path or run.data.loader or run.validation.skip_train
+    if any(run.data.split_paths.values()) and not has_training:
         (first, *_) = run.data.sources
         raise ConfigError(f"{first} needs --train-data-path: add it with the corpora to train on.")
-    if run.tokenizer.tokenizer_type is None and not run.data.mock_data:
+    if run.tokenizer.tokenizer_type is None and not run.data.mock_data and run.data.data_module is None:
         raise ConfigError("--tokenizer-type is missing: set it to the tokenizer of the corpus of --data-path.")
     if run.tokenizer.tokenizer_type is None and run.mock_vocab_size is None:
         raise ConfigError(
-            "--mock-data without a tokenizer needs a vocabulary size: add --vocab-size, or a Llama 2 or 3 preset with "
-            "--model."
+            f"{run.data.loader or '--mock-data'} without a tokenizer needs a vocabulary size: add --vocab-size, or a "
+            "Llama 2 or 3 preset with --model."
         )
 
 
@@ -78,6 +79,8 @@ def check_validation_sets(run: RunConfig, world_size: int) -> None:
     for flag in changed_flags(run.validation, "full_validation", "multiple_validation_sets"):
         if run.data.mock_data:
             raise ConfigError(f"{flag} needs corpora, and --mock-data has none: remove one of them.")
+        if run.data.loader is not None and not run.data.valid_data_path:
+            raise ConfigError(f"{flag} needs corpora, and {run.data.loader} has none: add --valid-data-path.")
 
 
 def check_evaluation_of_average(run: RunConfig, world_size: int) -> None:

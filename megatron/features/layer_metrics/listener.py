@@ -100,7 +100,7 @@ class AttentionLogits(Listener):
 
 
 class MaximumKernel(AttentionKernel):
-    """Notes the largest logits of all tiles, in fp32 or wider; its output is zero, and never used."""
+    """Notes the largest logits of all tiles before a cap, in fp32 or wider; its output is zero, and never used."""
 
     def __init__(self) -> None:
         self.is_on, self.maxima = False, list[Tensor]()
@@ -109,15 +109,14 @@ class MaximumKernel(AttentionKernel):
         query, key = inputs.query, inputs.key
         wide = torch.promote_types(query.dtype, torch.float32)
         keys = key.to(wide).transpose(-1, -2).unsqueeze(2)  # [b, groups, 1, d, s_k]
+        positions = torch.arange(key.shape[2], device=key.device)
+        first = key.shape[2] - query.shape[2]  # query 0 is at this key
         for start in range(0, query.shape[2], _QUERIES):
             queries = query[:, :, start : start + _QUERIES].to(wide).unflatten(1, (key.shape[1], -1))
-            # [b, groups, n / groups, queries, s_k], of a causal tile the keys up to the last query
-            visible = start + queries.shape[3] if inputs.is_causal else key.shape[2]
-            logits = queries @ keys[..., :visible] / math.sqrt(query.shape[-1])
-            if inputs.is_causal:
-                is_later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(start + 1)
-                logits.masked_fill_(is_later, -math.inf)
-            self.maxima.append(logits.amax())
+            at = torch.arange(start, start + queries.shape[3], device=key.device) + first
+            hidden = inputs.mask.hidden(at, positions)
+            logits = queries @ keys / math.sqrt(query.shape[-1])  # [b, groups, n / groups, queries, s_k]
+            self.maxima.append(logits.amax() if hidden is None else logits.masked_fill(hidden, -math.inf).amax())
         return AttentionOutput(inputs, torch.zeros_like(query), query.new_zeros(query.shape[:3], dtype=wide))
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:

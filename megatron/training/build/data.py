@@ -3,25 +3,36 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from megatron.checkpoint.schema import DataStage
+from megatron.config.data import DataConfig
 from megatron.config.inference import EvaluateConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import ValidationConfig
 from megatron.core.context_parallel import ContextSplit
 from megatron.core.control import run_on_all_ranks
 from megatron.data.corpus_digests import BlockComparison, SampleRange, Share, check_indexes
+from megatron.data.data_module import (
+    BuildLoader,
+    DataContext,
+    SampleStream,
+    SavedLoader,
+    load_function,
+    open_stream,
+)
 from megatron.data.dataset_builder import RunFacts, Sources, build_datasets, build_validation_sets, read_sources
 from megatron.data.evaluation_data import EvaluationText, WholePasses, Windows, names_of, read_text
 from megatron.data.gpt_dataset import Dataset, epochs_of
-from megatron.data.loader import Microbatch, Patience, build_loader
+from megatron.data.loader import LOADER_STATE, Microbatch, Patience, build_loader
 from megatron.data.packed_dataset import describe_packing
 from megatron.data.text_inputs import InputFormat
-from megatron.data.tokenizers import describe_tokenizer
+from megatron.data.text_stream import build_text_stream
+from megatron.data.tokenizers import describe_tokenizer, shared_tokenizer
 from megatron.errors import ConfigError, DataError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.build.plan import RunPlan, evaluates
@@ -41,12 +52,56 @@ Counts = tuple[int, int | None, int | None]
 """Samples of the train, validation and test split; None: all samples once."""
 
 
-def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Data:
-    """Datasets (rank 0 builds cached orders first) and loaders that start at the progress of ``plan``."""
+@dataclass(frozen=True)
+class OwnData:
+    """The loader of a user's data, which replaces corpora."""
+
+    build: BuildLoader
+    name: str
+    """For messages: the flag and its value."""
+    saved: SavedLoader | None = None
+    """The states of the checkpoint that the run continues from."""
+
+    def open(
+        self, context: RunContext, vocabulary: Vocabulary, plan: RunPlan, split: Literal["train", "validation"]
+    ) -> SampleStream:
+        """This rank's samples of a split."""
+        config, topology, is_train = context.config, context.topology, split == "train"
+        place = DataContext(
+            config,
+            None if config.tokenizer.tokenizer_type is None else shared_tokenizer(config.tokenizer),
+            vocabulary.size,
+            vocabulary.end_of_document,
+            split,
+            topology.data_parallel.rank,
+            topology.grid.dp,
+            plan.progress.consumed_samples - plan.stage.first_sample if is_train else 0,
+            plan.batches.global_batch_size,
+        )
+        return open_stream(self.build, self.name, place, self.saved if is_train else None)
+
+
+def find_own_data(data: DataConfig, build_loader: BuildLoader | None) -> OwnData | None:
+    """The loader of ``RunParts.build_loader`` or of the flags, if any; executes the file of ``--data-module``."""
+    if build_loader is not None:
+        return OwnData(build_loader, "RunParts.build_loader")
+    if data.data_module is not None:
+        return OwnData(load_function(data.data_module), f"--data-module {data.data_module}")
+    return OwnData(build_text_stream, "--train-text-path") if data.train_text_path else None
+
+
+def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan, own: OwnData | None = None) -> Data:
+    """Datasets (rank 0 builds cached orders first) and loaders that start at the progress of ``plan``.
+
+    ``own`` data replace the training corpora, and without validation corpora those, too.
+    """
     config, topology, control = context.config, context.topology, context.topology.control
     progress, stage, batches = plan.progress, plan.stage, plan.batches
     sources = run_on_all_ranks(control, lambda: read_sources(config.data))
     counts = sample_counts(config, plan, sources)
+    num_train = counts[0]
+    if own is not None:
+        counts = (0, *counts[1:])
     # Before datasets read the indexes, each rank compares its share of them with their digests.
     used = [index for index, count in enumerate(counts) if count != 0 and sources.has(index)]
     prefixes, share = sources.prefixes(used), Share(control.rank, control.size)
@@ -77,9 +132,22 @@ def build_data(context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Da
         SampleRange(split, dataset, start, stop, consumption_order(config, len(dataset), topology.grid.dp))
         for split, dataset, start, stop in read
     ]
+    sets = [_evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated]
+    samples: Dataset | None = train
+    if own is not None and num_train:
+        samples = run_on_all_ranks(control, lambda: own.open(context, vocabulary, plan, "train"))
+        if consumed and own.saved is None:
+            context.log_rank0(
+                f"the loader of {own.name} has no state: it begins at context.consumed_samples {consumed}"
+            )
+    if own is not None and evaluates(config) and not sources.has(1):
+        sets.append(_own_validation(context, vocabulary, plan, own, per_evaluation))
     return Data(
-        train=Lookahead(iter(()) if train is None else build_run_loader(context, vocabulary, train, consumed)),
-        evaluated=[_evaluation_set(context, vocabulary, per_evaluation, one, starts[one.split]) for one in evaluated],
+        train=Lookahead(
+            iter(()) if samples is None else build_run_loader(context, vocabulary, samples, consumed),
+            samples.state() if isinstance(samples, SampleStream) else None,
+        ),
+        evaluated=sets,
         train_epochs={} if train is None else epochs_of(train),
         check=DataCheck(
             BlockComparison(digests, share),
@@ -144,6 +212,23 @@ def _evaluation_set(
     return EvaluationSet(one.split, loader, passes.samples_per_pass // unit, one.name, continues=False)
 
 
+def _own_validation(
+    context: RunContext, vocabulary: Vocabulary, plan: RunPlan, own: OwnData, num_samples: int
+) -> EvaluationSet:
+    """The first ``num_samples`` of the user's validation samples, at every evaluation."""
+    count = num_samples // (context.config.micro_batch_size * context.topology.grid.dp)
+
+    def read(stream: SampleStream) -> Iterator[Microbatch]:
+        while True:
+            for microbatch in islice(build_run_loader(context, vocabulary, stream, 0), count):
+                microbatch.pop(LOADER_STATE, None)
+                yield microbatch
+            stream = own.open(context, vocabulary, plan, "validation")
+
+    first = run_on_all_ranks(context.control, lambda: own.open(context, vocabulary, plan, "validation"))
+    return EvaluationSet("validation", read(first), count, continues=False)
+
+
 def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> Counts:
     """Samples that the run reads of each split from the beginning of the stage, as in Megatron-LM; None: all."""
     stage, progress, batches = plan.stage, plan.progress, plan.batches
@@ -156,7 +241,7 @@ def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> Counts:
     if not sources.has(2):
         test = 0
     if config.validation.skip_train:
-        if not sources.has(1) and not sources.has(2):
+        if not sources.has(1) and not sources.has(2) and config.data.loader is None:
             raise ConfigError(
                 "--skip-train has nothing to evaluate: set --valid-data-path or --test-data-path, or raise the second "
                 "or third weight of --split."
@@ -167,6 +252,8 @@ def sample_counts(config: RunConfig, plan: RunPlan, sources: Sources) -> Counts:
     train = max(end - stage.first_sample, 0)
     if not evaluates(config):
         return train, 0, 0
+    if config.data.loader is not None and not sources.has(1):
+        return train, 0, test
     if not sources.has(1) and sources.split is None:
         raise ConfigError(
             "Evaluation needs validation data: set --valid-data-path to their corpora, or remove --eval-interval."
@@ -203,7 +290,7 @@ def build_run_loader(
         data_parallel_rank=topology.data_parallel.rank,
         data_parallel_size=topology.grid.dp,
         num_workers=config.data.num_workers,
-        dataloader_type="single" if isinstance(dataset, WholePasses) else config.data.dataloader_type,
+        dataloader_type="single" if isinstance(dataset, WholePasses | SampleStream) else config.data.dataloader_type,
         pin_memory=topology.device.type != "cpu",
         positions=split.positions(config.seq_length).numpy() if split.size > 1 else None,
         patience=Patience(config.dataloader_timeout, lambda: context.signals.received),
@@ -218,7 +305,7 @@ class TextData:
     texts: list[EvaluationText] | None = None
     """The texts, once they are read."""
 
-    def build(self, context: RunContext, vocabulary: Vocabulary, plan: RunPlan) -> Data:
+    def build(self, context: RunContext, vocabulary: Vocabulary, plan: RunPlan, own: OwnData | None) -> Data:
         """The sets, and no training data."""
         run, control, config = context.config, context.control, self.config
         form = InputFormat(keys=(config.json_key,), separation=config.text_documents)

@@ -15,6 +15,7 @@ from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
 from megatron.core.models.parallelize import ParallelModel, parallelize
 from megatron.core.models.transformer import TransformerModel
+from megatron.data.data_module import BuildLoader
 from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import FaultInjection, reach
 from megatron.features.known_product.listener import KnownAnswer, build_known_answer
@@ -29,7 +30,7 @@ from megatron.metrics.writer import MetricsWriter, ReportedRun, build_writers
 from megatron.operation.heartbeat import Section
 from megatron.operation.lease import Lease
 from megatron.operation.waits import Sections
-from megatron.training.build.data import build_data
+from megatron.training.build.data import OwnData, build_data, find_own_data
 from megatron.training.build.description import describe_run
 from megatron.training.build.plan import RunPlan, build_learning_rate, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
@@ -88,6 +89,7 @@ def build_trainer(
         start = find_start(config.checkpoint, control) if returned is None else returned.start
     if not config.validation.skip_train and returned is None:
         run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
+    own = run_on_all_ranks(control, lambda: find_own_data(config.data, parts.build_loader))
     plan = plan_run(context, vocabulary, start)
     # The model in the layout of this rank; its weights have no values before initialize().
     memory_history = start_memory_history(config.logging, topology)
@@ -109,7 +111,10 @@ def build_trainer(
     for notice in plan.stages.notices:
         context.log_rank0(notice)
     # Data, the checks that all ranks must pass before the first iteration, and the log.
-    data = parts.build_data(context, vocabulary, plan)
+    if own is not None and not plan.begins_stage:
+        own = dataclasses.replace(own, saved=state.saved_loader)
+    data = parts.build_data(context, vocabulary, plan, own)
+    state.loader_state = data.train.loader_state
     state.data_stages, warnings = with_train_epochs(plan.stages.stages, data.train_epochs)
     for warning in warnings:
         context.log_rank0(warning)
@@ -249,8 +254,10 @@ def open_writers(context: RunContext, plan: RunPlan) -> list[MetricsWriter]:
 
 @dataclasses.dataclass(frozen=True)
 class RunParts:
-    """Parts of a run that another command replaces, and listeners that it adds."""
+    """Parts of a run that another program replaces, and listeners that it adds."""
 
-    build_data: Callable[[RunContext, Vocabulary, RunPlan], Data] = build_data
+    build_loader: BuildLoader | None = None
+    """Returns the loader of training and validation samples, as the function of ``--data-module`` does."""
+    build_data: Callable[[RunContext, Vocabulary, RunPlan, OwnData | None], Data] = build_data
     open_writers: Callable[[RunContext, RunPlan], list[MetricsWriter]] = open_writers
     listeners: Sequence[Listener] = ()

@@ -17,7 +17,7 @@ from megatron.checkpoint.checkpointing import SaveBackend, load_checkpoint, save
 from megatron.checkpoint.files import path_of
 from megatron.checkpoint.finding import directory_below
 from megatron.checkpoint.hugging_face.weights import HuggingFaceModel, fill_from_hugging_face
-from megatron.checkpoint.manifest import EMA, FP8, MASTER, MODEL
+from megatron.checkpoint.manifest import EMA, FP8, LOADER, MASTER, MODEL
 from megatron.checkpoint.schema import DataStage, Rollback, SavedState
 from megatron.console import print_warning
 from megatron.core.control import ControlGroup, run_on_all_ranks, run_on_rank0
@@ -26,6 +26,7 @@ from megatron.core.fp8 import Fp8Layers
 from megatron.core.hyperparameters import Hyperparameters, LearningRateSchedule, WeightDecaySchedule
 from megatron.core.moe.routing import ExpertBalance
 from megatron.core.optimizer import Optimizer, OptimizerState
+from megatron.data.data_module import SavedLoader
 from megatron.errors import CheckpointError
 from megatron.features.spikes.flags import UpdateGuard
 from megatron.training.checkpoints.comparison import check_architecture
@@ -49,6 +50,10 @@ class RunState:
     rollbacks: tuple[Rollback, ...] = ()
     generation_config: str | None = None
     """Text of ``generation_config.json`` of the Hugging Face model that the run started from, for ``to-hf``."""
+    loader_state: Tensor | None = None
+    """The state of a user's data loader after the last sample that was trained, if it has one."""
+    saved_loader: SavedLoader | None = None
+    """Its states in the checkpoint that was loaded."""
     learning_rate_factor: float = 1.0
     """Factor of the learning rate, for ``--inject-fault spike``; in no checkpoint."""
 
@@ -98,6 +103,10 @@ class RunState:
         tensors |= {name: BoxedTensor.from_whole(tensor, stage) for name, tensor in same_on_ranks.items()}
         if config.save_rng:
             tensors |= random_tensors(topology.rank, topology.device)
+        place = topology.coordinates
+        if self.loader_state is not None and not (place["tp"] or place["cp"] or place["pp"]):
+            # Of the ranks with the same samples, one on the first stage, which always reads them.
+            tensors[f"{LOADER}{place['dp']}"] = self.loader_state
         state = SavedState(
             **asdict(self.progress),
             optimizer_steps=self.module.optimizer.num_steps,
@@ -136,7 +145,8 @@ class RunState:
             if name in saved.shapes  # none in the checkpoint of a run without FP8
         }
         has_average = any(name.startswith(EMA) for name in tensors)
-        wanted = tensors | fp8_states | (random_states if with_random else {})
+        loaders = {} if weights_only else self._saved_loaders(saved)
+        wanted = tensors | fp8_states | (random_states if with_random else {}) | loaders
         load_checkpoint(saved.root, saved.iteration, wanted, topology.control)
         if self.module.fp8 is not None:
             self.module.fp8.load({name.removeprefix(FP8): tensor for name, tensor in fp8_states.items()})
@@ -157,6 +167,18 @@ class RunState:
             # The checkpoint's weights may be rounded to another format than the model's.
             self.module.optimizer.publish()
             self.module.data_parallel.finish_param_all_gather()
+
+    def _saved_loaders(self, saved: SavedRun) -> dict[str, Tensor]:
+        """Empty tensors for the states of the data loader that this rank needs."""
+        names = [name for name in saved.shapes if name.startswith(LOADER)]
+        size, topology = len(names), self.context.topology
+        if size == topology.grid.dp:
+            names = [f"{LOADER}{topology.data_parallel.rank}"]
+        else:
+            names = [f"{LOADER}{rank}" for rank in range(size)]
+        states = {name: torch.empty(saved.shapes[name], dtype=torch.uint8) for name in names}
+        self.saved_loader = SavedLoader(size, list(states.values())) if states else None
+        return states
 
     def load_hugging_face(self, source: Path, text_only: bool, control: ControlGroup) -> str:
         """Load the weights of a Hugging Face model; a collective, in which each rank reads its shards.

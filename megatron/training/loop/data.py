@@ -18,7 +18,7 @@ from megatron.data.corpus_digests import (
     digests_path,
     remedy_of,
 )
-from megatron.data.loader import Microbatch
+from megatron.data.loader import LOADER_STATE, Microbatch
 from megatron.errors import DataError, RankError
 from megatron.training.batch_schedule import BatchSchedule
 from megatron.training.context import LogRank0
@@ -49,9 +49,11 @@ def fetch(action: Callable[[], T], rank: int) -> T:
 class Lookahead(Iterator[Microbatch]):
     """Microbatches, of which :meth:`fetch` reads the next one ahead."""
 
-    def __init__(self, microbatches: Iterator[Microbatch]) -> None:
+    def __init__(self, microbatches: Iterator[Microbatch], loader_state: torch.Tensor | None = None) -> None:
         self._microbatches = microbatches
         self._next: Microbatch | None = None
+        self.loader_state = loader_state
+        """The state of a user's loader after the last microbatch that was taken, not after one that is read ahead."""
         self.kept: list[Microbatch] | None = None
         """If it is a list: the microbatches that were taken since it was emptied."""
 
@@ -63,6 +65,7 @@ class Lookahead(Iterator[Microbatch]):
         self.fetch()
         microbatch, self._next = self._next, None
         assert microbatch is not None
+        self.loader_state = microbatch.pop(LOADER_STATE, None)
         if self.kept is not None:
             self.kept.append(microbatch)
         return microbatch

@@ -214,6 +214,7 @@ class Trainer:
 
     def _count_iteration(self) -> None:
         self.state.progress.count_iteration(self.batches)
+        self.state.loader_state = self.data.train.loader_state  # of samples that were trained
         self.context.heartbeat.finish_iteration(self.state.progress.iteration)
 
     def _microbatches(self) -> Iterator[Microbatch]:
