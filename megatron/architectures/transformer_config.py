@@ -91,6 +91,9 @@ class TransformerConfig:
     """Hidden size of the expert of all tokens; None for none."""
     moe_apply_probs_on_input: bool = False
     """The weight of a chosen expert multiplies its input, not its output."""
+    # Multi-token prediction
+    mtp_num_layers: int = 0
+    """Depths, each with a layer of the kind of the last one; see :mod:`megatron.core.models.multi_token_prediction`."""
     # Maximal update parametrization
     use_mup: bool = False
     """Maximal update parametrization (arXiv 2203.03466, table 8); see docs/mup.md."""
@@ -178,14 +181,16 @@ class TransformerConfig:
         return self.init_method_std / self.width_mult
 
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer is an MoE layer."""
+        """Whether each layer is an MoE layer, then the layers of multi-token prediction."""
         if self.num_experts is None:
-            return (False,) * self.num_layers
-        return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+            return (False,) * (self.num_layers + self.mtp_num_layers)
+        is_moe = parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+        return is_moe + is_moe[-1:] * self.mtp_num_layers
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary position embedding."""
-        return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
+        """Whether each layer has rotary position embedding, then the layers of multi-token prediction."""
+        has_rope = tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
+        return has_rope + has_rope[-1:] * self.mtp_num_layers
 
     def attention_length(self, has_rope: bool, seq_length: int) -> float:
         """The length of a sequence without chunks whose attention takes as many FLOPs per token as that of a layer with
@@ -227,8 +232,10 @@ class TransformerConfig:
         MoE layer."""
         experts = self.num_experts if experts is None else experts
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        # The last hidden_size is the gain of the final norm.
-        rest = self.num_layers * (norms + (self.qkv_size if self.add_qkv_bias else 0)) + self.hidden_size
+        of_layer = norms + (self.qkv_size if self.add_qkv_bias else 0)
+        # The last hidden_size is the gain of the final norm; a depth has three norms and eh_proj [h, 2h].
+        rest = (self.num_layers + self.mtp_num_layers) * of_layer + self.hidden_size
+        rest += self.mtp_num_layers * (3 * self.hidden_size + 2 * self.hidden_size**2)
         tables = 2 if self.untie_embeddings_and_output_weights else 1
         layers = sum(self.layer_gemm_parameters(experts if is_moe else None) for is_moe in self.moe_layers())
         return layers + rest + tables * self.vocab_size * self.hidden_size
@@ -245,15 +252,18 @@ class TransformerConfig:
         total query width: scores and values take ``2 * 2 q s`` forward over the full square, half of it under the
         causal mask, three times that with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the
         causal half. Attention inside chunks has the length of a chunk (:meth:`attention_length`). An MoE layer counts
-        the shared expert and the chosen experts.
+        the shared expert and the chosen experts. Multi-token prediction counts with the output layer.
         """
         is_moe, has_rope = self.moe_layers(), self.rope_layers()
         numbers = list(layers)
+        if has_output_layer:
+            numbers += range(self.num_layers, self.num_layers + self.mtp_num_layers)
         gemm_parameters = sum(
             self.layer_gemm_parameters(self.moe_router_topk if is_moe[number] else None) for number in numbers
         )
         if has_output_layer:
-            gemm_parameters += self.hidden_size * self.vocab_size
+            gemm_parameters += (1 + self.mtp_num_layers) * self.hidden_size * self.vocab_size
+            gemm_parameters += self.mtp_num_layers * 2 * self.hidden_size**2
         lengths = sum(self.attention_length(has_rope[number], seq_length) for number in numbers)
         return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths
 

@@ -599,8 +599,8 @@ EXPERTS = (
     ),
     Fault(
         "the gradient norm without the experts",
-        'if info.tied_end == "output_layer":\n            return False',
-        'if info.tied_end == "output_layer" or info.is_expert:\n            return False',
+        "if info.is_copy:\n            return False",
+        "if info.is_copy or info.is_expert:\n            return False",
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(

@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.core.activations import LayerGroup, Recomputed, recompute_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_context, build_executor
+from megatron.core.models.parallelize import apply_to_output_layer, build_context, build_executor
 from megatron.core.models.transformer import PositionTables, TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import ParameterInfo, info_of
@@ -37,7 +37,7 @@ from megatron.planner.rehearsal.layer import (
     RehearsalSetting,
     RehearsedLayer,
 )
-from megatron.planner.simulated_rank import SimulatedTopology, simulated_kernels
+from megatron.planner.simulated_rank import SimulatedTopology, simulated_future, simulated_kernels
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
@@ -181,7 +181,7 @@ class UnitRehearsals:
                 whole = VirtualStage(range(0), has_embedding=True, has_output_layer=True)
                 model = TransformerModel(architecture, context, [whole])
             assert model.output_layer is not None
-            model.output_layer.loss_chunk_size = config.activations.loss_chunk_size
+            apply_to_output_layer(model, config.activations)
             self._attach_main_grads(recorder, model)
             # The whole model is one stage, whose chunk has no layers: the executor of a run trains it.
             one_stage = replace(self._grid, pp=1)
@@ -219,7 +219,9 @@ class UnitRehearsals:
         # A generator, so that the executor alone refers to the tensors.
         shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
         tokens = torch.zeros(shape, dtype=torch.int64)
-        yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}
+        yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)} | simulated_future(
+            self._config, shape
+        )
 
     def _topology(self, recorder: UnitRecorder, grid: RankGrid, rank: int) -> SimulatedTopology:
         return SimulatedTopology(
