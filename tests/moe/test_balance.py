@@ -355,7 +355,7 @@ def test_a_skipped_step_changes_no_bias(loss: float, is_applied: bool) -> None:
         return torch.tensor([loss, 9.0])
 
     result = StepResult(grad_norm=1.0, is_applied=is_applied, metrics={"num_zeros": 2.0})
-    parts = Mock(**{"train.side_effect": train, "step.return_value": result})
+    parts = Mock(**{"train.side_effect": train, "step.return_value": result}, auxiliary_losses=AuxiliaryLosses())
     scaler = build_loss_scaler(PrecisionConfig())
     module = TrainModule(parts, parts, parts, scaler, single_process(), experts=balance)
     outcome = train_step(module, iter(()), Mock(), num_microbatches=1, expected_tokens=9, timers=Timers(0))

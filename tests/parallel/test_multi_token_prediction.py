@@ -30,7 +30,7 @@ from tests.parallel.layout_run import (
     sample,
 )
 from tests.parallel.rows import identifier
-from tests.parallel.tasks import ADAM_CLIPPED_HARD, MIX, SGD_SHORT, full, selective
+from tests.parallel.tasks import ADAM_CLIPPED_HARD, DELAYED, MIX, MUON_TIED, SGD_SHORT, full, selective
 from tests.rank_pool import RankPool
 
 TWO = replace(MODEL, mtp_num_layers=2)
@@ -58,6 +58,9 @@ LAYOUTS: tuple[tuple[Task, Layout], ...] = (
     (TIED, Layout(dp=2, microbatches=2, strategy="optim_grads_params")),
     (TIED, Layout(pp=2, dp=2, microbatches=2, strategy="optim_grads_params")),
     (UNTIED, Layout(pp=4, schedule="1f1b", microbatches=4, split="E|t|t|L")),
+    (DEEP, Layout(pp=2, microbatches=4, schedule="dualpipe-v")),
+    (replace(MUON_TIED, model=TIED.model, steps=2), Layout(pp=2, tp=2, microbatches=2)),
+    (replace(DELAYED, model=TWO, steps=2), Layout(pp=2, tp=2, microbatches=2)),
 )
 EXPERT_LAYOUTS = (
     Layout(dp=2, ep=2, microbatches=2, dispatcher="alltoall"),

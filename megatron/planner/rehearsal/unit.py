@@ -206,7 +206,8 @@ class UnitRehearsals:
             executor.train(self._microbatches(), 1, 1.0)
             memory, launches = passes.memory(), passes.launches()
             del tables
-        infos = [tuple(map(info_of, end.parameters())) for end in (chunk.embedding, chunk.output_layer)]
+        ends = chunk.embedding, nn.ModuleList([chunk.output_layer, *([] if chunk.future is None else [chunk.future])])
+        infos = [tuple(map(info_of, end.parameters())) for end in ends]
         embedding, output = (UnitRecord(*one) for one in zip(memory, infos, launches))
         return Ends(embedding, output, of_tables, passes.shard)
 
@@ -325,7 +326,7 @@ class _PassesOfEnds:
     def __init__(self, recorder: UnitRecorder, embedding: nn.Module) -> None:
         self._recorder = recorder
         self._marks: list[_Mark] = []
-        embedding.register_forward_hook(self._after_embedding)
+        self._hook = embedding.register_forward_hook(self._after_embedding)
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
@@ -340,6 +341,7 @@ class _PassesOfEnds:
         recorder.peak = recorder.now
 
     def _after_embedding(self, module: object, inputs: object, output: Tensor) -> None:
+        self._hook.remove()  # the lookups of multi-token prediction are the output layer's
         self._mark()
         self.shard = self._recorder.size_of(output)
         output.register_hook(lambda gradient: self._mark())
