@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.models.parallelize import build_model
-from megatron.core.models.transformer import frequencies_of
 from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from tests.parallel.comparison import compare_balance, compare_with_one_process, one_process
@@ -22,7 +21,6 @@ from tests.parallel.layout_run import (
     MODEL,
     SEED,
     SEQUENCE,
-    TIED_MODEL,
     Layout,
     Task,
     assemble,
@@ -33,9 +31,9 @@ from tests.parallel.rows import identifier
 from tests.parallel.tasks import ADAM_CLIPPED_HARD, DELAYED, MIX, MUON_TIED, SGD_SHORT, full, selective
 from tests.rank_pool import RankPool
 
-TWO = replace(MODEL, mtp_num_layers=2)
+TWO = replace(MODEL, mtp_num_layers=2, use_rope_scaling=False)
 UNTIED = replace(SGD_SHORT, model=TWO)
-TIED = replace(ADAM_CLIPPED_HARD, model=replace(TIED_MODEL, mtp_num_layers=2), steps=2)
+TIED = replace(ADAM_CLIPPED_HARD, model=replace(TWO, untie_embeddings_and_output_weights=False), steps=2)
 DOCUMENTS = replace(UNTIED, masks_documents=True, resets_positions=True, z_loss_multiplier=0.1)
 IN_DOCUMENTS = replace(DOCUMENTS, z_loss_multiplier=None)
 DEEP = replace(TIED, model=replace(TIED.model, num_layers=4))
@@ -100,7 +98,8 @@ class Definition:
         normed = self.norm(f"{name}.input_layernorm", x)  # [s, h]
         qkv = normed @ self.weights[f"{name}.self_attention.linear_qkv.weight"].t()
         query, key, value = qkv.unflatten(-1, (-1, size)).split((heads, groups, groups), dim=1)  # [s, heads, d]
-        angles = positions[:, None] * frequencies_of(model)  # [s, d / 2]
+        frequencies = model.rotary_base ** (-2.0 * torch.arange(size // 2, dtype=torch.float64) / size)
+        angles = positions[:, None] * frequencies  # [s, d / 2]
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         query, key = (
             torch.view_as_real(torch.view_as_complex(one.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
