@@ -94,8 +94,8 @@ SCALES = (
     ),
     Fault(
         "the z-loss without the multiplier",
-        "return cross_entropy + multiplier * squares",
-        "return cross_entropy + squares",
+        "total = cross_entropy + multiplier * squares",
+        "total = cross_entropy + squares",
         ("pipeline/test_executor.py", LAYOUTS),
     ),
     Fault(
