@@ -40,7 +40,7 @@ class AuxiliaryLosses:
         if not torch.is_grad_enabled():
             return hidden
         total = values.sum()
-        self.record(name, total, values.new_tensor(values.numel()) if count is None else count)
+        self.record(name, total, total.new_full((), values.numel()) if count is None else count)
         return self.attach(hidden, total * weight)
 
     def attach(self, hidden: Tensor, loss: Tensor) -> Tensor:
@@ -56,8 +56,10 @@ class AuxiliaryLosses:
 
     def sums(self, device: torch.device) -> Tensor:
         """Sums and counts of this rank, ``[2 names]`` in fp64."""
+        if not self.names:
+            return torch.empty(0, dtype=torch.float64, device=device)
         zeros = torch.zeros(2, dtype=torch.float64, device=device)
-        return torch.cat([self._sums.get(name, zeros) for name in self.names]) if self.names else zeros[:0]
+        return torch.cat([self._sums.get(name, zeros) for name in self.names])
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """The metrics of a step from the :meth:`sums` of all ranks; NaN where nothing was counted. Tensor-parallel

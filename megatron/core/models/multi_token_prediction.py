@@ -83,7 +83,7 @@ class MultiTokenPrediction(nn.Module):
             torch.stack((one["loss_mask"].sum(), *one["future_mask"].sum(dim=(0, 2)))).double() for one in microbatches
         )
         assert isinstance(counts, Tensor), "a step has microbatches"
-        counts = counts.to(self.device)  # [depths + 1]
+        counts = counts.to(self.device, non_blocking=True)  # [depths + 1]
         if self.ranks is not None:
             counts = self.ranks.all_reduce(counts)
         self._weights = self.scaling_factor / len(self.depths) * counts[0] / counts[1:].clamp(min=1.0)
