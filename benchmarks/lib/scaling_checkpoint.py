@@ -108,7 +108,7 @@ def tables_of_cell(run: Run, first: int) -> dict[int, bytes]:
         groups.setdefault(holders, []).extend(_items({name: tensor}))
     shares = {holders: equal_shares(items, len(holders)) for holders, items in groups.items()}
     kinds = list(dict.fromkeys((state.kind, state.tensor.dtype) for state in module.optimizer.state()))
-    splits = [split for split in module.data_parallel.splits if split.info.tied_end != "output_layer"]
+    splits = [split for split in module.data_parallel.splits if not split.info.is_copy]
     replica_axes = module.data_parallel.sharing.dense.replica_axes
     tables = {}
     for place, rank in enumerate(run.grid.group(first, ("cp", "dp"))):

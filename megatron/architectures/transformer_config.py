@@ -104,6 +104,9 @@ class TransformerConfig:
     """Hidden size of the expert of all tokens; None for none."""
     moe_apply_probs_on_input: bool = False
     """The weight of a chosen expert multiplies its input, not its output."""
+    # Multi-token prediction
+    mtp_num_layers: int = 0
+    """Depths, each with a layer of the kind of the last one; see :mod:`megatron.core.models.multi_token_prediction`."""
     # Maximal update parametrization
     use_mup: bool = False
     """Maximal update parametrization (arXiv 2203.03466, table 8); see docs/mup.md."""
@@ -191,21 +194,25 @@ class TransformerConfig:
         return self.init_method_std / self.width_mult
 
     def moe_layers(self) -> tuple[bool, ...]:
-        """Whether each layer is an MoE layer."""
+        """Whether each layer is an MoE layer, then the layers of multi-token prediction."""
         if self.num_experts is None:
-            return (False,) * self.num_layers
-        return parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+            return (False,) * (self.num_layers + self.mtp_num_layers)
+        is_moe = parse_layer_pattern(self.moe_layer_freq, self.num_layers)
+        return is_moe + is_moe[-1:] * self.mtp_num_layers
 
     def rope_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary position embedding."""
-        return tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
+        """Whether each layer has rotary position embedding, then the layers of multi-token prediction."""
+        has_rope = tuple(not is_nope for is_nope in parse_nope_pattern(self.no_rope_freq, self.num_layers))
+        return has_rope + has_rope[-1:] * self.mtp_num_layers
 
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer the number of keys before its own to which a query attends; None: all."""
-        if self.window_size is None:
-            return (None,) * self.num_layers
-        left = int(self.window_size.split(",")[0])
-        return tuple(left if has else None for has in parse_window_pattern(self.window_attn_skip_freq, self.num_layers))
+        """For each layer, then the layers of multi-token prediction, the number of keys before its own to which a query
+        attends; None: all."""
+        windows: tuple[int | None, ...] = (None,) * self.num_layers
+        if self.window_size is not None:
+            left, has_window = int(self.window_size.split(",")[0]), self.window_attn_skip_freq
+            windows = tuple(left if has else None for has in parse_window_pattern(has_window, self.num_layers))
+        return windows + windows[-1:] * self.mtp_num_layers
 
     def attention_length(self, has_rope: bool, window: int | None, seq_length: int) -> float:
         """The length of a sequence without chunks and windows whose attention takes as many FLOPs per token as that of
@@ -254,8 +261,10 @@ class TransformerConfig:
         MoE layer."""
         experts = self.num_experts if experts is None else experts
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
-        # The last hidden_size is the gain of the final norm.
-        rest = self.num_layers * (norms + (self.qkv_size if self.add_qkv_bias else 0)) + self.hidden_size
+        of_layer = norms + (self.qkv_size if self.add_qkv_bias else 0)
+        # The last hidden_size is the gain of the final norm; a depth has three norms and eh_proj [h, 2h].
+        rest = (self.num_layers + self.mtp_num_layers) * of_layer + self.hidden_size
+        rest += self.mtp_num_layers * (3 * self.hidden_size + 2 * self.hidden_size**2)
         tables = 2 if self.untie_embeddings_and_output_weights else 1
         layers = sum(self.layer_gemm_parameters(experts if is_moe else None) for is_moe in self.moe_layers())
         return layers + rest + tables * self.vocab_size * self.hidden_size
@@ -272,15 +281,18 @@ class TransformerConfig:
         total query width: scores and values take ``2 * 2 q s`` forward over the full square, half of it under the
         causal mask, three times that with backward. See PaLM (Chowdhery et al., 2022), appendix B, there without the
         causal half. Attention inside chunks and windows is shorter (:meth:`attention_length`). An MoE layer counts
-        the shared expert and the chosen experts.
+        the shared expert and the chosen experts. Multi-token prediction counts with the output layer.
         """
         is_moe, has_rope, windows = self.moe_layers(), self.rope_layers(), self.windows()
         numbers = list(layers)
+        if has_output_layer:
+            numbers += range(self.num_layers, self.num_layers + self.mtp_num_layers)
         gemm_parameters = sum(
             self.layer_gemm_parameters(self.moe_router_topk if is_moe[number] else None) for number in numbers
         )
         if has_output_layer:
-            gemm_parameters += self.hidden_size * self.vocab_size
+            gemm_parameters += (1 + self.mtp_num_layers) * self.hidden_size * self.vocab_size
+            gemm_parameters += self.mtp_num_layers * 2 * self.hidden_size**2
         lengths = sum(self.attention_length(has_rope[number], windows[number], seq_length) for number in numbers)
         return 6.0 * gemm_parameters + 6.0 * self.query_size * lengths
 

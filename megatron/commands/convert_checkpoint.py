@@ -232,6 +232,8 @@ def to_hugging_face(config: ToHuggingFace, progress: Progress) -> str:
     with fresh_directory(target) as saving:
         write_weights(saving, model.entries, model.parts_of, config.max_shard_bytes)
         notes = write_description(saving, model, state, flags, tokenizer)
+    if depths := state.architecture.mtp_num_layers:
+        notes.append(f"left out the depths of --mtp-num-layers {depths}, which transformers does not have")
     return "\n".join([f"wrote iteration {saved.iteration} of {config.load} to {target}, from {model.source}*", *notes])
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 REFUSED = {
     "it changes the architecture: remove it.": (
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --fp32-residual-connection "
-        "--mtp-num-layers --spec --moe-latent-size --squared-relu --attention-output-gate "
+        "--spec --moe-latent-size --squared-relu --attention-output-gate "
         "--experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim "
         "--linear-num-key-heads --linear-num-value-heads --linear-value-head-dim --softmax-type "
         "--apply-residual-connection-post-layernorm --glu-linear-offset --activation-func-clamp-value --openai-gelu "
@@ -86,7 +86,7 @@ REFUSED = {
     "it belongs to sparse attention with an indexer, which no model of the catalog has: remove it.": (
         "--dsa-* --no-dsa-* --disable-dsa-*"
     ),
-    "it belongs to multi-token prediction, which no model of the catalog has: remove it.": "--mtp-*",
+    "multi-token prediction has --mtp-num-layers and --mtp-loss-scaling-factor alone: remove it.": "--mtp-*",
     "it belongs to hyper-connections, which no model of the catalog has: remove it.": "--enable-mhc-* --mhc-*",
     "it belongs to models with state-space layers (Mamba), which are not in the catalog: remove it.": (
         "--is-hybrid-model --mamba-* --disable-mamba-* --gdp-* --hybrid-layer-pattern --hybrid-override-pattern"

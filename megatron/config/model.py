@@ -156,6 +156,10 @@ class ModelConfig:
     expert)."""
     moe_apply_probs_on_input: bool = False
     """Multiply the input of an expert by its weight, not its output, as Llama 4 does. It needs --moe-router-topk 1."""
+    # Multi-token prediction
+    mtp_num_layers: int = 0
+    """Depths of multi-token prediction (DeepSeek-V3; docs/training.md). Depth k predicts the token k + 1 positions
+    ahead with one more layer, of the kind of the last layer, beside the output layer."""
     # Vocabulary and initial weights
     make_vocab_size_divisible_by: int = 128
     """Pad the vocabulary to a multiple of this times --tensor-model-parallel-size."""
@@ -201,7 +205,7 @@ class ModelConfig:
         require_at_least(1, values_of(self, "yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings"))
         require_positive(values_of(self, "yarn_beta_fast", "yarn_beta_slow", "yarn_mscale", "yarn_mscale_all_dim"))
         require_positive(values_of(self, "yarn_attention_factor"))
-        require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts"))
+        require_at_least(0, values_of(self, "norm_epsilon", "init_method_std", "num_experts", "mtp_num_layers"))
         low, high = self.rope_scaling_low_freq_factor, self.rope_scaling_high_freq_factor
         if low > high:
             raise ConfigError(

@@ -52,6 +52,9 @@ class TrainingConfig:
     """Add this times the squared log-sum-exp of a token's logits to its loss, so that the log-sum-exp stays near zero
     (PaLM: 1e-4; OLMo 2: 1e-5). The reported loss is the cross entropy alone; the metric lm_z_loss is the mean of the
     square, without the multiplier."""
+    mtp_loss_scaling_factor: float = 0.1
+    """Factor of the mean loss of the depths of --mtp-num-layers, which is added to the loss (DeepSeek-V3: 0.3, later
+    0.1). The reported loss is that of the next token alone; the metrics mtp_1_loss ... are the losses of the depths."""
     # Parameters without updates
     freeze_parameters: tuple[str, ...] = ()
     """Patterns of names of parameters that are not trained, such as 'embedding.*' or 'layers.[0-3].*' (in quotes; as in
@@ -75,7 +78,7 @@ class TrainingConfig:
     def check(self) -> None:
         sizes = ("micro_batch_size", "global_batch_size", "train_iters", "train_samples", "exit_interval")
         require_at_least(1, values_of(self, *sizes))
-        require_at_least(0, values_of(self, "seed", "manual_gc_interval"))
+        require_at_least(0, values_of(self, "seed", "manual_gc_interval", "mtp_loss_scaling_factor"))
         require_positive(values_of(self, "exit_duration_in_mins", "z_loss_multiplier"))
         if self.train_iters is not None and self.train_samples is not None:
             raise ConfigError("--train-iters and --train-samples exclude each other: remove one of them.")

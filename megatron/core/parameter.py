@@ -18,12 +18,9 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
-
-TiedEnd = Literal["embedding", "output_layer"]
 
 _ATTRIBUTE = "parameter_info"
 
@@ -73,9 +70,11 @@ class ParameterInfo:
     operations use has 1, however often they use it; if recomputed segments share it, one for each of them."""
     is_vocabulary: bool = False
     """Whether its rows are ids of the vocabulary: the embedding and the output layer."""
-    tied_end: TiedEnd | None = None
-    """If the first and the last stage each have a copy of this tied weight: the end of the model of this copy. Their
-    gradients must be summed; only the embedding's copy is counted in norms and saved."""
+    stages: tuple[int, ...] = ()
+    """The pipeline stages with a copy of this weight, if there are several: first its home, which counts it in norms
+    and saves it; -1 is the last stage. Every copy has its ``uses``; the gradients of all copies are added."""
+    is_copy: bool = False
+    """Whether this is a copy outside of the weight's home."""
     is_expert: bool = False
     """Whether it belongs to experts: then the ranks of the stage divide it by the axes ``etp`` and ``ep``, and the
     ranks along ``edp`` share it. Other parameters are dense: the axes are ``tp``, and ``cp`` and ``dp``."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megatron.core.auxiliary_losses import AuxiliaryLosses
 from megatron.core.communication import Communicator, Work
 from megatron.core.gradient import DeferredWeightGrad, WeightGradStore, compute_deferred
 from megatron.core.ops.documents import Documents
@@ -32,7 +34,8 @@ from megatron.schedules.schedule import Action, Kind, Placement, Result, Schedul
 from megatron.schedules.simulator import Span, needs_receives_ahead, verify
 
 Microbatch = Mapping[str, Tensor]
-"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter."""
+"""``tokens``, ``labels`` and ``loss_mask``, each ``[b, s]``, and ``document_starts`` where these matter; for ``D``
+depths of multi-token prediction ``future_labels`` and ``future_mask``, each ``[b, D, s]``."""
 
 ReadDocuments = Callable[[Tensor], Documents]
 """``document_starts`` to documents."""
@@ -47,9 +50,21 @@ Channels = Callable[[Kind, int, int], Communicator]
 
 class Chunk(Protocol):
     """A virtual stage: token ids or activations to activations, or at the end to logits, or with ``labels`` to what
-    :data:`TokenLosses` returns."""
+    :data:`TokenLosses` returns. With the microbatch ``future`` the losses of multi-token prediction are added."""
 
-    def __call__(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor: ...
+    def __call__(
+        self,
+        inputs: Tensor,
+        documents: Documents | None = None,
+        labels: Tensor | None = None,
+        future: Microbatch | None = None,
+    ) -> Tensor: ...
+
+
+class FutureLosses(Protocol):
+    """Multi-token prediction, whose losses have weights that depend on the tokens of the whole step."""
+
+    def start_step(self, microbatches: Sequence[Microbatch]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,10 @@ class PipelineExecutor:
     z_loss_multiplier: float | None = None
     """Factor of the squared log-sum-exp that is added to the loss of every token (PaLM, arXiv 2204.02311, section
     5)."""
+    auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+    """Losses inside the chunks, and the z-loss."""
+    future: FutureLosses | None = None
+    """Multi-token prediction, on the rank with the output layer."""
     recorder: Recorder | None = field(default=None, init=False)
 
     def __post_init__(self, build_schedule: Callable[[int], Schedule]) -> None:
@@ -158,11 +177,6 @@ class PipelineExecutor:
         mine = {self.placement.virtual_stage(self.stage, chunk) for chunk in chunks}
         return mine if self.documents is not None else mine & {0, self.placement.num_virtual_stages - 1}
 
-    @property
-    def num_sums(self) -> int:
-        """Number of sums that :meth:`train` returns."""
-        return 2 if self.z_loss_multiplier is None else 3
-
     def schedule(self, num_microbatches: int, forward_only: bool = False) -> Schedule:
         return self._verified(num_microbatches, forward_only)
 
@@ -170,9 +184,13 @@ class PipelineExecutor:
         """Forward and backward over ``num_microbatches``; stages with neither embedding nor output layer read none.
 
         Adds the gradients of ``scale`` times the summed loss to the buffers; returns the sum of the cross entropy of
-        the unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer. Under a z-loss
-        ``[3]``: also the sum of the squared log-sum-exp, without the multiplier.
+        the unmasked tokens and their number, ``[2]`` in fp64, zero on stages without the output layer.
         """
+        self.auxiliary_losses.start_step(scale)
+        if self.future is not None:
+            batch = list(islice(microbatches, num_microbatches))
+            self.future.start_step(batch)
+            microbatches = iter(batch)
         run = _Training(self, self.schedule(num_microbatches), microbatches, scale)
         perform = {"F": run.forward, "B": run.backward, "W": run.weight}
         for step in run.steps():
@@ -186,7 +204,7 @@ class PipelineExecutor:
         A few microbatches at a time, because no backward pass keeps a stage from running far ahead of the next.
         """
         at_once = max(1, 2 * self.placement.num_stages // self.placement.num_chunks)
-        sums = torch.zeros(self.num_sums, dtype=torch.float64, device=self.activations.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.activations.device)
         for first in range(0, num_microbatches, at_once):
             schedule = self.schedule(min(at_once, num_microbatches - first), forward_only=True)
             run = _Pass(self, schedule, microbatches)
@@ -301,7 +319,7 @@ class MicrobatchQueue:
 class _Pass:
     """One pass over the forward actions of a stage, which keeps no autograd graph and sums the losses."""
 
-    computes_losses = True
+    computes_losses, trains = True, False
 
     def __init__(
         self,
@@ -316,7 +334,7 @@ class _Pass:
         self.readers = executor.readers
         self.microbatches = MicrobatchQueue(microbatches, len(self.readers), activations.device)
         self.p2p = P2PCommunicator(executor.channels, activations.empty)
-        self.sums = torch.zeros(executor.num_sums, dtype=torch.float64, device=activations.device)
+        self.sums = torch.zeros(2, dtype=torch.float64, device=activations.device)
 
     def steps(self) -> Iterator[Step]:
         """The stage's actions, to be performed in order; with overlap, the next one's input is received meanwhile."""
@@ -349,7 +367,8 @@ class _Pass:
             # losses [b, s/cp].
             chunk_computes_losses = is_last and self.computes_losses and self.executor.chunks_loss
             labels = microbatch["labels"] if chunk_computes_losses else None
-            outputs = self.executor.chunks[action.chunk](inputs, documents, labels)
+            future = microbatch if is_last and self.trains and self.executor.future is not None else None
+            outputs = self.executor.chunks[action.chunk](inputs, documents, labels, future)
             if is_last:
                 self.finish(action, outputs, microbatch)
             else:
@@ -373,13 +392,15 @@ class _Pass:
         assert executor.token_losses is not None
         losses = logits if executor.chunks_loss else executor.token_losses(logits, microbatch["labels"])
         mask, multiplier = microbatch["loss_mask"].to(losses.dtype), executor.z_loss_multiplier
+        count = mask.sum()
         if multiplier is None:
-            total = (losses * mask).sum()
-            self.sums += torch.stack((total.detach(), mask.sum())).double()
-            return total
-        cross_entropy, squares = (losses * mask).sum(dim=(1, 2))  # [2, b, s] -> [2]
-        self.sums += torch.stack((cross_entropy.detach(), mask.sum(), squares.detach())).double()
-        return cross_entropy + multiplier * squares
+            cross_entropy = total = (losses * mask).sum()
+        else:
+            cross_entropy, squares = (losses * mask).sum(dim=(1, 2))  # [2, b, s] -> [2]
+            total = cross_entropy + multiplier * squares
+            executor.auxiliary_losses.record("lm_z_loss", squares, count)
+        self.sums += torch.stack((cross_entropy.detach(), count)).double()
+        return total
 
 
 class _Logits(_Pass):
@@ -406,6 +427,8 @@ class _ReceivedActivation(Function):
 
 
 class _Training(_Pass):
+    trains = True
+
     def __init__(
         self, executor: PipelineExecutor, schedule: Schedule, microbatches: Iterator[Microbatch], scale: float
     ) -> None:

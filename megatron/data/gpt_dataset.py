@@ -306,6 +306,21 @@ class MockDataset:
         return build_sample(text, self.masked_token, self.document_end)
 
 
+def add_future_tokens(sample: Sample, depths: int) -> Sample:
+    """``sample`` with the tokens of multi-token prediction: ``future_labels`` [depths, s] int64, the labels k places on
+    for k from 1, and ``future_mask`` [depths, s] float32. Depth k has no loss where the token k places on has none,
+    lies after the sample, or lies in another document where documents are marked."""
+    labels = np.zeros((depths, len(sample["labels"])), dtype=np.int64)
+    mask = np.zeros(labels.shape, dtype=np.float32)
+    documents = np.cumsum(sample["document_starts"]) if "document_starts" in sample else None
+    for row in range(depths):
+        places = row + 1
+        labels[row, :-places], mask[row, :-places] = sample["labels"][places:], sample["loss_mask"][places:]
+        if documents is not None:
+            mask[row, :-places] *= documents[places:] == documents[:-places]
+    return {**sample, "future_labels": labels, "future_mask": mask}
+
+
 def build_sample(text: npt.NDArray[np.int64], masked_token: int | None, document_end: int | None) -> Sample:
     """A sample from its s + 1 tokens."""
     tokens = text[:-1]  # [s]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from megatron.data.data_module import SampleStream
-from megatron.data.gpt_dataset import Dataset, Sample
+from megatron.data.gpt_dataset import Dataset, Sample, add_future_tokens
 from megatron.errors import DataError, LoaderError
 
 Microbatch = dict[str, torch.Tensor]
@@ -194,13 +194,15 @@ def build_loader(
     dataloader_type: Literal["single", "cyclic"] = "single",
     pin_memory: bool = False,
     positions: npt.NDArray[np.int64] | None = None,
+    num_future: int = 0,
     patience: Patience = UNLIMITED,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches: ``tokens`` and ``labels`` [mbs, s] int64, ``loss_mask`` [mbs, s] float32.
 
     With ``positions`` they have only these positions of each sample, for context parallelism; ``document_starts``
-    always describes the whole sample. ``num_workers`` threads read ahead; with 0 the caller reads, and ``patience`` has
-    no effect. Raises :class:`DataError` after the last sample.
+    always describes the whole sample. With ``num_future`` depths of multi-token prediction they have ``future_labels``
+    [mbs, depths, s] int64 and ``future_mask`` float32. ``num_workers`` threads read ahead; with 0 the caller reads, and
+    ``patience`` has no effect. Raises :class:`DataError` after the last sample.
     """
     place = (len(dataset), consumed_samples, micro_batch_size, data_parallel_rank, data_parallel_size)
     batches = single_pass_microbatches(*place) if dataloader_type == "single" else cyclic_microbatches(*place)
@@ -208,7 +210,7 @@ def build_loader(
     device = torch.accelerator.current_device_index() if pin_memory else None
 
     def read(samples: list[int]) -> Microbatch:
-        microbatch = read_microbatch(dataset, samples, vocab_size, positions, device)
+        microbatch = read_microbatch(dataset, samples, vocab_size, positions, num_future, device)
         if isinstance(dataset, SampleStream) and (state := dataset.state()) is not None:
             microbatch[LOADER_STATE] = state
         return microbatch
@@ -229,11 +231,12 @@ def read_microbatch(
     samples: list[int],
     vocab_size: int,
     positions: npt.NDArray[np.int64] | None,
+    num_future: int,
     device: int | None,
 ) -> Microbatch:
     """``samples`` [mbs] as tensors [mbs, s], in memory that is pinned for ``device`` if it is given."""
     try:
-        rows = [read_sample(dataset, index, vocab_size, positions) for index in samples]
+        rows = [read_sample(dataset, index, vocab_size, positions, num_future) for index in samples]
     except OSError as error:
         raise LoaderError(f"The data cannot be read ({error}): check the storage of the corpus.") from error
     microbatch = {key: torch.from_numpy(np.stack([row[key] for row in rows])) for key in rows[0]}  # [mbs, s]
@@ -243,7 +246,9 @@ def read_microbatch(
     return {key: tensor.pin_memory() for key, tensor in microbatch.items()}
 
 
-def read_sample(dataset: Dataset, index: int, vocab_size: int, positions: npt.NDArray[np.int64] | None) -> Sample:
+def read_sample(
+    dataset: Dataset, index: int, vocab_size: int, positions: npt.NDArray[np.int64] | None, num_future: int
+) -> Sample:
     """A sample whose ids are in the vocabulary, with the tokens at ``positions``, or all."""
     sample = dataset[index]
     ids = sample["tokens"], sample["labels"]
@@ -254,6 +259,8 @@ def read_sample(dataset: Dataset, index: int, vocab_size: int, positions: npt.ND
             f"Sample {index} has token id {bad}, but the largest id of the tokenizer is {vocab_size - 1}: "
             "set --tokenizer-type and --tokenizer-model to the tokenizer of the corpus."
         )
+    if num_future:
+        sample = add_future_tokens(sample, num_future)
     if positions is None:
         return sample
-    return {name: array if name == "document_starts" else array[positions] for name, array in sample.items()}
+    return {name: array if name == "document_starts" else array[..., positions] for name, array in sample.items()}

@@ -156,7 +156,9 @@ def build_model(
     """This rank's part of a model whose weights are zero. Collective: it creates process groups."""
     ranks, stages = topology.tensor_parallel.size, topology.pipeline_parallel.size
     _check_layout(architecture, topology)
-    architecture = replace(architecture, padded_vocab_size=-(-architecture.vocab_size // ranks) * ranks)
+    # Multi-token prediction is a loss of training.
+    padded = -(-architecture.vocab_size // ranks) * ranks
+    architecture = replace(architecture, padded_vocab_size=padded, mtp_num_layers=0)
     # Without sequence parallelism every tensor-parallel rank sends the same tokens to the experts: more work than
     # needed, and the same result.
     experts = build_experts(architecture, MoEConfig(), topology)

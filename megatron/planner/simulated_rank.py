@@ -300,6 +300,15 @@ def run_step(
     tracker.during = "after the step"
 
 
+def simulated_future(config: RunConfig, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The future tokens of a microbatch of ``shape``, for multi-token prediction."""
+    depths = config.model.mtp_num_layers
+    if not depths:
+        return {}
+    labels = torch.zeros(shape[0], depths, shape[1], dtype=torch.int64)
+    return {"future_labels": labels, "future_mask": torch.ones(labels.shape)}
+
+
 def _microbatches(config: RunConfig, topology: Topology, document_starts: Tensor | None) -> Iterator[dict[str, Tensor]]:
     """Microbatches without end, of equal tokens."""
     shape = config.micro_batch_size, config.seq_length // topology.grid.cp
@@ -308,7 +317,7 @@ def _microbatches(config: RunConfig, topology: Topology, document_starts: Tensor
             "tokens": torch.zeros(shape, dtype=torch.int64),
             "labels": torch.zeros(shape, dtype=torch.int64),
             "loss_mask": torch.ones(shape, dtype=torch.float32),
-        }
+        } | simulated_future(config, shape)
         if config.data.marks_documents:
             if document_starts is None:
                 document_starts = torch.zeros(config.micro_batch_size, config.seq_length, dtype=torch.bool)

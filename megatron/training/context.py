@@ -76,12 +76,13 @@ class TrainModule:
         fp8, experts = model.context.fp8, model.expert_balance
         return cls(parallel.executor, parallel.data_parallel, optimizer, scaler, topology, fp8, experts)
 
-    def start_sum(self, losses: Tensor, flags: Sequence[bool] = ()) -> Work[Tensor]:
-        """Sum ``losses`` ``[n]``, as the executor returns them, and count ``flags`` over all ranks: ``[n + flags]``.
+    def start_sum(self, losses: Tensor, flags: Sequence[bool] = (), others: Tensor | None = None) -> Work[Tensor]:
+        """Sum ``losses`` ``[n]``, as the executor returns them, count ``flags``, and sum ``others`` over all ranks:
+        ``[n + flags + others]``.
 
-        Tensor-parallel ranks have the same losses, so the first of them adds them.
+        Tensor-parallel ranks have the same losses, so the first of them adds them; all of them add ``others``.
         """
         if self.topology.tensor_parallel.rank > 0:
             losses = torch.zeros_like(losses)
         counts = torch.tensor(flags, dtype=losses.dtype).to(losses.device, non_blocking=True)
-        return self.topology.world.start_all_reduce(torch.cat((losses, counts)))
+        return self.topology.world.start_all_reduce(torch.cat((losses, counts, *([] if others is None else [others]))))

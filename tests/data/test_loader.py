@@ -163,6 +163,31 @@ def test_each_rank_reads_its_chunks_of_every_sample_and_where_all_documents_begi
         assert 0 < wanted["loss_mask"].sum() < wanted["loss_mask"].numel()
 
 
+def test_each_rank_reads_the_future_tokens_of_its_chunks() -> None:
+    """They lie in chunks of other ranks, too; none are after the sample, after a mask, or in another document."""
+    tokens = np.arange(10, 18)
+    sample: Sample = {"tokens": tokens, "labels": tokens + 1, "loss_mask": np.ones(8, dtype=np.float32)}
+    sample["loss_mask"][6] = 0.0
+    sample["document_starts"] = np.isin(np.arange(8), (0, 3))
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for rank in range(2):
+        positions = ContextSplit(rank, 2).positions(8).numpy()
+        microbatch = next(load([sample], positions=positions, num_future=2))
+        labels, mask = microbatch["future_labels"][0], microbatch["future_mask"][0]  # [2, 4]
+        found |= {int(at): (labels[:, one].tolist(), mask[:, one].tolist()) for one, at in enumerate(positions)}
+    assert [found[at][0] for at in range(8)] == [
+        [12, 13],
+        [13, 14],
+        [14, 15],
+        [15, 16],
+        [16, 17],
+        [17, 18],
+        [18, 0],
+        [0, 0],
+    ]
+    assert [found[at][1] for at in range(8)] == [[1, 1], [1, 0], [0, 0], [1, 1], [1, 0], [0, 1], [1, 0], [0, 0]]
+
+
 def test_a_rank_reads_its_chunks_alone_where_documents_do_not_matter() -> None:
     (dataset, _, _) = build("a", counts=(40, 0, 0), seq_length=LENGTH)
     found, wanted = next(loader(dataset, 1, 2, num_workers=2)), next(loader(dataset, None))

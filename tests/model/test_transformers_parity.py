@@ -124,7 +124,8 @@ def test_the_balancing_loss_is_the_one_of_transformers_divided_by_the_choices_of
     model = our_model(config, weights, single_process(), moe=moe)
     balance = model.expert_balance
     assert balance is not None
-    balance.start_step(scale=1.0)
+    balance.start_step()
+    model.context.auxiliary_losses.start_step(scale=1.0)
     token_losses_of(model, tokens, labels).sum().backward()
     assert max(gradient_errors(model, single_process(), gradients)) < OF_EXPERTS
     metrics = balance.finish_sum(balance.start_sum().wait())

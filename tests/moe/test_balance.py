@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from megatron.config.model import MoEConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.core.activations import Recomputed
+from megatron.core.auxiliary_losses import AuxiliaryLosses
 from megatron.core.moe.routing import BalanceRule, ExpertBalance, RouterBalance, RoutingRule, count_choices, route
 from megatron.core.optimizer import StepResult
 from megatron.core.precision import build_loss_scaler
@@ -120,7 +121,7 @@ def case_of_a_divided_sequence(
     topology = kind(grid, torch.distributed.get_rank() if grid.world_size > 1 else 0, CPU)
     balance = ExpertBalance(routing_rule, rule, (3,), topology.communicator("tp", "cp"), topology.world, CPU)
     router = balance.add_router(3)
-    balance.start_step(1.0)
+    balance.start_step()
     parts, losses = [], []
     for seed in (0, 1):
         logits = logits_of(routing_rule, seed=seed).chunk(topology.communicator("tp", "cp").size)
@@ -224,7 +225,7 @@ def test_a_step_starts_with_no_counts_and_no_losses() -> None:
     router = balance.add_router(0)
     metrics = []
     for _ in range(2):
-        balance.start_step(1.0)
+        balance.start_step()
         observe(router, logits_of(SOFTMAX), SOFTMAX)
         metrics.append(finish(balance))
         assert router.counts.sum() == LENGTH * SEQUENCES * 2
@@ -243,7 +244,7 @@ class Router(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(layer)
         self.weight = nn.Parameter(torch.randn(rule.num_experts, 6, dtype=torch.float64, generator=generator))
-        self.rule, self.balance, self.router = rule, balance, balance.add_router(layer)
+        self.rule, self.losses, self.router = rule, AuxiliaryLosses(), balance.add_router(layer)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """``[s, b, 6]`` to ``[s, b, 6]``."""
@@ -254,7 +255,7 @@ class Router(nn.Module):
         if torch.is_grad_enabled():
             loss = self.router.observe(logits, routing.experts, inputs.shape[1])
             if loss is not None:
-                weights = self.balance.with_loss(weights, loss)
+                weights = self.losses.attach(weights, loss)
         factors = weights * (1 + routing.experts)
         return (rows * factors.sum(dim=1, keepdim=True)).view_as(inputs)
 
@@ -267,7 +268,8 @@ def train(recomputes: bool) -> tuple[list[Tensor | None], list[dict[str, float]]
     module = Recomputed(layer) if recomputes else layer
     metrics, gradients = [], []
     for step in range(3):
-        balance.start_step(1 / 64)
+        balance.start_step()
+        layer.losses.start_step(1 / 64)
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64, generator=generator).requires_grad_()
         module(inputs).square().sum().mul(1 / 64).backward()
@@ -298,8 +300,8 @@ def test_masked_tokens_count() -> None:
     router's stage alone computes it."""
     rule = BalanceRule((SEQUENCE,))
     balance = balance_of(rule)
-    balance.start_step(1 / (LENGTH * SEQUENCES))
     layer = Router(balance, 0, SOFTMAX)
+    layer.losses.start_step(1 / (LENGTH * SEQUENCES))
     inputs = torch.randn(LENGTH, SEQUENCES, 6, dtype=torch.float64).requires_grad_()
     layer(inputs).mul(0.0).sum().backward()  # every token is masked
     weight = layer.weight.detach().requires_grad_()
@@ -353,7 +355,7 @@ def test_a_skipped_step_changes_no_bias(loss: float, is_applied: bool) -> None:
         return torch.tensor([loss, 9.0])
 
     result = StepResult(grad_norm=1.0, is_applied=is_applied, metrics={"num_zeros": 2.0})
-    parts = Mock(**{"train.side_effect": train, "step.return_value": result})
+    parts = Mock(**{"train.side_effect": train, "step.return_value": result}, auxiliary_losses=AuxiliaryLosses())
     scaler = build_loss_scaler(PrecisionConfig())
     module = TrainModule(parts, parts, parts, scaler, single_process(), experts=balance)
     outcome = train_step(module, iter(()), Mock(), num_microbatches=1, expected_tokens=9, timers=Timers(0))

@@ -23,6 +23,7 @@ from megatron.config.parallel import ContextParallelType, ParallelConfig, Shardi
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.activations import HostCopies
+from megatron.core.auxiliary_losses import AuxiliaryLosses
 from megatron.core.backends.transformer_engine import TransformerEngineFp8, TransformerEngineProvider
 from megatron.core.context_parallel import ContextParallel, ContextSplit
 from megatron.core.data_parallel.buffered import wrap_data_parallel
@@ -45,6 +46,7 @@ from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.precision import build_loss_scaler, number_formats
 from megatron.core.tensor_parallel.collectives import P2POverlap, TensorParallel, TPOverlap
 from megatron.core.topology import RankGrid, Topology
+from megatron.data.gpt_dataset import add_future_tokens
 from megatron.data.loader import Microbatch
 from megatron.metrics.timers import Timers
 from megatron.schedules.catalog import ScheduleName, build_schedule, placement_of
@@ -140,6 +142,9 @@ class Task:
     """Quantise as these flags say; the products of quantised numbers are computed in fp64, too."""
     moe: MoEConfig = NO_BALANCE
     z_loss_multiplier: float | None = None
+    mtp_loss_scaling_factor: float = 0.3
+    auxiliary_losses: tuple[str, ...] = ()
+    """Names of the losses that ``build_layer`` adds."""
     build_layer: Callable[[int, TransformerConfig, BuildContext], nn.Module] = TransformerLayer
     frozen: tuple[str, ...] = ()
     """``--freeze-parameters``."""
@@ -162,7 +167,8 @@ class Trace:
     """One rank's record of every step."""
 
     losses: list[float] = field(default_factory=list)
-    z_losses: list[float] = field(default_factory=list)
+    auxiliary: list[Mapping[str, float]] = field(default_factory=list)
+    """The z-loss, the losses of multi-token prediction and those that layers add."""
     grad_norms: list[float] = field(default_factory=list)
     weight_norms: list[float] = field(default_factory=list)
     """After the step."""
@@ -237,16 +243,31 @@ def first_sample(step: int, microbatch: int, layout: Layout, data_parallel_rank:
 
 
 def microbatches(
-    step: int, layout: Layout, data_parallel_rank: int, context_parallel_rank: int = 0, batch: int = BATCH
+    step: int,
+    layout: Layout,
+    data_parallel_rank: int,
+    context_parallel_rank: int = 0,
+    batch: int = BATCH,
+    task: "Task | None" = None,
 ) -> Iterator[Microbatch]:
     """This rank's microbatches of a step, dealt out as the loader deals them."""
     size = batch // (layout.dp * layout.microbatches)
     positions = ContextSplit(context_parallel_rank, layout.cp).positions(SEQUENCE)
     for number in range(layout.microbatches):
         first = first_sample(step, number, layout, data_parallel_rank, batch)
-        samples = [sample(index) for index in range(first, first + size)]
+        samples = [with_future(sample(index), task) for index in range(first, first + size)]
         stacked = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
-        yield {name: whole if name == "document_starts" else whole[:, positions] for name, whole in stacked.items()}
+        yield {name: whole if name == "document_starts" else whole[..., positions] for name, whole in stacked.items()}
+
+
+def with_future(one: dict[str, Tensor], task: "Task | None") -> dict[str, Tensor]:
+    """A sample as the loader completes it for the model of a task."""
+    depths = 0 if task is None else task.model.mtp_num_layers
+    if task is None or not depths:
+        return one
+    arrays = {name: tensor.numpy() for name, tensor in one.items() if name != "document_starts" or task.marks_documents}
+    future = add_future_tokens(arrays, depths)
+    return one | {name: torch.from_numpy(future[name]) for name in ("future_labels", "future_mask")}
 
 
 def grid_of(layout: Layout) -> RankGrid:
@@ -331,6 +352,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
     built_in = context(topology, layout, formats.weight, fp8_flags, hardest_mask(task.model))
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
+    built_in = replace(built_in, auxiliary_losses=AuxiliaryLosses(task.auxiliary_losses))
     late_copies = mock.patch.object(HostCopies, "of", late_host_copies) if layout.late else nullcontext()
     with late_copies:
         model = build_model(task.model, built_in, SEED, mine, layout.activations)
@@ -351,6 +373,7 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         layout.overlap_p2p,
         documents if task.marks_documents else None,
         task.z_loss_multiplier,
+        task.mtp_loss_scaling_factor,
     )
     config = ParallelConfig(
         data_parallel_sharding_strategy=layout.strategy,
@@ -490,13 +513,14 @@ def make_steps(
         recorder.start_step(step)
         outcome = make_step(module, task, layout, step)
         trace.losses.append(outcome.loss)
-        trace.z_losses += [outcome.metrics["lm_z_loss"]] if task.z_loss_multiplier is not None else []
+        names = executor.auxiliary_losses.names
+        trace.auxiliary.append({name: outcome.metrics[name] for name in names})
         trace.grad_norms.append(outcome.grad_norm)
         trace.loss_scales.append(loss_scaler.scale)
         trace.choices.append(recorder.choices)
         if optimizer.experts is not None:
             trace.balance.append(
-                {name: value for name, value in outcome.metrics.items() if name not in ("grad_norm", "lm_z_loss")}
+                {name: value for name, value in outcome.metrics.items() if name not in ("grad_norm", *names)}
             )
             trace.biases.append({name: bias.clone() for name, bias in optimizer.experts.state().items()})
         shards = data_parallel.param_shards
@@ -513,7 +537,7 @@ def make_step(module: TrainModule, task: Task, layout: Layout, step: int, **opti
     ranks = module.topology
     return train_step(
         module,
-        microbatches(step, layout, ranks.data_parallel.rank, ranks.context_parallel.rank, task.batch),
+        microbatches(step, layout, ranks.data_parallel.rank, ranks.context_parallel.rank, task.batch, task),
         Hyperparameters(task.learning_rate),
         num_microbatches=layout.microbatches,
         expected_tokens=task.batch * SEQUENCE,

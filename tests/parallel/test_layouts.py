@@ -511,7 +511,7 @@ def test_one_process_takes_the_step_of_the_definition(task: Task) -> None:
     z_loss = torch.logsumexp(logits, dim=-1).square().mean()
     (cross_entropy + multiplier * z_loss).backward()
     assert trace.losses[0] == pytest.approx(cross_entropy.item(), rel=TOLERANCE)
-    assert trace.z_losses[:1] == ([pytest.approx(z_loss.item(), rel=TOLERANCE)] if multiplier else [])
+    assert trace.auxiliary[0] == ({"lm_z_loss": pytest.approx(z_loss.item(), rel=TOLERANCE)} if multiplier else {})
     gradients, weights, squares = assemble(trace.gradients[0]), assemble(trace.weights[0]), 0.0
     for parameter in model.parameters():
         info = info_of(parameter)

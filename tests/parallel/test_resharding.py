@@ -39,7 +39,16 @@ AVERAGED = replace(TIED, optimizer=replace(ADAM, ema_decay=0.7))
 MUON = Task(MUON_FLAGS, model=DEEP_TIED_MODEL, steps=STEPS)
 MOE = replace(DSV, steps=STEPS, moe=replace(DSV.moe, moe_z_loss_coeff=1e-3))
 LLAMA4 = replace(RESTARTED, optimizer=ADAM, steps=STEPS)
-TASK_NAMES = {UNTIED: "", TIED: ", tied", MUON: ", muon", AVERAGED: ", averaged", MOE: ", experts", LLAMA4: ", llama 4"}
+FUTURE = Task(ADAM, model=replace(DEEP_MODEL, num_layers=4, mtp_num_layers=1), steps=STEPS)
+TASK_NAMES = {
+    FUTURE: ", MTP",
+    UNTIED: "",
+    TIED: ", tied",
+    MUON: ", muon",
+    AVERAGED: ", averaged",
+    MOE: ", experts",
+    LLAMA4: ", llama 4",
+}
 
 LAYOUTS = {
     "one": Layout(),
@@ -82,6 +91,7 @@ PAIRS += [
 PAIRS += [(AVERAGED, "tp2-dp2-zero1", "pp2-fsdp2"), (AVERAGED, "pp2-fsdp2", "uneven pp3")]
 EXPERT_NAMES = ["one", *EXPERT_LAYOUTS]
 PAIRS += [(MOE, one, EXPERT_NAMES[(place + 3) % len(EXPERT_NAMES)]) for place, one in enumerate(EXPERT_NAMES)]
+PAIRS += [(FUTURE, one, other) for one, other in (("pp2-fsdp2", "one"), ("one", "pp4"))]
 PAIRS += [(LLAMA4, "cp2-ep4", "tp2-ep2-pp2-zero1"), (LLAMA4, "etp2-ep2-fsdp", "cp2-ep4")]
 LAYOUTS |= EXPERT_LAYOUTS
 

@@ -20,7 +20,6 @@ from megatron.config.activations import ActivationConfig
 from megatron.config.training import OptimizerConfig
 from megatron.core.communication import CollectiveRecord, Work
 from megatron.core.models.parallelize import build_executor, build_model
-from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel import ActionRecorder, Chunk, P2PCommunicator, PipelineExecutor, _Pass
 from megatron.core.topology import Topology, single_process
 from megatron.data.loader import Microbatch
@@ -88,8 +87,8 @@ class MemoryWatch(ActionRecorder):
         executor.chunks = [self._watched(chunk) for chunk in executor.chunks]
 
     def _watched(self, chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
-            outputs = chunk(inputs, documents, labels)
+        def call(inputs: Tensor, *more: Any, **named: Any) -> Tensor:
+            outputs = chunk(inputs, *more, **named)
             if inputs.is_floating_point():
                 storage = inputs.untyped_storage()
                 self._current.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -194,12 +193,12 @@ def watch_evaluation(layout: Layout, num_microbatches: int) -> Evaluated:
     seen = Evaluated([], trained.tolist(), has_graph=False, kept=0, most_outputs=0)
 
     def watched(chunk: Chunk) -> Chunk:
-        def call(inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
+        def call(inputs: Tensor, *more: Any, **named: Any) -> Tensor:
             # Others could run far ahead of the slowest stage.
             time.sleep(0.005 * (topology.rank == 3))
             seen.kept += sum(size for reference, size in made if not reference.expired())
             with StorageWatch() as watch:
-                output = chunk(inputs, documents, labels)
+                output = chunk(inputs, *more, **named)
             seen.has_graph |= output.requires_grad
             outputs.append(watch.made.pop(output.untyped_storage()._cdata)[0])
             made.extend(watch.made.values())
@@ -504,9 +503,7 @@ def test_without_overlap_only_groups_longer_than_the_pipeline_receive_ahead(
     """Nine microbatches on four stages, interleaved, deadlock in one hardware queue otherwise."""
     schedule = build_schedule("interleaved", 4, num_microbatches, num_chunks=2)
     activations = SimpleNamespace(empty=lambda: torch.empty(0), device=CPU)
-    executor = SimpleNamespace(
-        stage=1, activations=activations, readers=set(), channels=None, overlap=overlap, num_sums=2
-    )
+    executor = SimpleNamespace(stage=1, activations=activations, readers=set(), channels=None, overlap=overlap)
     run = _Pass(cast(PipelineExecutor, executor), schedule, iter(()))
     p2p = mock.create_autospec(P2PCommunicator, instance=True)
     run.p2p = p2p

@@ -72,6 +72,7 @@ LAYOUTS = {
     "--moe-apply-probs-on-input --moe-shared-expert-intermediate-size 96 --expert-model-parallel-size 2 "
     "--moe-token-dispatcher-type alltoall --tensor-model-parallel-size 2 --sequence-parallel "
     "--use-distributed-optimizer",
+    "multi-token prediction": "--mtp-num-layers 2 --pipeline-model-parallel-size 2 --bf16 --use-distributed-optimizer",
     "Muon, ZeRO-1": "--optimizer muon --tensor-model-parallel-size 2 --use-distributed-optimizer --bf16",
     "Muon, FSDP": "--optimizer muon --use-torch-fsdp2 --bf16",
 }

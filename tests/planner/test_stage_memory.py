@@ -126,6 +126,10 @@ CASES = {
     "Scout": experts("alltoall", {"dp": 4, "ep": 4}, SCOUT, layers=4),
     "Scout, all-gather": experts("allgather", {"dp": 4, "ep": 2}, SCOUT, layers=4),
     "Maverick": experts("alltoall", {"tp": 2, "pp": 2, "dp": 4, "ep": 4}, MAVERICK, layers=8, stages=(0, 1)),
+    "multi-token prediction": Case({"tp": 2, "dp": 2}, "--bf16 --mtp-num-layers 1"),
+    "multi-token prediction, pipeline": Case({"pp": 2, "dp": 2}, "--bf16 --mtp-num-layers 2", stages=(0, 1)),
+    "multi-token prediction, tied": Case({"pp": 2}, "--bf16 --mtp-num-layers 1", model=TIED, stages=(0, 1)),
+    "multi-token prediction, experts": experts("alltoall", {"dp": 4, "ep": 4}, f"--mtp-num-layers 1 {EXPERTS}"),
     "experts, FSDP": experts("alltoall", {"dp": 32, "ep": 2, "sharding": "optim_grads_params"}),
 }
 

@@ -95,6 +95,7 @@ CASES = [
     Case(f"--model llama3-8b --num-layers 3 {ZERO} {FP8} tensorwise --first-last-layers-bf16", 8),
     Case(f"--model qwen3-8b {TWO} {ZERO} {TP4}", 8),
     Case(f"{LLAMA_70B} {ZERO} {PP2} --context-parallel-size 2", 64),
+    Case(f"--model llama3-8b --mtp-num-layers 2 {TWO} {ZERO} {PP2}", 64),
     Case(f"{LLAMA_70B} {ZERO} {PP2} --pipeline-schedule zb-h1", 64),
     Case(f"{LLAMA_70B} {ZERO} {FULL} block --recompute-num-layers 1", 64),
     Case(f"{LLAMA_70B} {ZERO} {FULL} uniform --recompute-num-layers 2", 64),

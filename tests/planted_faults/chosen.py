@@ -94,8 +94,8 @@ SCALES = (
     ),
     Fault(
         "the z-loss without the multiplier",
-        "return cross_entropy + multiplier * squares",
-        "return cross_entropy + squares",
+        "total = cross_entropy + multiplier * squares",
+        "total = cross_entropy + squares",
         ("pipeline/test_executor.py", LAYOUTS),
     ),
     Fault(
@@ -584,6 +584,7 @@ FIGURES = (
 )
 
 EXPERTS_AND_LAYOUTS = "parallel/test_expert_layouts.py"
+FUTURE = "parallel/test_multi_token_prediction.py"
 EXPERTS = (
     Fault(
         "every rank of a sequence adds the balancing loss of the whole sequence",
@@ -593,14 +594,44 @@ EXPERTS = (
     ),
     Fault(
         "the balancing loss is reported, and its gradient is lost",
-        "result: Tensor = _WithLoss.apply(weights, loss, self._scale)",
-        "result: Tensor = weights",
+        "result: Tensor = _WithLoss.apply(hidden, loss, self._scale)",
+        "result: Tensor = hidden",
         ("moe/test_balance.py",),
     ),
     Fault(
+        "the loss of multi-token prediction counts twice on a tied weight",
+        "channel.start_receive(torch.empty_like(shard.gradient), other).wait())",
+        "channel.start_receive(torch.empty_like(shard.gradient), other).wait(), alpha=2)",
+        (FUTURE,),
+    ),
+    Fault(
+        "the labels of multi-token prediction are those of the depth before",
+        "losses = cross_entropy(hidden, labels[:, place + 1])",
+        "losses = cross_entropy(hidden, labels[:, place])",
+        (FUTURE,),
+    ),
+    Fault(
+        "a depth of multi-token prediction is divided by the tokens of the output layer",
+        "* counts[0] / counts[1:].clamp(min=1.0)",
+        "* torch.ones_like(counts[1:])",
+        (FUTURE,),
+    ),
+    Fault(
+        "a depth predicts tokens of the next document",
+        "mask[row, :-places] *= documents[places:] == documents[:-places]",
+        "mask[row, :-places] *= documents[places:] >= documents[:-places]",
+        (FUTURE,),
+    ),
+    Fault(
+        "the losses of multi-token prediction have the weights of this rank's tokens",
+        "counts = self.ranks.all_reduce(counts)",
+        "counts = counts.clone()",
+        (FUTURE,),
+    ),
+    Fault(
         "the gradient norm without the experts",
-        'if info.tied_end == "output_layer":\n            return False',
-        'if info.tied_end == "output_layer" or info.is_expert:\n            return False',
+        "if info.is_copy:\n            return False",
+        "if info.is_copy or info.is_expert:\n            return False",
         (EXPERTS_AND_LAYOUTS,),
     ),
     Fault(

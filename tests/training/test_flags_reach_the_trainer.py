@@ -96,6 +96,7 @@ def facts_of_model(parallel: ParallelModel) -> Facts:
         "offloaded": wrapped(model, Offloaded),
         "loss chunk": getattr(model.output_layer, "loss_chunk_size", None),
         "z-loss": executor.z_loss_multiplier,
+        "depths": model.future and (len(model.future.depths), model.future.scaling_factor),
         "fp8 layers": [layer for layer in layers if fp8 is not None and fp8.includes(layer, len(layers))],
         "gathers fp8": fp8 is not None and fp8.config.fp8_param_gather,
         "dispatcher": experts and type(experts.dispatcher).__name__,
@@ -278,6 +279,7 @@ ROWS: list[tuple[Any, ...]] = [
     ),
     ("--loss-chunk-size 16", {"loss chunk": 16}, "activations: logits and loss of 16 tokens at a time"),
     ("--z-loss-multiplier 1e-4", {"z-loss": 1e-4}),
+    ("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3", {"mtp_num_layers": 2, "depths": (2, 0.3)}),
     # Experts, and layers of several kinds.
     (
         f"{EXPERTS} --expert-model-parallel-size 2",

@@ -339,7 +339,9 @@ class HuggingFaceExport:
 
     def __init__(self, saved: SavedTensors, dtype: torch.dtype | None, advance: Advance, average: bool = False) -> None:
         self._saved, self._advance = saved, advance
-        self.architecture = upgrade(saved.manifest.state, saved.manifest.format_version).architecture
+        # transformers has no multi-token prediction.
+        saved_architecture = upgrade(saved.manifest.state, saved.manifest.format_version).architecture
+        self.architecture = replace(saved_architecture, mtp_num_layers=0)
         mapping = HuggingFaceMapping.of(self.architecture)
         self._sections = mapping.theirs
         for name, tensor in mapping.ours.items():

@@ -53,6 +53,7 @@ ARCHITECTURE_CHECKS: tuple[Callable[[RunConfig, int], None], ...] = (
     layout.check_tensor_parallel,
     model.check_attention,
     model.check_mup,
+    model.check_multi_token_prediction,
     model.check_experts,
     layout.check_expert_layout,
     layout.check_context_parallel,

@@ -109,6 +109,12 @@ def check_fully_sharded(run: RunConfig, world_size: int) -> None:
             "optim_grads_params does not support (docs/data_parallel.md): use another schedule, another "
             "--data-parallel-sharding-strategy, or --untie-embeddings-and-output-weights."
         )
+    if SCHEDULES[schedule].placement == "v" and model.mtp_num_layers:
+        raise ConfigError(
+            f"--mtp-num-layers {model.mtp_num_layers} with --pipeline-schedule {schedule} uses the embedding in two "
+            "chunks of the first pipeline rank, which optim_grads_params does not support (docs/data_parallel.md): use "
+            "another schedule, or another --data-parallel-sharding-strategy."
+        )
 
 
 def check_expert_layout(run: RunConfig, world_size: int) -> None:

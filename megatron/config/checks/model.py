@@ -55,6 +55,13 @@ def check_mup(run: RunConfig, world_size: int) -> None:
         )
 
 
+def check_multi_token_prediction(run: RunConfig, world_size: int) -> None:
+    depths, length = run.model.mtp_num_layers, run.seq_length
+    require_flag("--mtp-num-layers", depths > 0, changed_flags(run.training, "mtp_loss_scaling_factor"))
+    if depths >= length:
+        raise ConfigError(f"--mtp-num-layers {depths} is not below --seq-length {length}: lower it.")
+
+
 def check_experts(run: RunConfig, world_size: int) -> None:
     model = run.model
     if model.num_experts == 0 and model.model is not None and preset(model.model).num_experts:

@@ -133,8 +133,8 @@ class ParameterBuffer:
         # The backward pass fills the buckets from the last layer to the first.
         self.parameters = tuple(reversed(parameters))
         infos = [info_of(parameter) for parameter in self.parameters]
-        # A tied weight has a bucket of its own, so that both stages that hold it divide it in the same way.
-        tied = [number for number, info in enumerate(infos) if info.tied_end]
+        # A weight with copies has a bucket of its own, so that all stages that hold it divide it in the same way.
+        tied = [number for number, info in enumerate(infos) if info.stages]
         self.layout = plan_buffer([parameter.numel() for parameter in self.parameters], shards, bucket_size, tied)
         self.splits = [
             ParameterSplit(info, start - first, (stop - start) // shards)

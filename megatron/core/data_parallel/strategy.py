@@ -116,7 +116,7 @@ class ParallelGroups:
 
         ``over_all_ranks``: norms are summed over all ranks instead of the ranks of one replica.
         """
-        if info.tied_end == "output_layer":
+        if info.is_copy:
             return False
         if not info.is_expert and not info.tensor_parallel_sharded and self.tensor_parallel.rank > 0:
             return False
@@ -186,7 +186,7 @@ class DataParallel(ABC):
         self.sharing, self.splits = sharing, splits
         self._topology, self._buckets = topology, buckets
         self._partial_gradients = [shard.gradient for shard in param_shards if shard.info.gradient_is_partial]
-        self._tied_shards = [shard for shard in param_shards if shard.info.tied_end is not None]
+        self._copied_shards = [shard for shard in param_shards if shard.info.stages]
 
     @property
     @abstractmethod
@@ -260,7 +260,7 @@ class DataParallel(ABC):
 
     def finish_grad_sync(self) -> None:
         """Finish the sum over the data-parallel ranks. Then, for this rank's shards only, sum gradients that are
-        partial over the tensor-parallel ranks, and those of a tied weight over the first and last stage."""
+        partial over the tensor-parallel ranks, and those of weights with copies on several stages."""
         for bucket in self._buckets:
             bucket.start()
         for bucket in self._buckets:
@@ -270,23 +270,26 @@ class DataParallel(ABC):
             # They are small, such as the gains of norms: one collective for all of them.
             together = tensor_parallel.all_reduce(torch.cat(partial))
             torch._foreach_copy_(partial, together.split([tensor.numel() for tensor in partial]))
-        for shard in self._tied_shards:
-            _add_other_end(shard, self._topology)
+        for shard in self._copied_shards:
+            _add_copies(shard, self._topology)
 
 
-def _add_other_end(shard: ParamShard, topology: Topology) -> None:
-    """Add the gradient of a tied weight's shard from the stage at the other end of the model.
+def _add_copies(shard: ParamShard, topology: Topology) -> None:
+    """Sum the gradients of all copies of a weight's shard in its home, which sends the sum to the other stages.
 
-    It uses the pipeline's channels, whose process groups exist on all stages. One end sends first and the other
-    receives first, because the first message between two ranks makes their connection, for which NCCL blocks both.
+    It uses the pipeline's channels, whose process groups exist on all stages. Each message is waited for, because the
+    first one between two ranks makes their connection, for which NCCL blocks both.
     """
-    first, last = 0, topology.pipeline_parallel.size - 1
-    down, up = topology.pipeline_channel("F", first, last), topology.pipeline_channel("B", last, first)
-    other = torch.empty_like(shard.gradient)
-    if shard.info.tied_end == "embedding":
-        down.start_send(shard.gradient, last).wait()
-        up.start_receive(other, last).wait()
-    else:
-        down.start_receive(other, first).wait()
-        up.start_send(shard.gradient, first).wait()
-    shard.gradient.add_(other)
+    home, *others = (stage % topology.pipeline_parallel.size for stage in shard.info.stages)
+    if shard.info.is_copy:
+        own = topology.pipeline_parallel.rank
+        topology.pipeline_channel("B", own, home).start_send(shard.gradient, home).wait()
+        shard.gradient.copy_(
+            topology.pipeline_channel("F", home, own).start_receive(torch.empty_like(shard.gradient), home).wait()
+        )
+        return
+    for other in others:
+        channel = topology.pipeline_channel("B", other, home)
+        shard.gradient.add_(channel.start_receive(torch.empty_like(shard.gradient), other).wait())
+    for other in others:
+        topology.pipeline_channel("F", home, other).start_send(shard.gradient, other).wait()

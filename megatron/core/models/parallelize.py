@@ -19,6 +19,7 @@ from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.kernels.selection import Kernels
 from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
+from megatron.core.models.multi_token_prediction import PredictionDepth, mtp_metric
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.moe.dispatch import DISPATCHERS, token_dispatcher
 from megatron.core.moe.layer import ExpertParallel, ExpertShard
@@ -74,6 +75,7 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
         config.pipeline.overlap_p2p_communication,
         documents,
         config.training.z_loss_multiplier,
+        config.training.mtp_loss_scaling_factor,
     )
     # Buffers and FSDP replace the memory of the weights, so they come last.
     formats = number_formats(config.precision, config.optimizer)
@@ -237,8 +239,19 @@ def apply_activation_flags(model: TransformerModel, activations: ActivationConfi
             after = layers[count] if count < len(layers) else chunk.output_layer
             layers[:count] = offload(layers[:count], after, copies)
         chunk.layers = torch.nn.ModuleList(layers)
+    apply_to_output_layer(model, activations)
+
+
+def apply_to_output_layer(model: TransformerModel, activations: ActivationConfig) -> None:
+    """The loss for some tokens at a time, and recompute in the layers of multi-token prediction."""
     if model.output_layer is not None:
         model.output_layer.loss_chunk_size = activations.loss_chunk_size
+    shards = model.context.parallel.communicator if activations.distribute_saved_activations else None
+    for depth in [] if model.future is None else model.future.depths:
+        assert isinstance(depth, PredictionDepth)
+        recompute_modules(depth.layer, activations.modules)
+        if activations.granularity == "full":
+            depth.layer = Recomputed(depth.layer, shards)
 
 
 def freeze(model: TransformerModel, patterns: Sequence[str], topology: Topology) -> None:
@@ -285,10 +298,19 @@ def build_executor(
     overlap: bool = True,
     documents: ReadDocuments | None = None,
     z_loss_multiplier: float | None = None,
+    mtp_loss_scaling_factor: float = 0.1,
 ) -> PipelineExecutor:
     """The executor of this rank's chunks. Collective over the pipeline: it creates process groups."""
+    auxiliary_losses, depths = model.context.auxiliary_losses, model.config.mtp_num_layers
     if model.output_layer is not None:
         model.output_layer.has_z_loss = z_loss_multiplier is not None
+    if z_loss_multiplier is not None:
+        auxiliary_losses.names.append("lm_z_loss")
+    if depths:
+        auxiliary_losses.names += map(mtp_metric, range(depths))
+        topology.open(("cp", "dp"))
+    if model.future is not None:
+        model.future.scaling_factor, model.future.ranks = mtp_loss_scaling_factor, topology.communicator("cp", "dp")
     return PipelineExecutor(
         model.transformer_chunks,
         None if model.output_layer is None else model.output_layer.token_losses,
@@ -301,6 +323,8 @@ def build_executor(
         documents,
         chunks_loss=model.output_layer is not None and model.output_layer.loss_chunk_size is not None,
         z_loss_multiplier=z_loss_multiplier,
+        auxiliary_losses=auxiliary_losses,
+        future=model.future,
     )
 
 

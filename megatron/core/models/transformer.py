@@ -1,8 +1,9 @@
 """A rank's part of a decoder-only transformer: the whole model, or the chunks of a pipeline stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,11 +13,11 @@ from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.device import copy_to_device
 from megatron.core.gradient import WeightGradStore
 from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions
+from megatron.core.models.multi_token_prediction import CrossEntropy, MultiTokenPrediction
 from megatron.core.moe.routing import ExpertBalance
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.matmul import PlainGemm, SeparateWeightGradient
 from megatron.core.ops.rope import query_scales, rotary_frequencies, rotary_table, yarn_frequencies
-from megatron.core.parameter import TiedEnd
 from megatron.core.tensor_parallel.cross_entropy import (
     ChunkedOutputLayer,
     VocabularyShard,
@@ -98,21 +99,37 @@ class OutputLayer(nn.Module):
         ranks, kernel = context.parallel.communicator, context.kernels.cross_entropy
         self.shard = VocabularyShard(vocab_weight.first_id, vocab_weight.num_ids, ranks, kernel)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        predict: Callable[[Tensor, CrossEntropy], Tensor] | None = None,
+    ) -> Tensor:
         """``[s/(cp tp), b, h]`` to this rank's part of the logits, ``[s/cp, b, v/tp]``, padding included.
 
         With ``labels`` ``[b, s/cp]`` the result is that of :meth:`token_losses`, without the logits of all tokens.
+        ``predict`` adds losses to the output of the final norm, which it is given.
         """
-        normed, weight = self.final_layernorm(hidden), self.vocab_weight.weight  # [s/(cp tp), b, h], [v/tp, h]
+        normed = self.final_layernorm(hidden)  # [s/(cp tp), b, h]
+        if predict is not None:
+            normed = predict(normed, lambda hidden, labels: self._statistics(hidden, labels)[0].t())
+        return self._logits(normed) if labels is None else self._losses(*self._statistics(normed, labels))
+
+    def _logits(self, normed: Tensor) -> Tensor:
         if self.multiplier != 1.0:
             normed = normed * self.multiplier  # smaller than the logits
-        if labels is not None:
-            assert self.loss_chunk_size is not None
-            kernel = self.context.weight_gradient or SeparateWeightGradient()
-            layer = ChunkedOutputLayer(self.loss_chunk_size, self.context.parallel, self.shard, kernel)
-            return self._losses(*chunked_cross_entropy(normed, weight, labels.t(), layer))  # labels [s/cp, b]
-        logits: Tensor = LinearFunction.apply(normed, weight, self.op, self.op.input_layout(), False)
+        logits: Tensor = LinearFunction.apply(normed, self.vocab_weight.weight, self.op, self.op.input_layout(), False)
         return logits
+
+    def _statistics(self, normed: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy of ``labels`` ``[b, s/cp]`` and log-sum-exp of every token, ``[s/cp, b]`` each."""
+        if self.loss_chunk_size is None:
+            return vocab_parallel_cross_entropy(self._logits(normed), labels.t(), self.shard)
+        if self.multiplier != 1.0:
+            normed = normed * self.multiplier
+        kernel = self.context.weight_gradient or SeparateWeightGradient()
+        layer = ChunkedOutputLayer(self.loss_chunk_size, self.context.parallel, self.shard, kernel)
+        return chunked_cross_entropy(normed, self.vocab_weight.weight, labels.t(), layer)
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Loss of every token, ``[b, s]`` in fp32 or wider, from ``logits`` and ``labels`` ``[b, s]``; with
@@ -136,23 +153,34 @@ class TransformerChunk(nn.Module):
         context: BuildContext,
         embedding: VocabParallelEmbedding | None,
         output_layer: OutputLayer | None,
+        future: MultiTokenPrediction | None = None,
     ) -> None:
         super().__init__()
         self.positions, self.fp8 = positions, context.fp8
         self.sequence_parts = context.parallel.sequence_parts
         self.embedding, self.layers, self.output_layer = embedding, nn.ModuleList(layers), output_layer
+        self.future = future
         self.num_layers = len(layers)
 
     @property
     def units(self) -> list[nn.Module]:
-        """Embedding, layers and output layer in the order of the forward pass; layers that are recomputed together are
-        one unit."""
-        return [unit for unit in (self.embedding, *self.layers, self.output_layer) if unit is not None]
+        """Embedding, layers, depths of multi-token prediction and output layer in the order of the forward pass; layers
+        that are recomputed together are one unit."""
+        future = () if self.future is None else (self.future.embedding, *self.future.depths)
+        units = (self.embedding, *self.layers, *future, self.output_layer)
+        return list(dict.fromkeys(unit for unit in units if unit is not None))
 
-    def forward(self, inputs: Tensor, documents: Documents | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        documents: Documents | None = None,
+        labels: Tensor | None = None,
+        future: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Token ids ``[b, s/cp]`` at the start of the model, elsewhere activations ``[s/(cp tp), b, h]``, to
         activations, or at the end to this rank's part of the logits ``[s/cp, b, v/tp]``; there with ``labels``
-        ``[b, s/cp]`` to the loss of every token."""
+        ``[b, s/cp]`` to the loss of every token, and with the microbatch ``future`` the losses of multi-token
+        prediction are added."""
         with nullcontext() if self.fp8 is None else self.fp8.forward_pass():
             if self.embedding is None:
                 length, rows, hidden = inputs.shape[0] * self.sequence_parts, inputs.shape[1], inputs
@@ -166,7 +194,13 @@ class TransformerChunk(nn.Module):
             # A unit of recompute or offload is called as a layer.
             for layer in self.layers:
                 hidden = layer(hidden, positions)  # [s/(cp tp), b, h]
-            return hidden if self.output_layer is None else self.output_layer(hidden, labels)
+            if self.output_layer is None:
+                return hidden
+            if future is None:
+                return self.output_layer(hidden, labels)
+            assert self.future is not None
+            predict = partial(self.future, positions=positions, microbatch=future)
+            return self.output_layer(hidden, labels, predict)
 
 
 class TransformerModel(nn.Module):
@@ -182,21 +216,25 @@ class TransformerModel(nn.Module):
         self.virtual_stages = (whole,) if virtual_stages is None else tuple(virtual_stages)
         has_embedding = any(stage.has_embedding for stage in self.virtual_stages)
         has_output_layer = any(stage.has_output_layer for stage in self.virtual_stages)
-        # A tied weight is one parameter if both ends are on this rank; on two ranks it is one of both, whose gradients
-        # are added.
-        is_tied, shared_name = not config.untie_embeddings_and_output_weights, "embedding.word_embeddings"
-        embedding = output_layer = None
-        if has_embedding:
-            uses = 2 if is_tied and has_output_layer else 1
-            tied_end: TiedEnd | None = "embedding" if is_tied and not has_output_layer else None
-            embedding = VocabParallelEmbedding(shared_name, config, context, uses, tied_end)
+        # The output layer multiplies, and its rank looks tokens up, once for each depth of multi-token prediction. If
+        # it uses the embedding's weight, tied or for lookups, that is one parameter if both are on this rank; else the
+        # last stage has a copy.
+        is_tied, depths = not config.untie_embeddings_and_output_weights, config.mtp_num_layers
+        embedding = output_layer = future = None
+        uses_at_end = depths + (1 + depths if is_tied else 0)
+        stages = (0, -1) if uses_at_end and has_embedding != has_output_layer else ()
+        if has_embedding or (has_output_layer and uses_at_end):
+            uses = has_embedding + (uses_at_end if has_output_layer else 0)
+            is_copy = not has_embedding
+            embedding = VocabParallelEmbedding("embedding.word_embeddings", config, context, uses, stages, is_copy)
         if has_output_layer:
-            weight: VocabParallelWeight
-            if is_tied:
-                weight = embedding or VocabParallelWeight(shared_name, config, context, tied_end="output_layer")
-            else:
-                weight = VocabParallelWeight("output_layer", config, context)
+            weight: VocabParallelWeight | None = embedding
+            if not is_tied or weight is None:
+                weight = VocabParallelWeight("output_layer", config, context, uses=1 + depths)
             output_layer = OutputLayer(config, context, weight)
+            if depths and embedding is not None:
+                future = MultiTokenPrediction(config, context, embedding)
+        self.future = future
         positions = PositionTables(config, context)
         self.chunks = nn.ModuleList(
             TransformerChunk(
@@ -208,6 +246,7 @@ class TransformerModel(nn.Module):
                 context,
                 embedding if virtual_stage.has_embedding else None,
                 output_layer if virtual_stage.has_output_layer else None,
+                future if virtual_stage.has_output_layer else None,
             )
             for virtual_stage in self.virtual_stages
         )

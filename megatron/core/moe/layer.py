@@ -204,7 +204,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.rule, self.forces_balance = parallel.routing, parallel.forces_balance
-        self.balance, self.with_loss = parallel.balance.add_router(layer), parallel.balance.with_loss
+        self.balance, self.auxiliary_losses = parallel.balance.add_router(layer), context.auxiliary_losses
         layout = sharded_boxes((self.rule.num_experts,), (config.hidden_size,), rank=0, size=1)
         is_partial = context.parallel.sequence_parallel
         info = ParameterInfo(
@@ -231,7 +231,7 @@ class Router(nn.Module):
             loss = self.balance.observe(logits, routing.experts, num_sequences)
         if loss is None:
             return routing
-        return Routing(routing.experts, self.with_loss(routing.weights, loss))
+        return Routing(routing.experts, self.auxiliary_losses.attach(routing.weights, loss))
 
 
 class MoELayer(nn.Module):

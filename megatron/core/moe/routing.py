@@ -4,8 +4,8 @@ Routing and the losses are functions of tensors, without ranks. Tokens ``[s, b]`
 the number of experts, k the experts of a token. No function makes a tensor of n * k * E elements. Logits are fp32 or
 fp64: with bf16 logits many tokens have ties.
 
-The balance of a step has counts, auxiliary losses, expert biases and metrics. The gradient of a step is ``scale`` times
-that of a sum over tokens (:mod:`megatron.training.loop.step`), so an auxiliary loss is a sum over tokens as well:
+The balance of a step has counts, auxiliary losses, expert biases and metrics. An auxiliary loss is a sum over tokens
+(:mod:`megatron.core.auxiliary_losses`):
 
 - load balancing: ``alpha * T * LBL`` for every set of T tokens, which is a sequence (``seq_aux_loss``) or a microbatch
   (``aux_loss``);
@@ -19,11 +19,10 @@ addend, and only the sum over the ranks is the loss.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
 from megatron.config.model import MoEConfig
@@ -308,7 +307,6 @@ class ExpertBalance:
         self._routing_rule, self._rule, self._layers = routing_rule, rule, tuple(layers)
         self._sequence_ranks, self._world, self._device = sequence_ranks, world, device
         self._routers: dict[int, RouterBalance] = {}
-        self._scale = 0.0
         self._counts = torch.zeros(len(self._layers), routing_rule.num_experts, dtype=torch.float64, device=device)
         """Number of tokens of the global batch that chose each expert of each layer, ``[layers, E]``."""
 
@@ -318,19 +316,10 @@ class ExpertBalance:
         self._routers[layer] = router
         return router
 
-    def start_step(self, scale: float) -> None:
-        """Reset counts and losses; ``scale`` is the gradient of the sum of token losses."""
-        self._scale = scale
+    def start_step(self) -> None:
+        """Reset counts and losses."""
         for router in self._routers.values():
             router.start_step()
-
-    def with_loss(self, weights: Tensor, loss: Tensor) -> Tensor:
-        """``weights``, whose backward pass adds ``scale`` times the gradient of ``loss``.
-
-        So the stage of a router computes the gradient of its loss, and no stage sends losses to the last one.
-        """
-        result: Tensor = _WithLoss.apply(weights, loss, self._scale)
-        return result
 
     def start_sum(self) -> Work[Tensor]:
         """Sum counts and losses over all ranks: ``[layers, E + 2]`` fp64, exact for counts below 2^53. A collective."""
@@ -379,16 +368,3 @@ class ExpertBalance:
             for layer, router in self._routers.items()
             if router.expert_bias is not None
         }
-
-
-class _WithLoss(Function):
-    """Identity on the weights; the loss gets the gradient ``scale``."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.loss_gradient = torch.full_like(loss, scale)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:
-        return gradients[0], ctx.loss_gradient, None

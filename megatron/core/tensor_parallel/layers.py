@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
+from megatron.core.auxiliary_losses import AuxiliaryLosses
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.gradient import WeightGradStore, accumulate_main_grad, main_grad_of
 from megatron.core.ops.fp8 import E4M3, DelayedQuantization, Fp8Role
@@ -25,7 +26,6 @@ from megatron.core.parameter import (
     Division,
     InitialValues,
     ParameterInfo,
-    TiedEnd,
     columns_box,
     empty_parameter,
     padded_rows_box,
@@ -164,6 +164,8 @@ class LayerContext:
     """The weight-gradient GEMM; None: a GEMM, then an addition."""
     fp8: Fp8Layers | None = field(default=None, kw_only=True)
     """The FP8 state of the linear layers; None if they multiply in ``dtype``."""
+    auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses, kw_only=True)
+    """Where layers add losses of their own."""
 
     def empty_parameter(self, info: ParameterInfo) -> nn.Parameter:
         return empty_parameter(info, self.dtype, self.weights_device or self.device)
@@ -374,7 +376,7 @@ class Bias(nn.Module):
 class VocabParallelWeight(nn.Module):
     """A weight ``[v/tp, h]`` with a row for each id of this rank's vocabulary shard; the weight of the output layer.
 
-    The vocabulary is padded to a multiple of the ranks. ``uses`` and ``tied_end`` are facts of a tied weight
+    The vocabulary is padded to a multiple of the ranks. ``uses``, ``stages`` and ``is_copy`` are its facts
     (:class:`~megatron.core.parameter.ParameterInfo`).
     """
 
@@ -384,7 +386,8 @@ class VocabParallelWeight(nn.Module):
         config: TransformerConfig,
         context: LayerContext,
         uses: int = 1,
-        tied_end: TiedEnd | None = None,
+        stages: tuple[int, ...] = (),
+        is_copy: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.context = config, context
@@ -397,7 +400,8 @@ class VocabParallelWeight(nn.Module):
             tensor_parallel_sharded=True,
             uses=uses,
             is_vocabulary=True,
-            tied_end=tied_end,
+            stages=stages,
+            is_copy=is_copy,
             fan_out_mult=config.width_mult,
         )
         self.weight = context.empty_parameter(info)

@@ -73,7 +73,7 @@ class AttentionLogits(Listener):
         self._interval, self._num_layers = interval, model.config.num_layers
         self._kernels: dict[int, MaximumKernel] = {}
         for chunk, stage in zip(model.transformer_chunks, model.virtual_stages):
-            found = [module for module in chunk.modules() if isinstance(module, AttentionProjection)]
+            found = [module for module in chunk.layers.modules() if isinstance(module, AttentionProjection)]
             if len(found) != len(stage.layers):
                 raise ConfigError("--log-max-attention-logit needs one attention in each layer: remove it.")
             for layer, projection in zip(stage.layers, found):

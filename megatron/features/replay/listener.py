@@ -171,7 +171,7 @@ class Replay:
                 if module.fp8 is not None:
                     module.fp8.start_step()
                 if module.experts is not None:
-                    module.experts.start_step(scale)
+                    module.experts.start_step()
                 with module.data_parallel.gradients_diverted(add_bucket):
                     sums = module.executor.train(iter(microbatches[index : index + 1]), 1, scale)
                 add(sums, "loss", index)

@@ -416,6 +416,7 @@ def _sizes(units: UnitsOfRun, number: int) -> tuple[float, float, float]:
     in_layers = dense + experts
     dense += ends.embedding.num_parameters[0] * stage.has_embedding
     dense += ends.output.num_parameters[0] * stage.has_output_layer
+    experts += ends.output.num_parameters[1] * stage.has_output_layer  # of multi-token prediction
     if stage.has_embedding and stage.has_output_layer:
         names = {info.name for info in ends.embedding.parameters}
         dense -= sum(prod(info.local_shape) for info in ends.output.parameters if info.name in names)

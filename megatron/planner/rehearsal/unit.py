@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.core.activations import LayerGroup, Recomputed, recompute_modules
 from megatron.core.gradient import MainGrad, attach_main_grad
 from megatron.core.models.layer import BuildContext
-from megatron.core.models.parallelize import build_context, build_executor
+from megatron.core.models.parallelize import apply_to_output_layer, build_context, build_executor
 from megatron.core.models.transformer import PositionTables, TransformerModel
 from megatron.core.ops.documents import Documents
 from megatron.core.parameter import ParameterInfo, info_of
@@ -37,7 +37,7 @@ from megatron.planner.rehearsal.layer import (
     RehearsalSetting,
     RehearsedLayer,
 )
-from megatron.planner.simulated_rank import SimulatedTopology, simulated_kernels
+from megatron.planner.simulated_rank import SimulatedTopology, simulated_future, simulated_kernels
 from megatron.schedules.catalog import build_schedule
 from megatron.schedules.schedule import Action
 from megatron.schedules.stages import VirtualStage
@@ -181,7 +181,7 @@ class UnitRehearsals:
                 whole = VirtualStage(range(0), has_embedding=True, has_output_layer=True)
                 model = TransformerModel(architecture, context, [whole])
             assert model.output_layer is not None
-            model.output_layer.loss_chunk_size = config.activations.loss_chunk_size
+            apply_to_output_layer(model, config.activations)
             self._attach_main_grads(recorder, model)
             # The whole model is one stage, whose chunk has no layers: the executor of a run trains it.
             one_stage = replace(self._grid, pp=1)
@@ -206,7 +206,8 @@ class UnitRehearsals:
             executor.train(self._microbatches(), 1, 1.0)
             memory, launches = passes.memory(), passes.launches()
             del tables
-        infos = [tuple(map(info_of, end.parameters())) for end in (chunk.embedding, chunk.output_layer)]
+        ends = chunk.embedding, nn.ModuleList([chunk.output_layer, *([] if chunk.future is None else [chunk.future])])
+        infos = [tuple(map(info_of, end.parameters())) for end in ends]
         embedding, output = (UnitRecord(*one) for one in zip(memory, infos, launches))
         return Ends(embedding, output, of_tables, passes.shard)
 
@@ -219,7 +220,9 @@ class UnitRehearsals:
         # A generator, so that the executor alone refers to the tensors.
         shape = self._config.micro_batch_size, self._config.seq_length // self._grid.cp
         tokens = torch.zeros(shape, dtype=torch.int64)
-        yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)}
+        yield {"tokens": tokens, "labels": tokens.clone(), "loss_mask": torch.ones(shape)} | simulated_future(
+            self._config, shape
+        )
 
     def _topology(self, recorder: UnitRecorder, grid: RankGrid, rank: int) -> SimulatedTopology:
         return SimulatedTopology(
@@ -323,7 +326,7 @@ class _PassesOfEnds:
     def __init__(self, recorder: UnitRecorder, embedding: nn.Module) -> None:
         self._recorder = recorder
         self._marks: list[_Mark] = []
-        embedding.register_forward_hook(self._after_embedding)
+        self._hook = embedding.register_forward_hook(self._after_embedding)
 
     @contextmanager
     def span(self, stage: int, action: Action) -> Iterator[None]:
@@ -338,6 +341,7 @@ class _PassesOfEnds:
         recorder.peak = recorder.now
 
     def _after_embedding(self, module: object, inputs: object, output: Tensor) -> None:
+        self._hook.remove()  # the lookups of multi-token prediction are the output layer's
         self._mark()
         self.shard = self._recorder.size_of(output)
         output.register_hook(lambda gradient: self._mark())

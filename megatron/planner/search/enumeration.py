@@ -152,7 +152,12 @@ class _Space:
                 yield from variants
 
     def refusal(self, layout: Layout) -> ConfigError | None:
-        """What the checks of a run find."""
+        """What the checks of a run find, and what has no price."""
+        if self.architecture.mtp_num_layers and SCHEDULES[layout.schedule].splits_backward:
+            return ConfigError(
+                f"--pipeline-schedule {layout.schedule} cannot be planned with --mtp-num-layers, whose deferred weight "
+                "gradients have no record: use 1f1b or interleaved, or simulate it with --dry-run."
+            )
         try:
             check_run(layout.apply(self.config, self.given), self.num_gpus)
         except ConfigError as error:

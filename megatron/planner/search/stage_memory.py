@@ -436,26 +436,26 @@ class _LayoutMemory:
         sizes = Formats(weight, gradient, self.units.bytes_of_moments, master, on_device)
         sharding, stages = self._sharding(), [self.division.stages[number] for number in numbers]
         ends = self.units.ends
-        tables = {info.name for info in ends.embedding.parameters}
-        is_tied = any(info.name in tables for info in ends.output.parameters)
+        # The tables of a tied model, and the embedding of multi-token prediction.
+        shared = {info.name for info in ends.embedding.parameters} & {info.name for info in ends.output.parameters}
         has_both = any(one.has_embedding for one in stages) and any(one.has_output_layer for one in stages)
         units: list[list[Weight]] = []
         for number in numbers:
             for record in self.units.of_stage(number):
-                # A tied weight on a stage with both ends is one weight, that of the embedding.
-                is_twice = record is ends.output and is_tied and has_both
+                # A shared weight on a stage with both ends is one weight, that of the embedding.
+                is_twice = record is ends.output and has_both
                 units.append(
                     [
-                        Weight(rows, prod(others), info.is_expert, is_tied and not has_both and info.is_vocabulary)
+                        Weight(rows, prod(others), info.is_expert, not has_both and info.name in shared)
                         for info in record.parameters
-                        if not (is_twice and info.is_vocabulary)
+                        if not (is_twice and info.name in shared)
                         for rows, *others in (info.local_shape,)
                     ]
                 )
         if not self.units.is_fully_sharded:
             return buffered_state(units, sizes, sharding)
         root: list[Weight] = []
-        if is_tied and has_both:
+        if has_both and not self.config.model.untie_embeddings_and_output_weights:
             root, units[0], units[-1] = [*units[0], *units[-1]], [], []
         return fully_sharded_state(units, root, sizes, sharding)
 

@@ -293,6 +293,7 @@ def build_run_loader(
         dataloader_type="single" if isinstance(dataset, WholePasses | SampleStream) else config.data.dataloader_type,
         pin_memory=topology.device.type != "cpu",
         positions=split.positions(config.seq_length).numpy() if split.size > 1 else None,
+        num_future=config.model.mtp_num_layers,
         patience=Patience(config.dataloader_timeout, lambda: context.signals.received),
     )
 

@@ -90,17 +90,18 @@ def describe_kernels(choices: Sequence[Choice], is_compact: bool, is_on_cpu: boo
 
 def describe_attention(model: TransformerConfig) -> str:
     """The differences of attention between layers, and from whole causal attention with rotary position embedding."""
-    with_rope, without = sum(model.rope_layers()), model.num_layers - sum(model.rope_layers())
+    has_rope = model.rope_layers()
+    with_rope, without = sum(has_rope), len(has_rope) - sum(has_rope)
     rope = [f"in chunks of {model.attention_chunk_size}"] if model.attention_chunk_size is not None else []
     rope += ["with normed queries and keys"] if model.qk_l2_norm else []
     windows = [window for window in model.windows() if window is not None]
     words = []
     if windows:
-        words.append(f"{len(windows)} of {model.num_layers} layers with a window of {windows[0] + 1} keys")
+        words.append(f"{len(windows)} of {len(has_rope)} layers with a window of {windows[0] + 1} keys")
     if model.attn_logit_softcapping is not None:
         words.append(f"scores capped at {model.attn_logit_softcapping:g}")
     if without or rope:
-        words.append(", ".join([f"{with_rope} of {model.num_layers} layers with rotary position embedding", *rope]))
+        words.append(", ".join([f"{with_rope} of {len(has_rope)} layers with rotary position embedding", *rope]))
     if without:
         floor = model.attention_temperature_floor
         tuned = [f"with a temperature from position {floor - 1} on"] if model.attention_temperature_tuning else []

@@ -296,14 +296,14 @@ def resume(state: RunState, start: Start, context: RunContext) -> None:
 def model_tensors(
     weights: Iterable[LocalParam], with_copies: bool = True, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """This rank's weights by global name, in ``dtype`` if it is given; ``with_copies`` includes the output layer's copy
-    of a tied embedding, which is loaded but not saved."""
+    """This rank's weights by global name, in ``dtype`` if it is given; ``with_copies`` includes copies of
+    weights whose home is another stage, which are loaded but not saved."""
     return {
         f"{MODEL}{weight.info.name}": BoxedTensor.from_flat_range(
             weight.info, weight.tensor.to(dtype or weight.tensor.dtype), weight.start, weight.holders, weight.division
         )
         for weight in weights
-        if with_copies or weight.info.tied_end != "output_layer"
+        if with_copies or not weight.info.is_copy
     }
 
 
@@ -314,7 +314,7 @@ def optimizer_tensors(optimizer: Optimizer, with_copies: bool = True) -> dict[st
             state.info, state.tensor, state.start, state.holders, state.division
         )
         for state in optimizer.state()
-        if with_copies or state.info.tied_end != "output_layer"
+        if with_copies or not state.info.is_copy
     }
 
 

@@ -2,7 +2,7 @@
 conditions that end a run, on which all ranks agree with the loss of the iteration.
 
 The loss is the mean over all unmasked tokens of the global batch, in every layout: ranks and microbatches add
-up losses and token counts, never means. The reported loss is the cross entropy; the z-loss is another metric.
+up losses and token counts, never means. The reported loss is the cross entropy; auxiliary losses are other metrics.
 """
 
 import math
@@ -85,7 +85,7 @@ def evaluate(
     for first in range(0, num_microbatches, _PORTION):
         # A portion at a time: the launcher's time limit is for one, and a whole text may take hours.
         with timers("evaluation"):
-            sums[:2] += module.executor.evaluate(counted, min(_PORTION, num_microbatches - first))[:2]
+            sums[:2] += module.executor.evaluate(counted, min(_PORTION, num_microbatches - first))
     sums[2] = counted.num_bytes
     with timers("evaluation"):
         return TokenLoss(*module.start_sum(sums).wait().tolist())
@@ -125,21 +125,23 @@ def train_step(
     if fp8 is not None:
         fp8.start_step()
     if experts is not None:
-        experts.start_step(scale / expected_tokens)
+        experts.start_step()
     module.data_parallel.start_grad_accumulation(num_microbatches)
     with timers("forward-backward"):
-        # [loss, tokens] of this rank's microbatches, and the z-loss if there is one
+        # [loss, tokens] of this rank's microbatches
         sums = module.executor.train(microbatches, num_microbatches, scale / expected_tokens)
     flags = stop_flags()
     with timers("grads-reduce"):
         # The reduction of the loss overlaps with the reduction of the gradients, and precedes the all-gathers of the
         # updated weights. The stop flags add no collective and no wait for the device.
-        pending_sum = module.start_sum(sums, flags)  # [sums + flags], over all ranks
+        auxiliary = module.executor.auxiliary_losses
+        # [sums + flags + auxiliary], over all ranks
+        pending_sum = module.start_sum(sums, flags, auxiliary.sums(sums.device))
         pending_balance = None if experts is None else experts.start_sum()
         module.data_parallel.finish_grad_sync()
         values = pending_sum.wait().tolist()
-        loss, counts = TokenLoss(*values[:2]), values[len(sums) :]
-        z_loss = {"lm_z_loss": TokenLoss(values[2], loss.num_tokens).mean} if len(sums) > 2 else {}
+        loss, counts = TokenLoss(*values[:2]), values[2 : 2 + len(flags)]
+        auxiliary_metrics = auxiliary.metrics(values[2 + len(flags) :])
         # Before the update, because reading these values waits for the device.
         balance = {} if experts is None or pending_balance is None else experts.finish_sum(pending_balance.wait())
     if fp8 is not None:
@@ -179,7 +181,7 @@ def train_step(
         num_tokens=loss.num_tokens,
         is_fault_of_all=is_fault and module.optimizer.has_one_norm,
         stop_flags=counts,
-        metrics={**result.metrics, **balance, **z_loss},
+        metrics={**result.metrics, **balance, **auxiliary_metrics},
     )
 
 
