@@ -180,31 +180,14 @@ def test_a_recipe_fits(tmp_path: Path, recipe: str, knobs: dict[str, str], rank:
 def test_all_stages_of_a_model_with_experts_are_planned_and_fit(
     tmp_path: Path, recipe: str, gpus: int, least_load: float
 ) -> None:
-    """The bytes between steps and those of the exchanged tokens are what formulas say; every expert is on two ranks.
-    The fullest rank may have ``least_load`` times the mean load."""
+    """Every expert is on two ranks, the fullest of which may have ``least_load`` times the mean load."""
     report, config = tmp_path / "report.json", checked(start(tmp_path, recipe), gpus)
     outcome = call_training([*start(tmp_path, recipe, DRY_RUN="1").flags, "--dry-run-json", str(report)])
     assert outcome.exit_code == 0, outcome.stderr
     found = json.loads(report.read_text())
     assert found["fits"] and found["plan_command"] is None
     assert found["largest_fitting_expert_load"] > least_load
-    parallel, model = config.parallel, config.model.resolve(config.model.preset_vocab_size or 1, 1, config.seq_length)
-    assert model.num_experts is not None and model.moe_ffn_hidden_size is not None
-    layout, tp, pp = found["layout"], parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    ep = parallel.expert_model_parallel_size
-    experts, moe_layers, hidden = model.num_experts, sum(model.moe_layers()), model.hidden_size
-    # bf16 weights, fp32 gradients, and 12 bytes of optimizer state divided by the ranks with the same parameters.
-    of_experts = moe_layers * experts * 3 * hidden * model.moe_ffn_hidden_size
-    dense = found["total_parameters"] - of_experts
-    formula = dense / (tp * pp) * (6 + 12 / config.parallel.data_parallel_size(gpus)) + of_experts / (ep * pp) * (
-        6 + 12 / 2
-    )
-    assert sum(found["steady_bytes"].values()) / pp == pytest.approx(formula, rel=0.01)
-    # Forward and backward, to the other expert-parallel ranks; and the counts of rows.
-    of_layer = 4 * (config.seq_length // tp) * model.moe_router_topk * hidden * 2 * (ep - 1) // ep
-    of_layer += experts * 8 * (ep - 1) // ep
-    sent = sum(bytes_sent["ep"] for bytes_sent in found["bytes_sent"].values())
-    assert sent == found["num_microbatches"] * moe_layers * of_layer
+    layout, ep = found["layout"], config.parallel.expert_model_parallel_size
     assert [layout[axis]["size"] for axis in ("etp", "ep", "edp")] == [1, ep, 2]
     if recipe == "mixtral_8x22b_h100.sh":
         assert found["total_parameters"] == 140_630_071_296 and found["warnings"] == []
