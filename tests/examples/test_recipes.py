@@ -4,7 +4,6 @@ a CPU train."""
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,12 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron.config.checks import check_run
-from megatron.config.command_line import CommandLine, parse_command_line
+from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
 from megatron.core.hyperparameters import LearningRateSchedule, build_learning_rate_schedule
-from megatron.planner.search.enumeration import require_layout
-from megatron.planner.search.layout import Job
-from megatron.planner.step_time.workload import read_cluster
 from megatron.training.batch_schedule import build_batches
 from tests.end_to_end.run_process import (
     call_training,
@@ -218,25 +214,6 @@ def test_the_stages_of_llama_4_are_one_run(tmp_path: Path, recipe: str, gpus: in
     assert len(batches) == 1 and tuned == [False, False, True]
     assert schedules[0] == schedules[1] == schedules[2]
     assert schedules[0](samples[1]) == pytest.approx(1.2e-5, rel=1e-3)
-
-
-@PLANS_LARGE_MODELS
-def test_less_recompute_would_not_fit_405b_and_its_search_is_named(tmp_path: Path) -> None:
-    """On the fullest stage, with the outputs of norms computed again instead of SwiGLU's."""
-    report = tmp_path / "report.json"
-    command = start(tmp_path, "llama3_405b_h100.sh", DRY_RUN="1")
-    fewer = ("--recompute-modules", "layernorm", "--gpu-memory-gb", "76", "--dry-run-rank", "8")
-    outcome = call_training([*command.flags, *fewer, "--dry-run-json", str(report)])
-    found = json.loads(report.read_text())
-    assert not found["fits"]
-    assert (found["tightest_stage"], 0 < found["missing_bytes"] < 8 * 2**30) == (1, True)
-    for line in (found["plan_command"], "does not fit 76.00 GiB: looked at alone: stage 1 (rank 8)"):
-        assert line in outcome.stdout
-    words = shlex.split(found["plan_command"])[2:]
-    assert words[-3:] == ["--plan", "--num-gpus", "16384"]
-    job = Job.of(CommandLine.of(words[:-3]), read_cluster("h100"), 16384)
-    require_layout(job)
-    assert job.config.dry_run.gpu_memory_gb == 76 and job.global_batch_size == found["global_batch_size"]
 
 
 @PLANS_LARGE_MODELS
