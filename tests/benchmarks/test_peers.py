@@ -51,6 +51,7 @@ def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.slow(reason="a benchmark: two processes with all their imports")
 def test_an_error_of_a_rank_is_reported_and_ends_the_other_ranks(tmp_path: Path) -> None:
     write_inputs(TINY, tmp_path / "inputs")
     broken = replace(OURS, layout="tp", workload=replace(TINY, model=TINY.model | {"hidden_act": "relu"}))
