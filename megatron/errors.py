@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
 FINAL = (ExitCode.NO_PROGRESS, ExitCode.ACTION_REQUIRED, ExitCode.STOPPED)
 
 # The time by which other ranks end after the rank that causes the error of all.
+FIRST_RANK_SECONDS = 10.0
+"""Seconds after which rank 0 has printed the error of all ranks."""
 CULPRIT_SECONDS = 2.0
 
 # Numbers of an OSError for which a disk or a file system is at fault.
@@ -179,7 +181,7 @@ def report(error: UserError, rank: int, error_file: str | None = None) -> None:
         print(f"ERROR: {error}", file=sys.stderr, flush=True)
     elif not error_file:
         # Other launchers may terminate rank 0 when this rank exits: give rank 0 time to print.
-        time.sleep(10)
+        time.sleep(FIRST_RANK_SECONDS)
 
 
 def report_crash(traceback: str, error: BaseException, error_file: str | None) -> None:

@@ -15,14 +15,11 @@ from benchmarks import benchmark_step
 from benchmarks.benchmark_step import measure, parse
 from benchmarks.lib.rank_slice import SilentCommunicator, SliceConfig
 from benchmarks.lib.step_bound import linear_shapes
-from benchmarks.lib.step_contenders import Contender, Samples, bound, our_passes, our_slice
+from benchmarks.lib.step_contenders import Contender, Samples, bound, our_slice
 from benchmarks.lib.step_profile import kernel_group, profile_step
 from benchmarks.lib.step_sweep import SWEEPS, Row, SweepName, rows
 from benchmarks.lib.step_timing import Clock, copy_rate, product_rates, take_turns
 from megatron.architectures.transformer_config import TransformerConfig
-from megatron.core.data_parallel.strategy import DataParallel
-from megatron.core.fp8 import Fp8Scaling
-from megatron.core.gradient import Gradient, MainGrad
 from megatron.core.kernels import selection
 from megatron.core.parameter import info_of
 from megatron.core.precision import QuantizedTensor
@@ -58,19 +55,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[tu
     return calls
 
 
-def output_of(*flags: str) -> Tensor:
-    """What the forward passes of a slice compute."""
-    config = slice_of(*flags)
-    topology = config.topology(CPU)
-    model = config.build(topology)
-    config.data_parallel(topology, model)
-    torch.manual_seed(0)
-    passes = our_passes(config, Samples.random(config, CPU), model)
-    passes.forward()
-    assert passes.output is not None
-    return passes.output
-
-
 # What is built
 
 
@@ -92,10 +76,6 @@ def test_the_slices_of_all_ranks_are_the_model(head: tuple[str, ...]) -> None:
     assert sum(sizes.values()) == (whole if head else whole - without)
 
 
-def test_with_the_head_a_step_begins_at_the_loss_of_random_weights() -> None:
-    assert output_of("--with-head").item() == pytest.approx(math.log(250), rel=0.05)
-
-
 def test_silent_collectives_have_the_shapes_of_real_ones() -> None:
     silent = SilentCommunicator(range(4), rank=1)
     tensor = torch.arange(8.0).view(8, 1)
@@ -105,40 +85,6 @@ def test_silent_collectives_have_the_shapes_of_real_ones() -> None:
     output = torch.empty(2, 1)
     assert silent.reduce_scatter(tensor, output) is output
     assert output.flatten().tolist() == [2.0, 3.0]
-
-
-def test_after_a_step_all_fp8_layers_have_scales_and_weights_are_quantised_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    flags = ("--bf16", "--fp8-format", "hybrid", "--tensor-model-parallel-size", "2", "--sequence-parallel")
-    built = recorded(monkeypatch, SliceConfig, "build")
-    contender = cpu_slice(slice_of(*flags, "--microbatches", "2"), with_optimizer=True)
-    fp8 = built[0][1].context.fp8
-    assert isinstance(fp8, Fp8Scaling)
-    gemms = fp8._layers
-    assert len(gemms) == 8
-    quantized = recorded(monkeypatch, type(gemms[0]), "quantize")
-    for step in range(2):
-        contender.step()
-        assert all(gemm.has_scales for gemm in gemms)
-        assert sum(role == "weight" for (_, role, *_), _ in quantized) == 8 * (step + 1)
-
-
-def test_gradients_of_later_microbatches_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender = cpu_slice(slice_of("--microbatches", "3"), with_optimizer=True)
-    announced = recorded(monkeypatch, DataParallel, "start_grad_accumulation")
-    accumulated: list[bool] = []
-    add = MainGrad.add
-
-    def count(main_grad: MainGrad, gradient: Gradient) -> None:
-        accumulated.append(not main_grad.is_filled)
-        add(main_grad, gradient)
-
-    monkeypatch.setattr(MainGrad, "add", count)
-    contender.step()
-    assert [arguments[1] for arguments, _ in announced] == [3]
-    assert [action.phase for action in contender.actions].count("forward") == 1 + 3
-    assert accumulated.count(True) * 3 == len(accumulated)
 
 
 def test_documents_have_the_mean_length_and_differ_between_microbatches() -> None:
@@ -151,10 +97,6 @@ def test_documents_have_the_mean_length_and_differ_between_microbatches() -> Non
     for found in spans:
         assert sum(span.stop - span.start for span in found) == 2 * 4096
     assert next(slice_of().random_documents(torch.device("cpu"))) is None
-
-
-def test_documents_restrict_attention() -> None:
-    assert not torch.allclose(output_of(), output_of("--documents", "4"))
 
 
 def test_stand_ins_for_collectives_are_counted() -> None:

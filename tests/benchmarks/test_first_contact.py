@@ -65,8 +65,6 @@ from megatron.errors import ConfigError
 from tests.forked import ForkedProcess, fork_context
 
 CPU = torch.device("cpu")
-COLD = "tiny"
-"""The line of the rehearsal that starts a Python of its own, as all do on a GPU."""
 
 
 def start_forked(session: Session, line: Line, seconds: float, log: Path) -> ForkedProcess:
@@ -93,10 +91,6 @@ def run_forked(session: Session, line: Line, seconds: float, log: Path) -> None:
     worker.run_in_this_process(line, session.out, session.device, session.is_tiny, seconds)
 
 
-def start_one_cold(session: Session, line: Line, seconds: float, log: Path) -> Any:
-    return (start_process if line.name == COLD else start_forked)(session, line, seconds, log)
-
-
 def planted(name: str, seconds: float = 1.0, limit: float = 60.0, expects: Expectation | None = None) -> Line:
     return Line(name, f"tests.benchmarks.planted_lines.{name}", "", seconds, limit, expects)
 
@@ -110,18 +104,24 @@ def run_planted(out: Path, *lines: Line, seconds: float = 600.0, is_tiny: bool =
 
 
 def rehearse(out: Path, *names: str) -> Path:
-    """Both calls, or the lines with these names; returns the directory."""
+    """Both calls, or the lines with these names; returns the directory. On a GPU each line has a Python of its own, as
+    here "tiny" where all are rehearsed."""
+
+    def start(session: Session, line: Line, seconds: float, log: Path) -> Any:
+        is_cold = not names and line.name == "tiny"
+        return (start_process if is_cold else start_forked)(session, line, seconds, log)
+
     for call, lines in CALLS.items():
         chosen = [line for line in lines if not names or line.name in names]
         config = CallConfig(str(out), device="cpu", tiny=True)
-        assert run_session(config, chosen, CALL_SECONDS[call], start_one_cold) == 0, (out / TABLE).read_text()
+        assert run_session(config, chosen, CALL_SECONDS[call], start) == 0, (out / TABLE).read_text()
     return out
 
 
 @pytest.fixture(scope="module")
 def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a line of each kind."""
-    return rehearse(tmp_path_factory.mktemp("first_contact"), "facts", COLD, "405b-tp8", "attention")
+    return rehearse(tmp_path_factory.mktemp("first_contact"), "facts", "tiny", "405b-tp8", "attention")
 
 
 def test_a_line_of_each_kind_is_right_in_a_rehearsal(rehearsal: Path) -> None:

@@ -36,21 +36,22 @@ TRANSFORMERS = replace(OURS, peer="transformers")
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("layouts", [1, pytest.param(2, marks=pytest.mark.slow(reason="four processes more"))])
-def test_contenders_in_processes_of_their_own_train_with_equal_losses(layouts: int) -> None:
+@pytest.mark.slow(reason="a benchmark: six processes with all their imports")
+def test_contenders_in_processes_of_their_own_train_with_equal_losses() -> None:
     pytest.importorskip("transformers")
     config = BenchmarkConfig(model="tiny", only="TP2", repeats=2, peers=("transformers",), timeout=300)
     (contenders,) = config.groups
     names = [f"tiny, fp32, {layout}, {peer}" for layout in ("one rank", "TP2") for peer in ("ours", "transformers")]
     assert [one.name for one in contenders] == names
-    results = measure(config, contenders[: 2 * layouts])
-    assert [one.contender.name for one in results] == names[: 2 * layouts]
+    results = measure(config, contenders)
+    assert [one.contender.name for one in results] == names
     assert not any(one.error for one in results)
     assert all(len(one.losses) == CHECKED_STEPS and len(one.seconds) == 2 for one in results)
     assert len(set(results[0].losses)) == CHECKED_STEPS
 
 
 @pytest.mark.processes
+@pytest.mark.slow(reason="a benchmark: two processes with all their imports")
 def test_an_error_of_a_rank_is_reported_and_ends_the_other_ranks(tmp_path: Path) -> None:
     write_inputs(TINY, tmp_path / "inputs")
     broken = replace(OURS, layout="tp", workload=replace(TINY, model=TINY.model | {"hidden_act": "relu"}))

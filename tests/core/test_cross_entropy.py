@@ -23,7 +23,7 @@ from tests.parallel.layout_run import (
     microbatches,
     place_in,
 )
-from tests.parallel.tasks import SGD_SHORT
+from tests.parallel.tasks import SGD
 
 TOKENS = 16 * SEQUENCE
 
@@ -100,7 +100,7 @@ def executor_sums(task: Task, layout: Layout) -> tuple[Tensor, Tensor | None]:
 
 def test_evaluation_and_logits() -> None:
     whole, chunked = (
-        executor_sums(SGD_SHORT, Layout(microbatches=2, activations=ActivationConfig(loss_chunk_size=size)))
+        executor_sums(SGD, Layout(microbatches=2, activations=ActivationConfig(loss_chunk_size=size)))
         for size in (None, 37)
     )
     assert torch.allclose(chunked[0], whole[0], rtol=1e-12)

@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
+from megatron import errors
 from megatron.commands import pretrain_llama
 from megatron.errors import ExitCode
 from megatron.operation import attempts, failure
@@ -318,6 +319,7 @@ def _train_as_rank(rank: int, variables: Mapping[str, str], flags: Sequence[str]
     # The server that forks keeps the environment of the moment at which it was started.
     os.environ.clear()
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    errors.FIRST_RANK_SECONDS = 2.0
     sys.exit(main(flags))
 
 

@@ -119,18 +119,6 @@ def test_a_spike_is_survived(spoilt: Path, tmp_path: Path) -> None:
     assert final_loss(spoilt) == pytest.approx(final_loss(tmp_path), rel=0.01)
 
 
-@pytest.mark.slow(reason="a whole run, for comparison")
-def test_without_a_policy_the_spike_is_logged_and_spoils_the_run(
-    spoilt: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    train(tmp_path, save_interval=None, inject_fault=SPIKE, spike_window=30).succeeded()
-    assert final_loss(tmp_path) > 1.5 * final_loss(spoilt)
-    assert caplog.text.count("begins a spike") == 1
-    logged = iterations(tmp_path / "metrics.jsonl")
-    scores = {record["iteration"]: record["spike"] for record in logged if "spike" in record}
-    assert min(scores) == AT + 1 and min(scores.values()) > 6
-
-
 def test_a_rollback_is_in_every_later_checkpoint_and_leaves_nothing_of_the_spike(spoilt: Path) -> None:
     assert left_out(spoilt) == list(range(FIRST_LEFT_OUT, LAST_LEFT_OUT + 1))
     first, second = rollbacks_of(spoilt, LENGTH)

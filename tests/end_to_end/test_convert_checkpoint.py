@@ -346,18 +346,8 @@ def test_a_run_from_their_files_is_the_run_from_the_conversion(tmp_path: Path, f
     assert losses(tmp_path / "direct.jsonl")[:3] == expected
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "--tensor-model-parallel-size 2 --sequence-parallel",
-        pytest.param("--use-torch-fsdp2", marks=pytest.mark.slow(reason="another two ranks")),
-        pytest.param(
-            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1",
-            marks=pytest.mark.slow(reason="another two ranks"),
-        ),
-    ],
-)
-def test_each_rank_reads_its_own_part(hf: Path, tmp_path: Path, layout: str) -> None:
+def test_each_rank_reads_its_own_part(hf: Path, tmp_path: Path) -> None:
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel"
     direct, expected = direct_and_expected(hf, tmp_path, "--train-iters 2 --fp64 --micro-batch-size 1", layout)
     fork_training(direct, 2).succeeded()
     assert losses(tmp_path / "direct.jsonl") == pytest.approx(expected, rel=1e-9)

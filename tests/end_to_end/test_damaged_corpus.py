@@ -83,15 +83,6 @@ def assert_names(outcome: Outcome, block: int, iteration: int) -> None:
     assert "Traceback" not in outcome.stderr
 
 
-def test_a_damaged_block_ends_the_run_with_file_block_and_first_iteration() -> None:
-    used = first_iterations()
-    block = max(used, key=lambda block: used[block])
-    assert used[block] > 1
-    damage(block)
-    outcome = call_training(FLAGS)
-    assert_names(outcome, block, used[block])
-
-
 def test_when_another_rank_finds_it_all_end_with_one_sentence() -> None:
     used = first_iterations()
     block = next(block for block in sorted(used) if block % 2 == 1)
@@ -135,10 +126,3 @@ def test_a_corpus_without_digests_is_said_once() -> None:
     sentence = "> no corpus.digests.json: the tokens are not verified"
     assert (outcome.stdout + outcome.stderr).count(sentence) == 1
     assert "tools/inspect_dataset.py corpus --write-digests" in outcome.stdout
-
-
-def test_damaged_digests_are_refused_at_the_start() -> None:
-    os.truncate(digests_path("corpus"), 100)
-    outcome = call_training(FLAGS)
-    assert outcome.exit_code == ExitCode.ACTION_REQUIRED
-    assert "corpus.digests.json is damaged" in outcome.errors[0]

@@ -29,10 +29,8 @@ from tests.end_to_end.run_process import (
     FlagValue,
     Outcome,
     assert_close,
-    assert_same_tensors,
     call_training,
     checkpoint_of,
-    computed,
     fork_training,
     iterations,
     saving_in,
@@ -280,28 +278,6 @@ def test_three_stages_with_requeues_are_one_run(a: WrittenCorpus, b: WrittenCorp
     assert [record["consumed_samples"] for record in records] == consumed
     rates = [linear_rate(samples) for samples in [0, *consumed[:-1]]]
     assert_close([record["learning_rate"] for record in records[1:]], rates[1:], 1e-12)
-
-
-def test_a_requeue_in_a_stage_equals_the_uninterrupted_run(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:
-    """To the bit, with evaluations, and whether the flag is given again or not."""
-    straight, requeued = tmp_path / "straight", tmp_path / "requeued"
-    evaluated: Flags = {"split": "5,5,0", "eval_interval": 2, "eval_iters": 1}
-    stage = ["--new-data-stage", "second"]
-
-    def train(directory: Path, corpus: WrittenCorpus, stop: int, *more: str) -> str:
-        return (
-            call_training([*flags(directory, corpus.prefix, exit_interval=stop, **evaluated), *more]).succeeded().stdout
-        )
-
-    for directory in (straight, requeued):
-        train(directory, a, 5)
-    assert "data stage second begins after iteration 5" in train(straight, b, 12, *stage)
-    assert "begins" in train(requeued, b, 7, *stage)
-    assert "data stage second continues after 16 of its samples" in train(requeued, b, 9, *stage)
-    assert "data stage second continues after 32 of its samples" in train(requeued, b, 12)
-    assert computed(requeued / "metrics.jsonl") == computed(straight / "metrics.jsonl")
-    assert_same_tensors(checkpoint_of(requeued, 12), checkpoint_of(straight, 12))
-    assert sum("validation_loss" in record for record in computed(straight / "metrics.jsonl")) == 6
 
 
 def test_evaluation_begins_at_its_first_sample_in_a_stage(a: WrittenCorpus, b: WrittenCorpus, tmp_path: Path) -> None:

@@ -118,16 +118,6 @@ def test_the_dry_run_knows_the_model_of_the_directory(with_tokenizer: Path, tmp_
     assert plan["total_parameters"] == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-def test_a_run_uses_the_tokenizer_of_the_directory(with_tokenizer: Path, corpus: Corpus, tmp_path: Path) -> None:
-    step = [word for word in STEP if word != "--mock-data"]
-    flags = [*step, "--data-path", str(corpus.prefix), "--data-cache-path", str(tmp_path / "cache")]
-    flags += ["--load-hf", str(with_tokenizer), "--save", str(tmp_path / "run")]
-    call_training(flags).succeeded()
-    convert(ToHuggingFace(str(tmp_path / "run"), str(tmp_path / "back")))
-    assert (tmp_path / "back" / "tokenizer.model").read_bytes() == corpus.tokenizer.read_bytes()
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 400
-
-
 def test_flags_that_agree_with_the_directory_change_nothing(hf: Path, with_tokenizer: Path, corpus: Corpus) -> None:
     alone = completed(*STEP, "--load-hf", hf)
     assert completed(*STEP, "--load-hf", hf, *typed(hf)) == alone

@@ -24,12 +24,9 @@ from tests.end_to_end.run_process import (
     Flags,
     FlagValue,
     RunningTraining,
-    assert_same_tensors,
     bytes_under,
     call_training,
     checkpoint_of,
-    computed,
-    fork_training,
     free_port,
     iterations,
     run_tool,
@@ -75,32 +72,6 @@ def iterations_at(server: S3Server, prefix: str = "run") -> list[int]:
 def data_keys(server: S3Server, iteration: int) -> list[str]:
     """The objects of an iteration that hold tensors."""
     return [key for key in server.names(f"run/iter_{iteration:07d}/") if key.endswith(".safetensors")]
-
-
-@pytest.mark.slow(reason="four runs of two and more ranks")
-def test_two_ranks_copy_to_three_places_and_any_number_resumes(
-    corpus: Corpus, tmp_path: Path, server: S3Server
-) -> None:
-    layout: Flags = {"tensor_model_parallel_size": 1, "use_distributed_optimizer": True}
-    other = f"s3://{BUCKET}/other"
-    places = [str(tmp_path / "second"), URL, other]
-    outcome = fork_training(command(corpus, tmp_path, async_save=True, redundant_save=places, **layout), 2).succeeded()
-    assert outcome.stdout.count("> mirrored checkpoint") == 3
-    assert iterations_at(server) == iterations_at(server, "other") == [4]
-    assert server.read("run/latest_checkpointed_iteration.txt") == b"4"
-    # Two files, the manifest, the tracker and the tokenizer: no marker is left.
-    assert len(server.names("run/")) == 5
-    assert_same_tensors(checkpoint_of(tmp_path / "second", 4), checkpoint_of(tmp_path / "first", 4), ("m", "o", "r"))
-    for ranks, url in ((1, URL), (2, other)):
-        runs: list[Path] = []
-        for place in (str(tmp_path / "first"), url):
-            run = tmp_path / f"{ranks}-{len(runs)}"
-            flags: Flags = {"load": place, "redundant_save": None, "train_iters": 5, **layout}
-            outcome = fork_training(command(corpus, run, **flags), ranks).succeeded()
-            assert f"loaded checkpoint {place}, continuing after iteration 4" in outcome.stdout
-            runs.append(run)
-        assert computed(runs[1] / "metrics.jsonl") == computed(runs[0] / "metrics.jsonl")
-        assert_same_tensors(checkpoint_of(runs[1] / "first", 5), checkpoint_of(runs[0] / "first", 5), ("m", "o", "r"))
 
 
 def test_the_run_goes_on_from_the_url_when_the_first_place_is_lost(
@@ -150,38 +121,21 @@ def saved_at_url(server: S3Server, saved_objects: dict[str, bytes]) -> S3Server:
     return server
 
 
-def damage(server: S3Server, key: str, kind: str) -> None:
-    """Cut an object in half, delete it, or flip one bit."""
-    content = server.read(key)
-    middle = len(content) // 2
-    if kind == "deleted":
-        server.client().delete_object(Bucket=BUCKET, Key=key)
-        return
-    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-    server.write(key, content[:middle] if kind == "cut" else flipped)
+def test_damage_is_named_and_passed_over(saved_at_url: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    """``tests/checkpoint/test_finding.py`` has other damages, of local files."""
+    keys = [data_keys(saved_at_url, iteration)[0] for iteration in (6, 4)]
 
+    def cut(key: str) -> None:
+        content = saved_at_url.read(key)
+        saved_at_url.write(key, content[: len(content) // 2])
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cut",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow(reason="another damage of the same kind of object"))
-            for kind in ("changed", "deleted", "manifest")
-        ),
-    ],
-)
-def test_damage_is_named_and_passed_over(saved_at_url: S3Server, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    keys = [f"run/iter_{iteration:07d}/manifest.json" for iteration in (6, 4)]
-    if kind != "manifest":
-        keys = [data_keys(saved_at_url, iteration)[0] for iteration in (6, 4)]
-    damage(saved_at_url, keys[0], kind)
+    cut(keys[0])
     found = find_saved_run(CheckpointConfig(load=URL), ALONE)
     assert found is not None and found.iteration == 4
     assert f"s3://{BUCKET}/{keys[0]}" in caplog.text
     with pytest.raises(CheckpointError, match=f"s3://{BUCKET}/{keys[0]}"):
         find_saved_run(CheckpointConfig(load=URL, checkpoint_fallback=False), ALONE)
-    damage(saved_at_url, keys[1], kind)
+    cut(keys[1])
     # Never a fresh start.
     with pytest.raises(CheckpointError, match=r"load another|no readable checkpoint|check the file system"):
         find_saved_run(CheckpointConfig(load=URL), ALONE)

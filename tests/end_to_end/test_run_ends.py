@@ -15,11 +15,9 @@ import pytest
 from megatron.commands import pretrain_llama
 from megatron.data import loader
 from tests.end_to_end.run_process import (
-    REPOSITORY,
     Corpus,
     Flags,
     FlagValue,
-    RunningTraining,
     call_training,
     flags_of,
     fork_training,
@@ -112,41 +110,6 @@ def test_a_signal_is_obeyed_while_the_loader_is_waited_for(corpus: Corpus, tmp_p
 
 
 # --- stages of a pipeline ------------------------------------------------------------------------------------
-
-TWO_STAGES: Flags = {"num_layers": 4, "pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-v"}
-
-
-CRASHING = """
-import os, runpy, sys
-sys.argv[0] = {script!r}
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-from megatron.core.models import transformer
-
-forward, passes = transformer.TransformerChunk.forward, 0
-
-
-def crash(chunk, *inputs):
-    global passes
-    passes += 1
-    if os.environ["RANK"] == "0" and passes == 20:
-        raise RuntimeError("a mistake of ours")
-    return forward(chunk, *inputs)
-
-
-transformer.TransformerChunk.forward = crash
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""In the second iteration of zb-v, when the first stage has sent what the last will take only after what now never
-comes."""
-
-
-@pytest.mark.slow(reason="two ranks under torchrun")
-def test_crash_of_one_stage_ends_all_although_not_all_that_it_sent_was_taken(corpus: Corpus, tmp_path: Path) -> None:
-    script = tmp_path / "crashing.py"
-    script.write_text(CRASHING.format(script=str(REPOSITORY / "pretrain_llama.py")))
-    outcome = RunningTraining(flags_of(corpus, **TWO_STAGES, micro_batch_size=1), processes=2, script=script).finish()
-    assert outcome.exit_code != 0
-    assert "[rank0]: RuntimeError: a mistake of ours" in outcome.stderr
 
 
 def test_loss_that_is_not_finite_stops_the_stage_that_does_not_see_it(corpus: Corpus, tmp_path: Path) -> None:

@@ -213,22 +213,6 @@ def test_console_says_what_runs_where(watched: WatchedRun) -> None:
         assert re.search(rf"^ +{timer} \.+: \(\d+\.\d\d, \d+\.\d\d\)$", watched.first.stdout, re.MULTILINE)
 
 
-def test_tensorboard_tells_the_same_run_without_gap_or_repetition(watched: WatchedRun) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(watched.directory / "tensorboard"))
-    events.Reload()
-    for key, name in (("lm loss", "lm_loss"), ("grad-norm", "grad_norm"), ("learning-rate", "learning_rate")):
-        points = [(event.step, event.value) for event in events.Scalars(key)]
-        assert [step for step, _ in points] == list(range(1, LENGTH + 1))
-        wanted = [record[name] for record in iterations(watched.metrics)]
-        assert_close([value for _, value in points], wanted, 1e-6)
-    assert [event.step for event in events.Scalars("lm loss vs samples")] == [8 * n for n in range(1, LENGTH + 1)]
-    assert [event.step for event in events.Scalars("lm loss validation")] == [4, 8, 12]
-    for key in ("num-zeros", "params-norm", "mfu", "forward-backward-time"):
-        assert len(events.Scalars(key)) == LENGTH, key
-
-
 def test_wandb_continues_under_the_same_id(watched: WatchedRun) -> None:
     run_id = (watched.checkpoints / "wandb_run_id.txt").read_text().strip()
     runs = list((watched.checkpoints / "wandb").glob("offline-run-*"))
@@ -338,28 +322,6 @@ def test_a_run_without_directories_is_quiet(tmp_path: Path, monkeypatch: pytest.
     assert sum("] iteration " in line for line in lines) == 3
     assert "> trained: iteration 3 of 3, 768 tokens, " in outcome.stdout
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.slow(reason="whole runs in processes of their own")
-@pytest.mark.parametrize("redirection", ["> /dev/full 2>&1", "2>&1 | head -n 2"])
-def test_a_log_that_cannot_be_written_costs_the_log_alone(corpus: Corpus, tmp_path: Path, redirection: str) -> None:
-    metrics, save = tmp_path / "metrics.jsonl", tmp_path / "save"
-    flags = flags_of(
-        corpus,
-        train_iters=6,
-        lr_decay_iters=6,
-        metrics_jsonl=metrics,
-        save=save,
-        save_interval=2,
-        async_save=True,
-        progress_bar="True",
-    )
-    command = f'"$0" "$@" {redirection}; exit ${{PIPESTATUS[0]}}'
-    words = ["bash", "-c", command, sys.executable, str(REPOSITORY / "pretrain_llama.py"), *flags]
-    run = subprocess.run(words, env=environment(), timeout=START_TIMEOUT, stdout=subprocess.DEVNULL)
-    assert run.returncode == 0
-    assert [record["iteration"] for record in iterations(metrics)] == [1, 2, 3, 4, 5, 6]
-    assert latest_iteration(save) == 6
 
 
 def test_the_exit_code_of_an_error_survives_a_log_that_cannot_be_written(corpus: Corpus) -> None:

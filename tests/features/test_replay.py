@@ -25,7 +25,7 @@ from megatron.features.replay.listener import (
 from megatron.training.context import RunContext, TrainModule
 from tests.parallel.flip_run import FP32, Run, bits_of
 from tests.parallel.layout_run import SEQUENCE, Layout, Task, microbatches
-from tests.parallel.tasks import DELAYED, MIX, MIX_MODEL, TIED_SHORT
+from tests.parallel.tasks import DELAYED, MIX, MIX_MODEL, TIED
 from tests.rank_pool import RankPool
 
 
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Task, Layout]] = {
     "ZeRO-2, overlap": (FP64, Layout(dp=4, strategy="optim_grads", bucket_size=3000, overlap_grad_reduce=True)),
     "FSDP": (FP64, Layout(dp=4, strategy="optim_grads_params", microbatches=2)),
     "FSDP, deferred reduction": (FP64, Layout(dp=4, strategy="optim_grads_params", defer_grad_reduce=True)),
-    "PP and DP, tied": (TIED_SHORT, Layout(pp=2, dp=2, microbatches=2)),
+    "PP and DP, tied": (TIED, Layout(pp=2, dp=2, microbatches=2)),
     "zero bubble": (FP64, Layout(pp=2, dp=2, schedule="zb-h1", microbatches=4)),
     "TP and DP": (FP64, Layout(tp=2, dp=2, sequence_parallel=True)),
     "CP and DP": (FP64, Layout(cp=2, dp=2)),

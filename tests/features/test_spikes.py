@@ -129,22 +129,6 @@ def test_zero_and_a_flat_curve_are_no_spikes() -> None:
     assert not spikes_of([(2.0 + 1e-6 * (step % 7), 1.0) for step in range(200)])
 
 
-@given(st.integers(0, 2**32), st.integers(5, 120))
-def test_a_detector_that_was_saved_goes_on_as_if_it_had_not_been(seed: int, at: int) -> None:
-    curve = noisy(60, seed, noise=0.2) + [(9.0, 9.0)] * 5 + noisy(60, seed + 1, noise=0.2)
-    one, other = SpikeDetector(WINDOW), SpikeDetector(WINDOW)
-    for iteration, (loss, norm) in enumerate(curve, 1):
-        if iteration == at:
-            state = json.loads(json.dumps(one.to_json()))
-            other = SpikeDetector(WINDOW)
-            other.restore(state)
-        seen = one.observe(iteration, loss, norm)
-        if iteration >= at:
-            assert other.observe(iteration, loss, norm) == seen
-            other.add(loss, norm)
-        one.add(loss, norm)
-
-
 def test_another_window_keeps_the_newest_values() -> None:
     wide, narrow = SpikeDetector(50), SpikeDetector(10)
     for step in range(1, 51):

@@ -163,20 +163,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Pat
     return train
 
 
-def test_a_rank_is_killed(tmp_path: Path, hosts: list[Host], undisturbed: Callable[[int], Path]) -> None:
-    """All hosts restart."""
-    training = Training(tmp_path, hosts, "3", global_batch_size=THREE)
-    training.start(*hosts)
-    saved = training.wait_until_saved()
-    (rank,) = training.ranks(hosts[1])
-    os.kill(rank, signal.SIGKILL)
-    assert training.exit_codes(*hosts) == [ExitCode.COMPLETE] * 3, training.logs()
-    failure = training.failure()
-    assert (failure["cause"], failure["host"], failure["rank"]) == (Cause.KILLED, "node2", 1)
-    training.assert_nothing_lost(saved)
-    assert_same_tensors(checkpoint_of(training.save, ITERATIONS), undisturbed(3))
-
-
 @pytest.mark.parametrize("nodes", ["2:3", "2"], ids=["spare_rank", "waiting_launcher"])
 def test_a_spare_replaces_a_host(
     tmp_path: Path, hosts: list[Host], undisturbed: Callable[[int], Path], nodes: str

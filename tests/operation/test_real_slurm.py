@@ -96,18 +96,6 @@ class Job:
         self.wait(is_gone)
 
 
-def test_a_job_that_is_complete_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, flags="--train-iters 5")
-    job.wait(lambda: job.state == "COMPLETED")
-    assert job.starts == 0 and job.saved() == 5 and job.text.endswith("complete\n")
-
-
-def test_a_mistyped_flag_is_one_start(cluster: Cluster, tmp_path: Path) -> None:
-    job = Job(cluster, tmp_path, flags="--train-iters 5 --no-such-flag")
-    job.wait(lambda: job.state == "FAILED")
-    assert cluster.state(job.number)["ExitCode"] == "2:0" and job.starts == 0
-
-
 def test_a_requeue_saves_and_is_no_failed_attempt(cluster: Cluster, tmp_path: Path) -> None:
     """SLURM sends SIGTERM to all processes of the job, the shells of the script included, and SIGKILL 20 s later."""
     job = Job(cluster, tmp_path, flags="--train-iters 1000000")

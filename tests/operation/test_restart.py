@@ -2,7 +2,6 @@
 runs record of their attempts and failures."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -43,9 +42,7 @@ from tests.operation.jobs import (
     TORCHRUN,
     Job,
     ended,
-    environment_of,
     is_alive,
-    rendezvous,
 )
 
 
@@ -54,23 +51,6 @@ def jobs() -> Iterator[list[Job]]:
     """What a test has started, which must not outlive it."""
     with ended() as started:
         yield started
-
-
-@pytest.mark.slow(reason="kills a rank under each rendezvous; our launcher is below")
-@pytest.mark.parametrize("kind", ["c10d", "static", "standalone"])
-def test_a_rank_that_is_killed_comes_back_under_torchrun(
-    tmp_path: Path, jobs: list[Job], chance: random.Random, kind: str
-) -> None:
-    """At the first attempt: gloo must not connect to addresses of dead ranks, which the store still has."""
-    flags = [*rendezvous(kind), "--max-restarts", "1"]
-    jobs.append(job := Job(tmp_path, flags, TORCHRUN, save_interval=5, max_failed_attempts=0))
-    job.wait_for_training()
-    before = job.ranks()
-    time.sleep(chance.uniform(0.0, 2.0))  # at any moment of an iteration or a save
-    os.kill(before[chance.randrange(2)], signal.SIGKILL)
-    job.wait_for_training(without=list(before.values()))
-    restarts = {environment_of(pid)["TORCHELASTIC_RESTART_COUNT"] for pid in job.ranks().values()}
-    assert restarts == {"1"}, job.text()
 
 
 @pytest.mark.parametrize("module", [pytest.param(TORCHRUN, marks=pytest.mark.slow), LAUNCH])

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from megatron.operation.warm import RankCommand, Standby, WarmProcesses
 from tests.end_to_end.run_process import wait_until
-from tests.operation.jobs import PATIENCE, Job, ended, environment_of, has_imported, is_alive, standby_processes
+from tests.operation.jobs import PATIENCE, environment_of, standby_processes
 
 SCRIPT = """
 import json, os, sys
@@ -105,22 +104,3 @@ def test_commands_with_standby_and_without(tmp_path: Path) -> None:
     for rest in ([], ["-u", "-m", "module"], ["-u", "missing.py"], ["-u", __file__]):
         assert RankCommand.parse([sys.executable, *rest]) is None
     assert RankCommand.parse(["sh", "-c", "true"]) is None
-
-
-@pytest.mark.slow(reason="restarts training with standby processes")
-def test_training_is_restarted_with_standby_processes(tmp_path: Path) -> None:
-    with ended() as jobs:
-        flags = ["--standalone", "--max-restarts", "2", "--warm-processes"]
-        jobs.append(job := Job(tmp_path, flags, save_interval=2))
-        job.wait_for_training()
-        first = job.ranks()
-        job.wait_for(lambda: sum(map(has_imported, standby_processes(job.pid))) == 2)
-        ready = standby_processes(job.pid)
-        os.kill(first[1], 9)
-        job.wait_for_training(without=list(first.values()))
-        assert set(job.ranks().values()) == ready
-        # The next ones, which end with the launcher.
-        job.wait_for(lambda: len(standby_processes(job.pid) - ready) == 2)
-        family = [*standby_processes(job.pid), *job.ranks().values()]
-        job.signal(signal.SIGKILL)
-        wait_until(lambda: not any(map(is_alive, family)), PATIENCE)

@@ -68,7 +68,7 @@ DEEP_MODEL = replace(MODEL, num_layers=8)
 DEEP_TIED_MODEL = replace(TIED_MODEL, num_layers=8)
 TensorParallelOverlap = Literal["pipelined", "symmetric memory"]
 KEEP_ALL = ActivationConfig()
-SEQUENCE, BATCH, STEPS, SEED = 16, 16, 3, 7
+SEQUENCE, BATCH, STEPS, SEED = 16, 16, 2, 7
 FP64 = PrecisionConfig(fp64=True)
 NO_BALANCE = MoEConfig()
 

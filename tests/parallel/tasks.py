@@ -24,13 +24,11 @@ ADAM = Task(OptimizerConfig(weight_decay=0.1))
 ADAM_UNCLIPPED = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.0))
 ADAM_CLIPPED_HARD = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05))
-SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0), steps=2)
-SGD_SHORT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), steps=2)
-DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL, steps=2)
+SGD_UNCLIPPED = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.0))
+DEEP_SGD = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=DEEP_MODEL)
 DEEP_ADAM = Task(OptimizerConfig(weight_decay=0.1, clip_grad=0.05), model=DEEP_MODEL)
 DEEP_TIED = Task(OptimizerConfig(weight_decay=0.1), model=DEEP_TIED_MODEL)
-DEEP_TIED_SHORT = replace(DEEP_TIED, steps=2)
-CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8), steps=2)
+CONTEXT = Task(OptimizerConfig(optimizer="sgd", clip_grad=0.05), model=replace(MODEL, num_query_groups=8))
 CONTEXT_IN_DOCUMENTS = replace(CONTEXT, masks_documents=True, resets_positions=True)
 YARN = replace(
     CONTEXT_IN_DOCUMENTS,
@@ -40,18 +38,17 @@ YARN = replace(
     ),
 )  # fmt: skip
 TIED = Task(OptimizerConfig(weight_decay=0.1), model=TIED_MODEL)
-TIED_SHORT = replace(TIED, steps=2)
 DELAYED = replace(
-    SGD_SHORT,
+    SGD,
     steps=4,
     fp8=PrecisionConfig(
         bf16=True, fp8_format="hybrid", fp8_margin=1, fp8_amax_history_len=2, fp8_amax_compute_algo="max"
     ),
 )
-TENSORWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
-BLOCKWISE = replace(SGD_SHORT, fp8=PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise"))
+TENSORWISE = replace(SGD, fp8=PrecisionConfig(bf16=True, fp8_format="hybrid", fp8_recipe="tensorwise"))
+BLOCKWISE = replace(SGD, fp8=PrecisionConfig(bf16=True, fp8_format="e4m3", fp8_recipe="blockwise"))
 MUON_FLAGS = OptimizerConfig(optimizer="muon", weight_decay=0.1, clip_grad=0.05, muon_extra_scale_factor=0.2)
-MUON = Task(MUON_FLAGS, steps=3)
+MUON = Task(MUON_FLAGS)
 MUON_TIED = replace(MUON, optimizer=replace(MUON_FLAGS, muon_tp_mode="distributed"), model=TIED_MODEL)
 MUON_OTHER = replace(
     MUON,
@@ -60,13 +57,13 @@ MUON_OTHER = replace(
         muon_coefficient_type="polar_express", muon_num_ns_steps=7, muon_scale_mode="unit_rms_norm",
     ),
 )  # fmt: skip
-QWEN3 = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
+QWEN3 = replace(DEEP_TIED, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, norm_epsilon=1e-6))
 QWEN3_1P = replace(QWEN3, model=replace(QWEN3.model, apply_layernorm_1p=True))
-EMA = replace(TIED_SHORT, optimizer=replace(TIED.optimizer, ema_decay=0.7))
-Z_LOSS = replace(SGD_SHORT, z_loss_multiplier=0.1)
-QWEN2 = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True))
+EMA = replace(TIED, optimizer=replace(TIED.optimizer, ema_decay=0.7))
+Z_LOSS = replace(SGD, z_loss_multiplier=0.1)
+QWEN2 = replace(SGD, model=replace(MODEL, add_qkv_bias=True))
 # A window of four keys in a sequence of 16: it ends inside a rank's part, or crosses one or two borders.
-WINDOWS = replace(SGD_SHORT, model=replace(MODEL, num_layers=4, window_size="3,0", window_attn_skip_freq="2"))
+WINDOWS = replace(SGD, model=replace(MODEL, num_layers=4, window_size="3,0", window_attn_skip_freq="2"))
 CAPPED = replace(
     WINDOWS, model=replace(WINDOWS.model, window_size="5,0", attn_logit_softcapping=0.5), masks_documents=True
 )
@@ -77,9 +74,9 @@ MUP_FIELDS: dict[str, Any] = {
     "mup_embedding_mult": 3.0,
     "mup_base_head_dim": 2.0,
 }
-MUP_SGD = replace(SGD_SHORT, model=replace(MODEL, add_qkv_bias=True, **MUP_FIELDS))
-MUP_ADAM = replace(DEEP_TIED_SHORT, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, **MUP_FIELDS))
-MUP_MUON = replace(MUON_OTHER, model=replace(MODEL, **MUP_FIELDS), steps=2)
+MUP_SGD = replace(SGD, model=replace(MODEL, add_qkv_bias=True, **MUP_FIELDS))
+MUP_ADAM = replace(DEEP_TIED, model=replace(DEEP_TIED_MODEL, qk_layernorm=True, **MUP_FIELDS))
+MUP_MUON = replace(MUON_OTHER, model=replace(MODEL, **MUP_FIELDS))
 UNEVEN = replace(TIED, model=replace(TIED_MODEL, num_layers=1, hidden_size=16, ffn_hidden_size=23), batch=21)
 
 # --- experts ---
@@ -89,11 +86,11 @@ MIX_MODEL = replace(MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size
 MIX_LOSSES = MoEConfig(
     moe_router_load_balancing_type=("seq_aux_loss",), moe_aux_loss_coeff=(1e-2,), moe_z_loss_coeff=1e-3
 )
-MIX = Task(SGD_FLAGS, MIX_MODEL, steps=3, moe=MIX_LOSSES)
+MIX = Task(SGD_FLAGS, MIX_MODEL, moe=MIX_LOSSES)
 MIX_ADAM = replace(MIX, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
 MIX_TIED = replace(MIX_ADAM, model=replace(TIED_MODEL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=24))
-MIX_MUP = replace(MIX_ADAM, model=replace(MIX_MODEL, moe_shared_expert_intermediate_size=40, **MUP_FIELDS), steps=2)
-DEEP_MIX = replace(MIX, model=replace(MIX_MODEL, num_layers=8), steps=2)
+MIX_MUP = replace(MIX_ADAM, model=replace(MIX_MODEL, moe_shared_expert_intermediate_size=40, **MUP_FIELDS))
+DEEP_MIX = replace(MIX, model=replace(MIX_MODEL, num_layers=8))
 DSV = Task(
     OptimizerConfig(weight_decay=0.1, clip_grad=0.05),
     replace(
@@ -105,7 +102,6 @@ DSV = Task(
         moe_router_topk_scaling_factor=2.5,
         moe_router_enable_expert_bias=True,
     ),
-    steps=3,
     moe=MoEConfig(moe_router_load_balancing_type=("none",), moe_router_bias_update_rate=1e-2),
 )
 L4 = Task(
@@ -126,23 +122,19 @@ L4 = Task(
         attention_temperature_floor=3,
         attention_temperature_scale=0.5,
     ),
-    steps=3,
     moe=MIX_LOSSES,
 )
 L4_OVERLAP = replace(L4, moe=replace(MIX_LOSSES, moe_shared_expert_overlap=True))
 
 # --- Llama 4 ---
 
-CHUNKS = replace(L4, steps=2)
-UNEVEN_CHUNKS = replace(CHUNKS, model=replace(L4.model, attention_chunk_size=5, qk_l2_norm=False))
+UNEVEN_CHUNKS = replace(L4, model=replace(L4.model, attention_chunk_size=5, qk_l2_norm=False))
 MASKED = replace(UNEVEN_CHUNKS, masks_documents=True)
-RESTARTED = replace(
-    CHUNKS, model=replace(L4.model, attention_chunk_size=3), masks_documents=True, resets_positions=True
-)
+RESTARTED = replace(L4, model=replace(L4.model, attention_chunk_size=3), masks_documents=True, resets_positions=True)
 POSITIONS = replace(RESTARTED, masks_documents=False)
-LLAMA4_TASKS = (CHUNKS, UNEVEN_CHUNKS, MASKED, RESTARTED, POSITIONS)
+LLAMA4_TASKS = (L4, UNEVEN_CHUNKS, MASKED, RESTARTED, POSITIONS)
 # Dense layers and layers with experts without a rotation, unevenly over the stages.
 DEEP_CHUNKS = replace(
     RESTARTED, model=replace(RESTARTED.model, num_layers=8, moe_layer_freq="[0,1]*4", no_rope_freq="[0,0,1]*2+[1,0]")
 )
-LLAMA4_ADAM = replace(CHUNKS, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))
+LLAMA4_ADAM = replace(L4, optimizer=OptimizerConfig(weight_decay=0.1, clip_grad=0.05))

@@ -39,7 +39,7 @@ from tests.parallel.layout_run import (
     topology_of,
 )
 from tests.parallel.rows import identifier
-from tests.parallel.tasks import MIX, SGD_SHORT, full
+from tests.parallel.tasks import MIX, SGD, full
 from tests.rank_pool import RankPool
 
 RANKS = 4
@@ -281,8 +281,8 @@ RECOMPUTED = replace(FSDP, activations=full("uniform", 2))
 @pytest.mark.parametrize(
     ("task", "layout", "groups", "before"),
     [
-        (SGD_SHORT, FSDP, "dddd ddd", [1, 2, 3, 4, 4, 5, 6, 7, 7]),
-        (SGD_SHORT, AHEAD, "dddd ddd", [2, 3, 4, 4, 5, 6, 7, 7, 7]),
+        (SGD, FSDP, "dddd ddd", [1, 2, 3, 4, 4, 5, 6, 7, 7]),
+        (SGD, AHEAD, "dddd ddd", [2, 3, 4, 4, 5, 6, 7, 7, 7]),
         (MIX, FSDP, "d de de d  d de de", [1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11, 11]),
         (MIX, AHEAD, "d de de d  d de de", [2, 4, 4, 6, 6, 6, 7, 8, 10, 10, 11, 11, 11]),
         (MIX, RECOMPUTED, "d d ee d  d d ee", [1, 2, 3, 4, 5, 5, 6, 8, 9, 9, 9, 9, 9]),

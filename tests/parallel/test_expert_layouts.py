@@ -27,7 +27,6 @@ from tests.parallel.comparison import TOLERANCE, compare_balance, compare_traces
 from tests.parallel.layout_run import BATCH, Layout, Task, assemble, equal_rows, microbatches, train, zero_routers
 from tests.parallel.rows import Case, identifier, rows_of
 from tests.parallel.tasks import (
-    CHUNKS,
     DEEP_CHUNKS,
     DEEP_MIX,
     DSV,
@@ -195,7 +194,7 @@ def llama4_product() -> list[Case]:
 
 def _fits(tp: int, exchange: Any, pipeline: Any, data_parallel: Any, experts: Any) -> bool:
     (cp, kinds, _), (pp, _), (dp, _, instances), (ep, etp) = exchange, pipeline, data_parallel, experts
-    divides_heads = "a2a" in kinds and CHUNKS.model.num_query_groups % (tp * cp)
+    divides_heads = "a2a" in kinds and L4.model.num_query_groups % (tp * cp)
     edp, rest = divmod(tp * cp * dp, etp * ep)
     return 1 < tp * cp * pp * dp <= 8 and not (divides_heads or rest or edp % instances)
 
@@ -232,7 +231,7 @@ def _data_parallel() -> Iterator[tuple[int, ShardingStrategy, int]]:
 def llama4_matrix() -> Iterator[Case]:
     """What chunks, positions and layers without a rotation can get wrong, each with the division that shows it."""
     cp2, cp4 = Layout(cp=2, microbatches=2), Layout(cp=4)
-    yield CHUNKS, cp2
+    yield L4, cp2
     yield UNEVEN_CHUNKS, cp4
     yield MASKED, replace(cp2, cp_comm_type=("allgather",))
     yield RESTARTED, replace(cp2, cp_comm_type=("a2a",), tp=2, sequence_parallel=True)
@@ -241,7 +240,7 @@ def llama4_matrix() -> Iterator[Case]:
     yield POSITIONS, replace(cp4, cp_comm_type=("a2a+p2p",), cp_sizes=(2, 2), etp=2)
     # Layer kinds by global number, in stages that have one kind, several, or no layers.
     for schedule in SCHEDULES:
-        yield CHUNKS, Layout(pp=2, schedule=schedule, microbatches=4)
+        yield L4, Layout(pp=2, schedule=schedule, microbatches=4)
     interleaved = Layout(pp=2, schedule="interleaved", chunks=4, microbatches=4)
     yield DEEP_CHUNKS, replace(interleaved, activations=selective("core_attn"))
     yield DEEP_CHUNKS, Layout(dp=2, pp=2, ep=2, schedule="zb-v", microbatches=4, strategy="optim_grads")

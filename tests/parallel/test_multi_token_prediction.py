@@ -28,11 +28,11 @@ from tests.parallel.layout_run import (
     sample,
 )
 from tests.parallel.rows import identifier
-from tests.parallel.tasks import ADAM_CLIPPED_HARD, DELAYED, MIX, MUON_TIED, SGD_SHORT, full, selective
+from tests.parallel.tasks import ADAM_CLIPPED_HARD, DELAYED, MIX, MUON_TIED, SGD, full, selective
 from tests.rank_pool import RankPool
 
 TWO = replace(MODEL, mtp_num_layers=2, use_rope_scaling=False)
-UNTIED = replace(SGD_SHORT, model=TWO)
+UNTIED = replace(SGD, model=TWO)
 TIED = replace(ADAM_CLIPPED_HARD, model=replace(TWO, untie_embeddings_and_output_weights=False), steps=2)
 DOCUMENTS = replace(UNTIED, masks_documents=True, resets_positions=True, z_loss_multiplier=0.1)
 IN_DOCUMENTS = replace(DOCUMENTS, z_loss_multiplier=None)

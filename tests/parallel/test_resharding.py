@@ -31,7 +31,7 @@ from tests.parallel.layout_run import (
 from tests.parallel.tasks import DSV, MUON_FLAGS, RESTARTED
 from tests.rank_pool import RankPool
 
-SAVED, STEPS = 4, 8
+SAVED, STEPS = 2, 4
 ADAM = OptimizerConfig(weight_decay=0.1, clip_grad=0.05)
 UNTIED = Task(ADAM, model=DEEP_MODEL, steps=STEPS)
 TIED = Task(ADAM, model=DEEP_TIED_MODEL, steps=STEPS)

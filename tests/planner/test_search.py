@@ -156,7 +156,7 @@ def test_cost_follows_from_the_step_time_and_the_failures() -> None:
 
 def test_a_search_prunes_by_memory_and_keeps_the_constraints() -> None:
     arguments = ("--model", "llama3.2-1b", "--seq-length", "8192", "--global-batch-size", "16", "--bf16")
-    of_run = job((*arguments, "--tensor-model-parallel-size", "2"), num_gpus=4)
+    of_run = job((*arguments, "--tensor-model-parallel-size", "2", "--micro-batch-size", "1"), num_gpus=4)
     found = find_layouts(of_run, Level())
     assert found.num_enumerated > 50
     assert {one.layout.tp for one in found.planned} == {2}
@@ -182,11 +182,13 @@ def test_units_that_are_rehearsed_in_other_processes_have_the_same_records() -> 
 def test_70b_on_64_gpus_has_thousands_of_priced_layouts() -> None:
     of_run = job()
     layouts = enumerate_layouts(of_run.config, of_run.architecture, 64, of_run.cluster, of_run.given)
-    priced = price_layouts(of_run, layouts, records(LLAMA_70B, 64))
-    assert len(priced.layouts) == len(set(priced.layouts)) == len(layouts)
-    assert 1000 <= len(layouts) <= 10_000
+    assert 1000 <= len(layouts) == len(set(layouts)) <= 10_000
+    assert replace(LAYOUT, tp_comm_overlap=True) in layouts
+    # All of them have some hundred units; these have the units that the test above has rehearsed.
+    some = [layout for layout in layouts if layout.recompute == "none" and layout.sharding == "optim"]
+    priced = price_layouts(of_run, some, records(LLAMA_70B, 64))
+    assert set(priced.layouts) == set(some)
     assert (priced.seconds[1:] >= priced.seconds[:-1]).all()
-    assert replace(LAYOUT, tp_comm_overlap=True) in priced.layouts
 
 
 def test_what_has_no_measurements_is_said() -> None:

@@ -318,7 +318,7 @@ MANY_EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 96 --moe-token-dispatcher-
 EP4 = f"{MANY_EXPERTS} --expert-model-parallel-size 4"
 EP2 = f"{MANY_EXPERTS} --expert-model-parallel-size 2"
 DENSE_FIRST = f"{EP2} --pipeline-model-parallel-size 2 --moe-layer-freq [0]*2+[1]*2 --moe-ffn-hidden-size 384"
-WIDE_FIRST = f"{DENSE_FIRST} --ffn-hidden-size 1024"
+WIDE_FIRST = f"{DENSE_FIRST} --ffn-hidden-size 1024 --global-batch-size 4"
 """The first stage has no experts, and with an even load its peak is the highest."""
 TOKEN_IDS = 3
 """So few that the load is uneven: tokens of an id choose similar experts."""
