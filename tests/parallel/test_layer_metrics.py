@@ -19,7 +19,7 @@ from megatron.training.loop.step import StepOutcome
 from megatron.training.loop.trainer import Listener, Trainer
 from tests.parallel.comparison import TOLERANCE, one_process
 from tests.parallel.layout_run import Layout, Task, Trace, assemble, build, make_step, place_in
-from tests.parallel.tasks import ADAM_CLIPPED_HARD, CHUNKS, DEEP_TIED, MIX_ADAM, full
+from tests.parallel.tasks import ADAM_CLIPPED_HARD, DEEP_TIED, L4, MIX_ADAM, full
 from tests.rank_pool import RankPool
 
 LAYOUTS: dict[str, tuple[Task, Layout]] = {
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[Task, Layout]] = {
         DEEP_TIED,
         Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4, activations=full("uniform", 1)),
     ),
-    "context, chunks of attention": (CHUNKS, Layout(cp=2)),
+    "context, chunks of attention": (L4, Layout(cp=2)),
     "ZeRO-1, optimizer in host memory": (ADAM_CLIPPED_HARD, Layout(1, 2, strategy="optim", offload=0.5)),
     "HSDP": (ADAM_CLIPPED_HARD, Layout(1, 4, strategy="optim_grads_params", instances=2)),
     "experts": (MIX_ADAM, Layout(2, 2, True, ep=2, strategy="optim")),
