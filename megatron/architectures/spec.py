@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron.architectures.features import ArchitectureFeatures
 from megatron.architectures.transformer_config import TransformerConfig
 
 # The content of config.json.
@@ -131,14 +132,17 @@ class ArchitectureSpec:
         return has_features and self.moe_layers(config.moe_layers()) and self.accepts(config)
 
 
-_FEATURES = """
-    qk_layernorm qk_l2_norm no_rope_freq attention_chunk_size attention_temperature_tuning add_qkv_bias
-    window_size window_attn_skip_freq attn_logit_softcapping
-    moe_router_score_function moe_router_pre_softmax moe_router_topk_scaling_factor moe_router_num_groups
-    moe_router_group_topk moe_router_enable_expert_bias moe_shared_expert_intermediate_size moe_apply_probs_on_input
+_COMMON = """
+    position_embedding_type rotary_base use_rope_scaling norm_epsilon untie_embeddings_and_output_weights
+    init_method_std apply_layernorm_1p num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk
+    mtp_num_layers use_mup
 """
-# Fields of TransformerConfig that distinguish families, besides its MoE layers.
-FEATURES = _FEATURES.split()
+# Features that distinguish families, besides MoE layers: all but those that every family may have.
+FEATURES = [
+    field.name
+    for field in fields(ArchitectureFeatures)
+    if field.name not in _COMMON.split() and not field.name.startswith(("rope_scaling_", "yarn_", "mup_"))
+]
 
 
 def dense_layer(config: TransformerConfig, number: int) -> tuple[WeightMapping, ...]:

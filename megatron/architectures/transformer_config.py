@@ -1,26 +1,17 @@
-"""The sizes of a decoder-only transformer."""
+"""The resolved architecture of a decoder-only transformer, and what follows from it."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal
 
-from megatron.architectures.layer_pattern import (
-    NO_LAYER,
-    parse_layer_pattern,
-    parse_nope_pattern,
-    parse_window_pattern,
-)
-
-RouterScoreFunction = Literal["softmax", "sigmoid"]
-PositionEmbeddingType = Literal["rope", "yarn"]
+from megatron.architectures.features import ArchitectureFeatures
+from megatron.architectures.layer_pattern import parse_layer_pattern, parse_nope_pattern, parse_window_pattern
 
 
 @dataclass(frozen=True)
-class TransformerConfig:
-    """The configuration from which the core builds a model of any architecture."""
+class TransformerSizes:
+    """The sizes that every architecture has."""
 
-    # Sizes
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
@@ -30,96 +21,12 @@ class TransformerConfig:
     vocab_size: int
     padded_vocab_size: int
     """Vocabulary padded to a multiple of the tensor-parallel size; no result depends on the padding."""
-    # Rotary position embedding
     max_position_embeddings: int
-    position_embedding_type: PositionEmbeddingType = "rope"
-    """yarn: rotary position embedding for sequences longer than the model was trained on (arXiv 2309.00071)."""
-    rotary_base: float = 500000.0
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    rope_scaling_original_length: int = 8192
-    rope_scaling_low_freq_factor: float = 1.0
-    rope_scaling_high_freq_factor: float = 4.0
-    yarn_rotary_scaling_factor: float | None = None
-    """YaRN: the new length over the old one; None only without YaRN."""
-    yarn_original_max_position_embeddings: int | None = None
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_mscale: float | None = None
-    yarn_mscale_all_dim: float | None = None
-    yarn_attention_factor: float | None = None
-    """Factor of rotated queries and keys; None: from the scaling factor and the two fields before."""
-    yarn_correction_range_round_to_int: bool = True
-    # Ends, norms and initial weights
-    norm_epsilon: float = 1e-5
-    untie_embeddings_and_output_weights: bool = True
-    init_method_std: float = 0.02
-    # Attention
-    qk_layernorm: bool = False
-    """RMSNorm of every query and key head before the rotation."""
-    qk_l2_norm: bool = False
-    """RMSNorm without a gain of every query and key head, in layers with rotary position embedding."""
-    no_rope_freq: str = NO_LAYER
-    """Which layers have no rotary position embedding (NoPE), in the grammar of
-    :mod:`megatron.architectures.layer_pattern`; see :func:`parse_nope_pattern`."""
-    attention_chunk_size: int | None = None
-    """Attention of layers with rotary position embedding stays inside chunks of this many positions."""
-    window_size: str | None = None
-    """``LEFT,0``: a query attends to ``LEFT`` keys before its own, in layers with a window (arXiv 2310.06825, section
-    2); None: to all."""
-    window_attn_skip_freq: str = NO_LAYER
-    """Which layers have the window, in the grammar of :mod:`megatron.architectures.layer_pattern`; see
-    :func:`parse_window_pattern`."""
-    attn_logit_softcapping: float | None = None
-    """Scores ``x`` of attention become ``cap * tanh(x / cap)`` (arXiv 2408.00118, section 2)."""
-    attention_temperature_tuning: bool = False
-    """Queries of layers without rotary position embedding are scaled by their position, counted from 0; see
-    :mod:`megatron.core.ops.rope`."""
-    attention_temperature_floor: int = 8192
-    attention_temperature_scale: float = 0.1
-    add_qkv_bias: bool = False
-    """Bias of the query, key and value projections."""
-    apply_layernorm_1p: bool = False
-    """The gain of a norm is one plus its weight, which starts at zero."""
-    # Mixture of experts
-    num_experts: int | None = None
-    """Experts of every MoE layer; None for a dense model."""
-    moe_layer_freq: str = "1"
-    """Which layers are MoE layers, in the grammar of :mod:`megatron.architectures.layer_pattern`."""
-    moe_ffn_hidden_size: int | None = None
-    """Hidden size of one expert; None only for a dense model. ``ffn_hidden_size`` is the one of dense layers."""
-    moe_router_topk: int = 2
-    """Experts of a token."""
-    moe_router_score_function: RouterScoreFunction = "softmax"
-    moe_router_pre_softmax: bool = False
-    """Softmax over all experts before the choice, not over the chosen ones."""
-    moe_router_topk_scaling_factor: float | None = None
-    """Factor of the weights of the chosen experts."""
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    """Number of groups from which a token's experts are chosen."""
-    moe_router_enable_expert_bias: bool = False
-    """A bias in the choice of experts, which balances their load and is no parameter."""
-    moe_shared_expert_intermediate_size: int | None = None
-    """Hidden size of the expert of all tokens; None for none."""
-    moe_apply_probs_on_input: bool = False
-    """The weight of a chosen expert multiplies its input, not its output."""
-    # Multi-token prediction
-    mtp_num_layers: int = 0
-    """Depths, each with a layer of the kind of the last one; see :mod:`megatron.core.models.multi_token_prediction`."""
-    # Maximal update parametrization
-    use_mup: bool = False
-    """Maximal update parametrization (arXiv 2203.03466, table 8); see docs/mup.md."""
-    mup_base_hidden_size: int | None = None
-    """Hidden size of the base model; None only without ``use_mup``."""
-    mup_embedding_mult: float = 1.0
-    """Factor of the embedding's output."""
-    mup_output_mult: float | None = None
-    """Factor of the logits; None only without ``use_mup``."""
-    mup_base_head_dim: float | None = None
-    """Head size of the base model, at which attention is scaled as without ``use_mup``."""
-    mup_attn_scale_power: float = 1.0
-    """Attention scores are divided by the head size to this power."""
+
+
+@dataclass(frozen=True)
+class TransformerConfig(ArchitectureFeatures, TransformerSizes):
+    """The configuration from which the core builds a model of any architecture: resolved sizes, and features."""
 
     @property
     def width_mult(self) -> float:

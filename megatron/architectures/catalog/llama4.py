@@ -183,6 +183,8 @@ LLAMA4 = ArchitectureSpec(
             "no_rope_freq",
             "attention_chunk_size",
             "attention_temperature_tuning",
+            "attention_temperature_floor",
+            "attention_temperature_scale",
             "moe_shared_expert_intermediate_size",
         }
     ),

@@ -24,7 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron.architectures.transformer_config import RouterScoreFunction, TransformerConfig
+from megatron.architectures.features import RouterScoreFunction
+from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import MoEConfig
 from megatron.core.communication import Communicator, Work
 from megatron.metrics.writer import LAYER_METRICS
