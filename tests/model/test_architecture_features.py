@@ -40,7 +40,12 @@ TUNED: Values = NOPE | {"attention_temperature_tuning": True, "attention_tempera
 WINDOW: Values = {"window_size": "3,0"}
 EXPERTS: Values = {"num_experts": 4, "moe_ffn_hidden_size": 24}
 SIGMOID: Values = EXPERTS | {"moe_router_score_function": "sigmoid"}
-GROUPS: Values = SIGMOID | {"num_experts": 8, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+GROUPS: Values = SIGMOID | {
+    "num_experts": 8,
+    "moe_router_topk": 3,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+}
 ONE_EXPERT: Values = SIGMOID | {"moe_router_topk": 1}
 MUP: Values = {"use_mup": True, "mup_base_hidden_size": 8}
 # The features that another one needs, and a value that is not the default.
@@ -83,7 +88,7 @@ ROWS: dict[str, tuple[Values, Any]] = {
     "moe_router_pre_softmax": (EXPERTS, True),
     "moe_router_topk_scaling_factor": (EXPERTS, 2.5),
     "moe_router_num_groups": (GROUPS, 2),
-    "moe_router_group_topk": (GROUPS, 1),
+    "moe_router_group_topk": (GROUPS, 3),
     "moe_router_enable_expert_bias": (SIGMOID, True),
     "moe_shared_expert_intermediate_size": (EXPERTS, 16),
     "moe_apply_probs_on_input": (ONE_EXPERT, True),
