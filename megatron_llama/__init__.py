@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron.architectures.transformer_config import TransformerConfig
+    from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
+    from megatron.core.models.parallelize import OwnLayers
+    from megatron.core.parameter import constant, normal
     from megatron.data.data_module import DataContext
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
     from megatron.training.build.run import RunParts
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from megatron_llama.run import Evaluation, Run, Step
 
 __all__ = [
+    "BuildContext",
     "CheckpointError",
     "ConfigError",
     "DataContext",
@@ -32,11 +37,18 @@ __all__ = [
     "Evaluation",
     "Listener",
     "Model",
+    "OwnLayers",
+    "RMSNorm",
     "Run",
     "RunParts",
+    "SequencePositions",
     "Step",
+    "TransformerConfig",
+    "TransformerLayer",
     "UserError",
     "command",
+    "constant",
+    "normal",
 ]
 __version__ = "0.1.0"
 
@@ -75,6 +87,11 @@ _PLACES = {
     "megatron_llama.model": ("Model",),
     "megatron_llama.commands": ("command",),
     "megatron.training.build.run": ("RunParts",),
+    # What a layer of one's own is made of.
+    "megatron.core.models.layer": ("BuildContext", "RMSNorm", "SequencePositions", "TransformerLayer"),
+    "megatron.core.models.parallelize": ("OwnLayers",),
+    "megatron.core.parameter": ("constant", "normal"),
+    "megatron.architectures.transformer_config": ("TransformerConfig",),
     "megatron.data.data_module": ("DataContext",),
     "megatron.training.loop.trainer": ("Listener",),
     "megatron.errors": ("CheckpointError", "ConfigError", "DataError", "UserError"),

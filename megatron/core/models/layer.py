@@ -70,9 +70,7 @@ class BuildContext(LayerContext):
     cache: KeyValueCache | None = field(default=None, kw_only=True)
     """Keys and values of earlier tokens, for generation; None: every pass has whole sequences."""
 
-    build_layer: "Callable[[int, TransformerConfig, BuildContext], nn.Module]" = field(
-        default_factory=lambda: TransformerLayer, kw_only=True
-    )
+    build_layer: "BuildLayer" = field(default_factory=lambda: TransformerLayer, kw_only=True)
     """Makes layer number ``n``, which is called as a :class:`TransformerLayer`."""
 
     def attention(self, layer: int, has_chunks: bool) -> Attention:
@@ -86,6 +84,9 @@ class BuildContext(LayerContext):
         if self.fp8 is None or self.fp8.includes(layer, num_layers):
             return self
         return replace(self, fp8=None)
+
+
+BuildLayer = Callable[[int, TransformerConfig, BuildContext], nn.Module]
 
 
 class RMSNorm(nn.Module):

@@ -1,7 +1,7 @@
 """Everything that is done to a model on a rank, in one list: :func:`parallelize`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -12,13 +12,14 @@ from megatron.config.activations import ActivationConfig
 from megatron.config.model import MoEConfig
 from megatron.config.run import RunConfig
 from megatron.core.activations import HostCopies, LayerGroup, Recomputed, offload, recompute_modules
+from megatron.core.auxiliary_losses import AuxiliaryLosses
 from megatron.core.context_parallel import ContextParallel
 from megatron.core.data_parallel.buffered import shards_weights, wrap_data_parallel
 from megatron.core.data_parallel.strategy import DataParallel
 from megatron.core.device import device_name
 from megatron.core.fp8 import Fp8Layers, Fp8Scaling
 from megatron.core.kernels.selection import Kernels
-from megatron.core.models.layer import BuildContext, LayerProvider, LocalProvider
+from megatron.core.models.layer import BuildContext, BuildLayer, LayerProvider, LocalProvider
 from megatron.core.models.multi_token_prediction import PredictionDepth, mtp_metric
 from megatron.core.models.transformer import TransformerModel
 from megatron.core.moe.dispatch import DISPATCHERS, token_dispatcher
@@ -47,7 +48,18 @@ class ParallelModel:
     """Owns the weights, which are not initialised yet."""
 
 
-def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> ParallelModel:
+@dataclass(frozen=True)
+class OwnLayers:
+    """Layers that a program builds in place of :class:`TransformerLayer`."""
+
+    build_layer: BuildLayer
+    auxiliary_losses: Sequence[str] = ()
+    """The names of the losses that they add."""
+
+
+def parallelize(
+    config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels, own: OwnLayers | None = None
+) -> ParallelModel:
     """Build this rank's part of the model and apply all that the flags request, in this order. Collective.
 
     1. The layers of this rank's chunks, with FP8 and tensor, context and expert parallelism: :func:`build_context`.
@@ -56,7 +68,7 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
     4. The pipeline's executor.
     5. Data parallelism: gradient buffers, ZeRO or FSDP.
     """
-    model = build_parallel_model(config, topology, vocab_size, kernels)
+    model = build_parallel_model(config, topology, vocab_size, kernels, own)
     freeze(model, config.training.freeze_parameters, topology)
     documents, data = None, config.data
     if data.marks_documents:
@@ -83,11 +95,16 @@ def parallelize(config: RunConfig, topology: Topology, vocab_size: int, kernels:
     return ParallelModel(model, executor, data_parallel)
 
 
-def build_parallel_model(config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels) -> TransformerModel:
+def build_parallel_model(
+    config: RunConfig, topology: Topology, vocab_size: int, kernels: Kernels, own: OwnLayers | None = None
+) -> TransformerModel:
     """This rank's chunks of the model with recompute and offload; weights are not initialised."""
     pipeline, stages = config.pipeline, topology.grid.pp
     architecture = config.model.resolve(vocab_size, topology.tensor_parallel.size, config.seq_length)
     context = build_context(config, architecture, topology, kernels)
+    if own is not None:
+        losses = AuxiliaryLosses(own.auxiliary_losses)
+        context = replace(context, build_layer=own.build_layer, auxiliary_losses=losses)
     layers = architecture.num_layers
     placement = placement_of(pipeline.schedule(layers, stages), stages, pipeline.num_chunks(layers, stages))
     virtual_stages = pipeline.virtual_stages(layers, stages)

@@ -13,7 +13,7 @@ from megatron.core.control import run_on_all_ranks, run_on_rank0
 from megatron.core.device import device_name
 from megatron.core.hyperparameters import build_weight_decay_schedule
 from megatron.core.kernels.selection import Kernels, build_kernels, check_kernels_agree, share_buffers
-from megatron.core.models.parallelize import ParallelModel, parallelize
+from megatron.core.models.parallelize import OwnLayers, ParallelModel, parallelize
 from megatron.core.models.transformer import TransformerModel
 from megatron.data.data_module import BuildLoader
 from megatron.features.faults.flags import LOAD
@@ -96,7 +96,7 @@ def build_trainer(
     kernels = run_on_all_ranks(control, lambda: build_kernels(config, topology, vocabulary.size))
     check_kernels_agree(kernels.choices, control)
     share_buffers(config, topology, kernels.engine, at_end)
-    parallel = parallelize(config, topology, vocabulary.size, kernels)
+    parallel = parallelize(config, topology, vocabulary.size, kernels, parts.layers)
     parallel.data_parallel.initialize(config.training.seed)
     model = parallel.model
     # Optimizer and schedules, and what the checkpoint says of them.
@@ -260,4 +260,5 @@ class RunParts:
     """Returns the loader of training and validation samples, as the function of ``--data-module`` does."""
     build_data: Callable[[RunContext, Vocabulary, RunPlan, OwnData | None], Data] = build_data
     open_writers: Callable[[RunContext, RunPlan], list[MetricsWriter]] = open_writers
+    layers: OwnLayers | None = None
     listeners: Sequence[Listener] = ()
