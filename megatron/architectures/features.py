@@ -11,6 +11,7 @@ from typing import Literal
 from megatron.architectures.layer_pattern import NO_LAYER
 
 RouterScoreFunction = Literal["softmax", "sigmoid"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 PositionEmbeddingType = Literal["rope", "yarn"]
 
 
@@ -76,6 +77,9 @@ class ArchitectureFeatures:
     none. Or a list with 1 for a layer with the window, such as "([1]*5+[0])*2" for 12 layers."""
     attn_logit_softcapping: float | None = None
     """Cap the scores x of attention smoothly: cap * tanh(x / cap), as Gemma 2 does (50) (default: no cap)."""
+    softmax_type: SoftmaxType = "vanilla"
+    """Softmax of attention: off-by-one adds 1 to the sum of exponentials, so that a head may attend to nothing;
+    learnable adds the exponential of a weight of each head, as the attention sinks of GPT-OSS do."""
     attention_temperature_tuning: bool = False
     """Scale the queries of layers without rotary position embedding by 1 + scale * log(1 + floor((position + 1) /
     floor)), positions counted from 0, as Llama 4 does for long contexts."""

@@ -169,6 +169,7 @@ class TransformerConfig(ArchitectureFeatures, TransformerSizes):
         experts = self.num_experts if experts is None else experts
         norms = 2 * self.hidden_size + (2 * self.kv_channels if self.qk_layernorm else 0)
         of_layer = norms + (self.qkv_size if self.add_qkv_bias else 0)
+        of_layer += self.num_attention_heads if self.softmax_type == "learnable" else 0
         # The last hidden_size is the gain of the final norm; a depth has three norms and eh_proj [h, 2h].
         rest = (self.num_layers + self.mtp_num_layers) * of_layer + self.hidden_size
         rest += self.mtp_num_layers * (3 * self.hidden_size + 2 * self.hidden_size**2)

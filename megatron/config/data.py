@@ -284,6 +284,7 @@ class DataConfig:
         if self.loader is not None:
             for flag in changed_flags(self, "sample_order", "dataloader_type", "mid_level_dataset_surplus"):
                 raise ConfigError(f"{flag} orders the samples of corpora, and {self.loader} has none: remove it.")
+        refuse_urls(values_of(self, "data_module"), "copy the file")
         if self.data_module is not None and not all(self.data_module.rpartition(":")[::2]):
             raise ConfigError(f"--data-module {self.data_module} is not FILE.py:FUNCTION: name a file and a function.")
         require_fraction(values_of(self, "fim_rate", "fim_spm_rate"), with_one=True)

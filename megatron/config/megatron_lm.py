@@ -15,7 +15,7 @@ REFUSED = {
         "--rotary-interleaved --rotary-seq-len-interpolation-factor --fp32-residual-connection "
         "--spec --moe-latent-size --squared-relu --attention-output-gate "
         "--experimental-attention-variant --linear-attention-freq --linear-conv-kernel-dim --linear-key-head-dim "
-        "--linear-num-key-heads --linear-num-value-heads --linear-value-head-dim --softmax-type "
+        "--linear-num-key-heads --linear-num-value-heads --linear-value-head-dim "
         "--apply-residual-connection-post-layernorm --glu-linear-offset --activation-func-clamp-value --openai-gelu "
         "--quick-geglu --relative-attention-* --mrope-section --onnx-safe"
     ),

@@ -26,7 +26,7 @@ from megatron.core.ops.attention import (
     Gradients,
     LocalAttention,
 )
-from megatron.core.ops.attention_kernels import capped_attention
+from megatron.core.ops.attention_kernels import masked_attention
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class KeyValueCache:
     keep all slots, as the other layers do.
     """
 
-    def __init__(self, device: torch.device, chunk_size: int | None = None) -> None:
-        self.device, self.chunk_size = device, chunk_size
+    def __init__(self, device: torch.device, chunk_size: int | None = None, needs_log_sum_exp: bool = False) -> None:
+        self.device, self.chunk_size, self.needs_log_sum_exp = device, chunk_size, needs_log_sum_exp
         self.capacity = 0
         self.current: CachedPass | None = None
         self._layers: list[CachedAttention] = []
@@ -148,7 +148,7 @@ class CachedAttention(Attention):
     """
 
     def __init__(self, cache: KeyValueCache, has_chunks: bool, kernel: AttentionKernel) -> None:
-        self._cache, self._has_chunks = cache, has_chunks
+        self._cache, self._has_chunks, self._needs_log_sum_exp = cache, has_chunks, cache.needs_log_sum_exp
         self._first_pass = LocalAttention(kernel)
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
@@ -174,11 +174,11 @@ class CachedAttention(Attention):
         chunk_size, cap = self._cache.chunk_size if self._has_chunks else None, inputs.mask.soft_cap
         visible = current.visible_keys(chunk_size, inputs.mask.window)
         keys, values = self.keys[:, :, visible.slots], self.values[:, :, visible.slots]
-        if cap is None:
+        if cap is None and not self._needs_log_sum_exp:
             output = F.scaled_dot_product_attention(inputs.query, keys, values, visible.mask, enable_gqa=True)
-        else:  # which torch's kernels have not
-            output = capped_attention(inputs.query, keys, values, visible.mask, cap)
-        return AttentionOutput(inputs, output, None)
+            return AttentionOutput(inputs, output, None)
+        # torch's kernels have neither.
+        return AttentionOutput(inputs, *masked_attention(inputs.query, keys, values, visible.mask, cap))
 
     def backward(self, grad: Tensor, attended: AttentionOutput, out: Gradients | None = None) -> Gradients:
         raise NotImplementedError("generation has no backward pass")

@@ -162,14 +162,15 @@ def build_model(
     # Without sequence parallelism every tensor-parallel rank sends the same tokens to the experts: more work than
     # needed, and the same result.
     experts = build_experts(architecture, MoEConfig(), topology)
+    has_sinks = architecture.softmax_type != "vanilla"
     context = BuildContext(
         TensorParallel(topology.tensor_parallel),
         dtype,
         topology.device,
-        choose_attention_kernel("auto", topology.device, dtype, mask=hardest_mask(architecture)),
+        choose_attention_kernel("auto", topology.device, dtype, has_sinks, hardest_mask(architecture)),
         experts=experts,
         provider=ForwardProvider() if with_cache else LocalProvider(),
-        cache=KeyValueCache(topology.device, architecture.attention_chunk_size) if with_cache else None,
+        cache=KeyValueCache(topology.device, architecture.attention_chunk_size, has_sinks) if with_cache else None,
     )
     virtual_stages = split_nearly_evenly(architecture.num_layers, stages)
     model = TransformerModel(architecture, context, [virtual_stages[topology.pipeline_parallel.rank]])

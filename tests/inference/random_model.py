@@ -25,6 +25,8 @@ MODELS: dict[str, TransformerConfig] = {
     "scaled rope": architecture(scaling=True, tied=True, tp=1),
     "yarn": replace(YARN_VARIANTS["short"], max_position_embeddings=64),
     "windows": replace(architecture(scaling=False, tied=False, tp=1), window_size="4,0", window_attn_skip_freq="2"),
+    "sinks": replace(architecture(scaling=False, tied=False, tp=1), window_size="4,0", softmax_type="learnable"),
+    "off by one": replace(architecture(scaling=False, tied=False, tp=1), softmax_type="off-by-one"),
     "capped": replace(architecture(scaling=False, tied=False, tp=1), window_size="2,0", attn_logit_softcapping=1.0),
     "llama4_text": llama4_config(**CASES["scout"]),
     "llama4 with dense layers": llama4_config(**CASES["maverick with scaling"]),

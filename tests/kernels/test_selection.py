@@ -16,7 +16,7 @@ from megatron.core.device import Machine, Unavailable, device_is_broken, missing
 from megatron.core.kernels.choice import Candidate, Choice, ExpertSizes, KernelRequest, choose, table
 from megatron.core.kernels.selection import Kernels, choose_kernels, uses_recipe
 from megatron.core.kernels.trials import Trials, TrialSizes, try_compiler
-from megatron.core.ops.attention import AttentionShape
+from megatron.core.ops.attention import CAUSAL, AttentionShape
 from megatron.core.ops.attention_kernels import CudaFlashAttention, CudnnAttention
 from megatron.core.ops.documents import Documents, chunked_attention
 from megatron.core.ops.fp8 import SeparateFp8WeightGradient
@@ -208,7 +208,7 @@ def test_on_a_gpu_every_kernel_is_tried_in_the_sizes_of_the_run(triton: object) 
     of_run = (SIZES, GPU, torch.bfloat16)
     assert tried == {
         "compiler": (),
-        "attention": (*of_run, True),
+        "attention": (*of_run, True, CAUSAL),
         "weight_gradient": (GPU, torch.bfloat16, torch.float32),
         "rms_norm": of_run,
         "swiglu": of_run,

@@ -222,7 +222,9 @@ def our_model(
     """This rank's part of our model with ``weights``, in their dtype."""
     dtype = weights["final_layernorm.weight"].dtype
     parallel = TensorParallel(topology.tensor_parallel, sequence_parallel)
-    kernel = kernel or choose_attention_kernel("auto", CPU, dtype, mask=hardest_mask(config))
+    kernel = kernel or choose_attention_kernel(
+        "auto", CPU, dtype, config.softmax_type != "vanilla", hardest_mask(config)
+    )
     experts = build_experts(config, moe or MoEConfig(), topology)
     model = build_model(config, BuildContext(parallel, dtype, CPU, kernel, experts=experts), seed=1)
     load(model, weights)

@@ -75,6 +75,7 @@ ROWS: dict[str, tuple[Values, Any]] = {
     "window_size": ({}, "3,0"),
     "window_attn_skip_freq": (WINDOW, "2"),
     "attn_logit_softcapping": ({}, 0.01),
+    "softmax_type": ({}, "learnable"),
     "attention_temperature_tuning": (TUNED | {"attention_temperature_tuning": False}, True),
     "attention_temperature_floor": (TUNED, 8),
     "attention_temperature_scale": (TUNED, 0.5),
@@ -120,7 +121,7 @@ def test_every_feature_has_a_row() -> None:
 
 def computed(config: TransformerConfig) -> tuple[dict[str, Tensor], Tensor, list[str]]:
     """The initial weights by name, the logits, and the names of the routers' biases."""
-    kernel = choose_attention_kernel("auto", torch.device("cpu"), torch.float64, mask=hardest_mask(config))
+    kernel = choose_attention_kernel("auto", torch.device("cpu"), torch.float64, True, hardest_mask(config))
     parallel, experts = (
         TensorParallel(single_process().tensor_parallel),
         build_experts(config, MoEConfig(), single_process()),

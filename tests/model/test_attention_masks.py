@@ -1,23 +1,28 @@
 """Windows and caps of attention: as in transformers, and as counted."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.config.model import preset
+from megatron.core.parameter import info_of
 from megatron.core.topology import single_process
 from tests.model.reference import (
     architecture,
     batch,
     compare_on_rank,
     expected,
+    gradient_errors,
     largest_error,
     our_model,
+    relative_error,
     transformers,
 )
+from tests.whole_model import token_losses_of
 
 EXACT = 1e-12
 
@@ -33,6 +38,14 @@ def test_windows_are_those_of_transformers(family: str, skip: str, window: int) 
     assert (expected(config).logits - expected(windowed).logits).abs().max() > 1e-3
 
 
+def use_eagerly(monkeypatch: pytest.MonkeyPatch, family: str, attend: Any) -> None:
+    """Attention of a family of transformers by ``attend``."""
+    monkeypatch.setattr(f"transformers.models.{family}.modeling_{family}.eager_attention_forward", attend)
+    kind = type(transformers.AutoConfig.for_model(family))
+    setting = kind._attn_implementation
+    monkeypatch.setattr(kind, "_attn_implementation", property(lambda self: "eager", setting.fset))
+
+
 def test_capped_scores_are_those_of_gemma2(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma 2's attention of transformers in Llama's layers."""
     gemma2: Any = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
@@ -42,15 +55,52 @@ def test_capped_scores_are_those_of_gemma2(monkeypatch: pytest.MonkeyPatch) -> N
         found: tuple[Tensor, Tensor] = gemma2.eager_attention_forward(*arguments, softcap=0.8, **options)
         return found
 
-    monkeypatch.setattr("transformers.models.llama.modeling_llama.eager_attention_forward", capped)
-    setting = transformers.LlamaConfig._attn_implementation
-    eager = property(lambda self: "eager", setting.fset)
-    monkeypatch.setattr(transformers.LlamaConfig, "_attn_implementation", eager)
+    use_eagerly(monkeypatch, "llama", capped)
     wanted = expected(config)
     model = our_model(replace(config, attn_logit_softcapping=0.8), wanted.weights, single_process())
     assert largest_error(model, wanted, batch(config), single_process()) < EXACT
     uncapped = our_model(config, wanted.weights, single_process())
     assert largest_error(uncapped, wanted, batch(config), single_process()) > 1e-3
+
+
+@pytest.mark.parametrize("window", [None, "6,0"])
+def test_sinks_are_those_of_gpt_oss(monkeypatch: pytest.MonkeyPatch, window: str | None) -> None:
+    """GPT-OSS's attention of transformers in the layers of Llama, and in those of Qwen3 with a window."""
+    gpt_oss: Any = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    family = "llama" if window is None else "qwen3"
+    config = replace(architecture(scaling=False, tied=False, tp=1, family=family), window_size=window)
+    sinks = torch.linspace(-2.0, 1.5, 2 * 8, dtype=torch.float64).view(2, 8)
+
+    def with_sinks(module: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        module.sinks = sinks[module.layer_idx]
+        found: tuple[Tensor, Tensor] = gpt_oss.eager_attention_forward(module, *arguments, **options)
+        return found
+
+    use_eagerly(monkeypatch, family, with_sinks)
+    wanted = expected(config)
+    offsets = {f"layers.{n}.self_attention.softmax_offset": sinks[n].unsqueeze(1) for n in range(2)}
+    model = our_model(replace(config, softmax_type="learnable"), wanted.weights | offsets, single_process())
+    model.requires_grad_()
+    tokens, labels = batch(config)
+    losses = token_losses_of(model, tokens, labels)
+    losses.sum().backward()
+    assert relative_error(losses.detach(), wanted.losses) < EXACT
+    gradients = {info_of(one).name: cast(Tensor, one.grad) for one in model.parameters()}
+    of_sinks = {name: gradients[name] for name in offsets}
+    assert max(gradient_errors(model, single_process(), wanted.gradients | of_sinks)) < EXACT
+    # The sinks' own gradients, by differences.
+    for name, offset in offsets.items():
+        (parameter,) = (one for one in model.parameters() if info_of(one).name == name)
+        for head in range(8):
+            sums = []
+            for step in (1e-4, -1e-4):
+                with torch.no_grad():
+                    parameter.copy_(offset)
+                    parameter[head] += step
+                    sums.append(token_losses_of(model, tokens, labels).sum())
+                    parameter.copy_(offset)
+            difference = (sums[0] - sums[1]) / 2e-4
+            assert gradients[name][head].item() == pytest.approx(difference.item(), rel=1e-5, abs=1e-6)
 
 
 def visible_keys(config: TransformerConfig, layer: int, length: int) -> int:

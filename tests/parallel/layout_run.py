@@ -308,10 +308,11 @@ def context(
     dtype: torch.dtype = torch.float64,
     precision: PrecisionConfig | None = None,
     mask: AttentionMask = CAUSAL,
+    needs_log_sum_exp: bool = False,
 ) -> BuildContext:
     """What a model of the layout is built in, with FP8 as in ``precision``."""
     parallel = TensorParallel(topology.tensor_parallel, layout.sequence_parallel, overlap_of(topology, layout))
-    merges = topology.grid.cp > 1 or layout.activations.cpu_offloading_num_layers > 0
+    merges = needs_log_sum_exp or topology.grid.cp > 1 or layout.activations.cpu_offloading_num_layers > 0
     kernel = choose_attention_kernel(layout.attention, topology.device, dtype, merges, mask)
     context_parallel = ContextParallel(
         topology.context_parallel, layout.cp_comm_type, topology.context_parallel_levels(layout.cp_sizes)
@@ -349,7 +350,8 @@ def build(task: Task, layout: Layout, topology: Topology) -> tuple[PipelineExecu
         virtual_stages = split_by_layout(layout.split, layers, layout.pp)
     mine = chunks_of_stage(virtual_stages, placement, topology.pipeline_parallel.rank)
     fp8_flags = task.fp8 and replace(task.fp8, fp8_param_gather=layout.fp8_param_gather)
-    built_in = context(topology, layout, formats.weight, fp8_flags, hardest_mask(task.model))
+    has_sinks = task.model.softmax_type != "vanilla"
+    built_in = context(topology, layout, formats.weight, fp8_flags, hardest_mask(task.model), has_sinks)
     moe = replace(task.moe, moe_token_dispatcher_type=layout.dispatcher)
     built_in = replace(built_in, experts=build_experts(task.model, moe, topology), build_layer=task.build_layer)
     built_in = replace(built_in, auxiliary_losses=AuxiliaryLosses(task.auxiliary_losses))

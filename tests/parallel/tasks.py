@@ -67,6 +67,8 @@ WINDOWS = replace(SGD, model=replace(MODEL, num_layers=4, window_size="3,0", win
 CAPPED = replace(
     WINDOWS, model=replace(WINDOWS.model, window_size="5,0", attn_logit_softcapping=0.5), masks_documents=True
 )
+SINKS = replace(SGD, model=replace(MODEL, softmax_type="learnable", window_size="5,0", window_attn_skip_freq="2"))
+OFF_BY_ONE = replace(SGD, model=replace(MODEL, softmax_type="off-by-one"))
 MUP_FIELDS: dict[str, Any] = {
     "use_mup": True,
     "mup_base_hidden_size": 8,

@@ -58,11 +58,13 @@ from tests.parallel.tasks import (
     MUP_ADAM,
     MUP_MUON,
     MUP_SGD,
+    OFF_BY_ONE,
     QWEN2,
     QWEN3,
     QWEN3_1P,
     SGD,
     SGD_UNCLIPPED,
+    SINKS,
     TENSORWISE,
     TIED,
     UNEVEN,
@@ -418,6 +420,11 @@ def architecture_matrix() -> Iterator[Case]:
     yield CAPPED, Layout(tp=2, pp=2, microbatches=2, activations=selective("core_attn"))
     yield CAPPED, Layout(cp=2, cp_comm_type=("a2a",), attention="unfused")
     yield CAPPED, Layout(dp=2, cp=2, strategy="optim")
+    yield SINKS, Layout(cp=4, microbatches=2)
+    yield SINKS, Layout(tp=2, sequence_parallel=True, cp=2, cp_comm_type=("allgather",))
+    yield SINKS, Layout(tp=2, pp=2, microbatches=2, schedule="zb-h1", activations=selective("core_attn"))
+    yield SINKS, Layout(dp=2, strategy="optim_grads_params", activations=full("uniform", 1))
+    yield OFF_BY_ONE, Layout(tp=2, cp=2)
     yield QWEN2, Layout(4, sequence_parallel=True, microbatches=2)
     yield QWEN2, Layout(2, 2, pp=2, schedule="zb-h1", strategy="optim", microbatches=2)
     yield QWEN2, Layout(2, 2, True, "optim_grads_params", activations=selective("core_attn", "layernorm"))

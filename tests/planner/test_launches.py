@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse_command_line
 from megatron.core.communication import CollectiveRecord, Communicator
+from megatron.core.ops.attention import AttentionMask
 from megatron.core.topology import RankGrid, single_process
 from megatron.planner.launches import Launch, LaunchRecorder, ProductShape, Traffic, axis_of, expert_placement_advice
 from megatron.planner.simulated_rank import simulated_kernels
@@ -51,6 +52,24 @@ def test_attention_has_the_flops_of_its_two_products() -> None:
     assert [launch.kind for launch in recorder.launches] == ["attention"] * 3
     assert [launch.flops for launch in recorder.launches] == [0.5 * whole, whole, 0.5 * chunks]
     assert [launch.length for launch in recorder.launches] == [0, 0, 64]
+
+
+@pytest.mark.parametrize(("queries", "keys", "window"), [(64, 64, 7), (64, 64, 80), (48, 64, 20), (64, 48, 30)])
+def test_attention_in_a_window_has_the_flops_of_its_visible_keys(queries: int, keys: int, window: int) -> None:
+    """Without half of the diagonal of a causal tile, as without a window."""
+    is_causal = queries == keys
+    query, key = empty(2 * queries, 4, 32), empty(2 * keys, 4, 32)
+    starts = torch.arange(3, dtype=torch.int32, device=META)
+    lengths = starts * queries, starts * keys, queries, keys
+    sides = {"window_size_left": window, "window_size_right": 0 if is_causal else -1}
+    with LaunchRecorder() as recorder:
+        torch.ops.aten._flash_attention_forward(query, key, key, *lengths, 0.0, is_causal, False, **sides)
+    positions = torch.arange(keys)
+    hidden = AttentionMask(is_causal, window).hidden(torch.arange(queries) + keys - queries, positions)
+    assert hidden is not None
+    visible = int((~hidden).sum()) - (queries / 2 if is_causal else 0)
+    (launch,) = recorder.launches
+    assert launch.flops == 4 * 2 * 4 * 32 * visible
 
 
 def recorded(flags: str, num_gpus: int) -> list[Launch]:

@@ -797,8 +797,8 @@ LLAMA4 = (
     ),
     Fault(
         "heads that are exchanged lose their chunks in the backward pass",
-        "inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans)",
-        "inner_inputs = AttentionInputs(query, key, value, None)",
+        "inner_inputs = AttentionInputs(query, key, value, attended.inputs.spans, attended.inputs.mask)",
+        "inner_inputs = AttentionInputs(query, key, value, None, attended.inputs.mask)",
         ("context_parallel", EXPERTS_AND_LAYOUTS),
     ),
 )

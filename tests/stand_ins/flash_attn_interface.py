@@ -5,14 +5,27 @@ from torch import Tensor
 
 
 def _weights(
-    q: Tensor, k: Tensor, softmax_scale: float, causal: bool, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    cu_seqlens: Tensor | None,
+    sides: tuple[int, int],
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities ``[b, n, s, s]`` and log-sum-exp."""
+    """Probabilities ``[b, n, s_q, s_k]`` and log-sum-exp. The last query is at the last key."""
     keys = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2).double()
     scores = torch.einsum("bqnd,bknd->bnqk", q.double(), keys) * softmax_scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    left, right = sides[0], 0 if causal else sides[1]
+    queries, keys_at = (torch.arange(one.shape[1], device=q.device) for one in (q, k))
+    distance = (queries + k.shape[1] - q.shape[1])[:, None] - keys_at
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=q.device)
-    if causal:
-        hidden = torch.ones_like(hidden).triu(1)
+    if right >= 0:
+        hidden = hidden | (distance < -right)
+    if left >= 0:
+        hidden = hidden | (distance > left)
     if cu_seqlens is not None:
         number = torch.zeros(q.shape[1], device=q.device).index_fill(0, cu_seqlens[:-1].long(), 1).cumsum(0)
         hidden = hidden | (number != number[:, None])
@@ -42,13 +55,18 @@ def _flash_attn_forward(
     max_seqlen_k: int | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``[b, s, n, d]`` queries, or with lengths ``[total, n, d]``; keys and values may have fewer heads."""
     _check_lengths(q, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
     assert softmax_scale is not None and all(tensor.stride(-1) == 1 for tensor in (q, k, v))
     if cu_seqlens_q is not None:
         q, k, v = q[None], k[None], v[None]
-    probabilities, log_sum = _weights(q, k, softmax_scale, causal, cu_seqlens_q)
+    probabilities, log_sum = _weights(
+        q, k, softmax_scale, causal, cu_seqlens_q, (window_size_left, window_size_right), softcap
+    )
     values = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2).double()
     output = torch.einsum("bnqk,bknd->bqnd", probabilities, values).to(q.dtype).contiguous()
     if cu_seqlens_q is not None:
@@ -73,6 +91,9 @@ def _flash_attn_backward(
     dv: Tensor,
     softmax_scale: float | None = None,
     is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
     deterministic: bool = False,
 ) -> Tensor:
     """Writes the gradients; returns something else."""
@@ -85,7 +106,9 @@ def _flash_attn_backward(
         dout, q, k, v, dq, dk, dv = (tensor[None] for tensor in (dout, q, k, v, dq, dk, dv))
     inputs = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():
-        probabilities, _ = _weights(inputs[0], inputs[1], softmax_scale, is_causal, cu_seqlens_q)
+        probabilities, _ = _weights(
+            inputs[0], inputs[1], softmax_scale, is_causal, cu_seqlens_q, (window_size_left, window_size_right), softcap
+        )
         values = inputs[2].repeat_interleave(q.shape[2] // v.shape[2], dim=2)
         output = torch.einsum("bnqk,bknd->bqnd", probabilities, values)
     for place, gradient in zip((dq, dk, dv), torch.autograd.grad(output, inputs, dout.double())):

@@ -117,10 +117,12 @@ def test_a_flag_that_does_not_take_a_url_says_so(
 
 FLAGS_WITH_URLS = """
     load pretrained_checkpoint redundant_save data_path train_data_path valid_data_path test_data_path
+    train_text_path valid_text_path
 """
 FLAGS_WITHOUT_PLACE = """
     freeze_parameters inject_fault pipeline_model_parallel_layout moe_layer_freq no_rope_freq new_data_stage rank_order
     save_interval split step_batch_size_schedule validation_set_names wandb_entity wandb_exp_name wandb_project kernel
+    window_size window_attn_skip_freq text_key fim_prefix_token fim_middle_token fim_suffix_token
 """
 
 

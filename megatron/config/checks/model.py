@@ -16,6 +16,12 @@ def check_attention(run: RunConfig, world_size: int) -> None:
     model = run.model
     tuned = changed_flags(model, "attention_temperature_floor", "attention_temperature_scale")
     require_flag("--attention-temperature-tuning", model.attention_temperature_tuning, tuned)
+    exchanges = " ".join(run.parallel.cp_comm_type) if run.parallel.context_parallel_size > 1 else ""
+    if model.softmax_type != "vanilla" and "a2a" in exchanges:
+        raise ConfigError(
+            f"--softmax-type {model.softmax_type} does not support --cp-comm-type {exchanges}, which exchanges heads: "
+            "use p2p or allgather."
+        )
     if model.qk_l2_norm and model.qk_layernorm:
         raise ConfigError(
             "--qk-l2-norm contradicts --qk-layernorm, which normalises the same heads with a gain: remove one of them."

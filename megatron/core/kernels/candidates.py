@@ -86,7 +86,8 @@ def attention(request: KernelRequest) -> list[Candidate[AttentionKernel]]:
     def usable(make: Callable[[], AttentionKernel]) -> AttentionKernel:
         kernel = make()
         if request.needs_log_sum_exp and not kernel.returns_log_sum_exp:
-            raise Unavailable("it does not return the log-sum-exp, which context parallelism and CPU offload need")
+            needed = "context parallelism, CPU offload and --softmax-type need"
+            raise Unavailable(f"it does not return the log-sum-exp, which {needed}")
         return kernel
 
     # A candidate for every known name, so that a flag can require it; those that are preferred come first.

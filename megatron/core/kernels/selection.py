@@ -137,7 +137,9 @@ def build_kernels(config: RunConfig, topology: Topology, vocab_size: int, machin
         formats.gradient,
         TrialSizes.of(model, size, config.micro_batch_size),
         # To merge partial outputs, and because CPU offload cannot move a kernel's private autograd graph.
-        needs_log_sum_exp=topology.context_parallel.size > 1 or config.activations.cpu_offloading_num_layers > 0,
+        needs_log_sum_exp=topology.context_parallel.size > 1
+        or config.activations.cpu_offloading_num_layers > 0
+        or model.softmax_type != "vanilla",
         masks_attention=config.masks_attention,
         mask=hardest_mask(model),
         resets_positions=config.data.reset_position_ids,

@@ -33,6 +33,7 @@ from megatron.core.ops.documents import AttentionSpans
 from megatron.core.ops.fp8 import DelayedQuantization
 from megatron.core.ops.norm import rms_norm
 from megatron.core.ops.rope import apply_rotary
+from megatron.core.parameter import constant
 from megatron.core.precision import QuantizedActivation
 from megatron.core.tensor_parallel.layers import (
     Bias,
@@ -255,6 +256,7 @@ class SelfAttention(nn.Module):
             self.shape,
             context.attention(layer, has_chunks=has_rope and config.attention_chunk_size is not None),
             masks_of(config)[layer],
+            attention_sinks(name, config, context),
             context.provider.row_linear(f"{name}.linear_proj", config.query_size, config, context),
         )
 
@@ -266,19 +268,35 @@ class SelfAttention(nn.Module):
         return output
 
 
+def attention_sinks(name: str, config: TransformerConfig, context: BuildContext) -> Tensor | None:
+    """A score of each head of this rank, ``[n / tp, 1]``, beside those of the keys (arXiv 2309.17453, section 3.3)."""
+    heads = config.num_attention_heads
+    if config.softmax_type == "learnable":
+        return context.parameter(f"{name}.softmax_offset", (heads, 1), constant(0.0), is_divided=True)
+    if config.softmax_type == "off-by-one":
+        return torch.zeros(heads // context.parallel.size, 1, device=context.device)
+    return None
+
+
 class AttentionProjection(nn.Module):
     """Attention on rotated queries and keys, and the row-parallel GEMM after it."""
 
     last_linear = "linear"
 
     def __init__(
-        self, shape: AttentionShape, attention: Attention, mask: AttentionMask, linear_proj: nn.Module
+        self,
+        shape: AttentionShape,
+        attention: Attention,
+        mask: AttentionMask,
+        sinks: Tensor | None,
+        linear_proj: nn.Module,
     ) -> None:
         super().__init__()
         self.shape, self.attention, self.mask, self.linear = shape, attention, mask, linear_proj
+        self.sinks = sinks
 
     def forward(self, qkv: Tensor, spans: AttentionSpans | None = None) -> Tensor:  # [s/cp, b, (n + 2g) d / tp]
-        attended = fused_attention(qkv, self.shape, self.attention, spans, self.mask)  # [s/cp, b, n d / tp]
+        attended = fused_attention(qkv, self.shape, self.attention, spans, self.mask, self.sinks)  # [s/cp, b, n d / tp]
         output: Tensor = self.linear(attended)  # [s/(cp tp), b, h]
         return output
 

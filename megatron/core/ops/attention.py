@@ -377,20 +377,23 @@ class _FusedAttention(Function):
         attention: Attention,
         spans: AttentionSpans | None,
         mask: AttentionMask,
+        sinks: Tensor | None,
     ) -> Tensor:
         qkv = qkv.detach()
         attended = attention.forward(AttentionInputs(*shape.split(qkv), spans, mask))
+        if sinks is not None:
+            attended = _with_sinks(attended, sinks.detach())
         # [s, b, n d]: a view, unless the output of the kernel has several rows one after the other in memory. The next
         # layer saves the same tensor.
         joined = attended.output.permute(2, 0, 1, 3).flatten(2).contiguous()
         tensors, ctx.restore = _take_tensors((attended.log_sum_exp, attended.kept))
-        ctx.save_for_backward(qkv, joined, *tensors)
+        ctx.save_for_backward(qkv, joined, sinks, *tensors)
         ctx.shape, ctx.attention, ctx.spans, ctx.mask = shape, attention, spans, mask
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        qkv, joined, *tensors = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, Tensor | None]:
+        qkv, joined, sinks, *tensors = ctx.saved_tensors
         shape: AttentionShape = ctx.shape
         grad, output = (shape.query_heads_of(tensor) for tensor in (gradients[0], joined.detach()))
         inputs = AttentionInputs(*shape.split(qkv), ctx.spans, ctx.mask)
@@ -401,7 +404,29 @@ class _FusedAttention(Function):
         if parts is not views:
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part)
-        return grad_qkv, None, None, None, None
+        grad_sinks = None
+        if sinks is not None and ctx.needs_input_grad[5]:
+            # The sink's probability times the gradient of its score: its value is zero, so that only delta is left.
+            *_, log_sum_exp = attended.tensors
+            delta = (grad * output).sum(dim=-1, dtype=log_sum_exp.dtype)  # [b, n, s]
+            probability = (_per_head(sinks, log_sum_exp) - log_sum_exp).exp()
+            grad_sinks = (-probability * delta).sum(dim=(0, 2)).view_as(sinks).to(sinks.dtype)
+        return grad_qkv, None, None, None, None, grad_sinks
+
+
+def _with_sinks(attended: AttentionOutput, sinks: Tensor) -> AttentionOutput:
+    """The output of a softmax over the keys and a further score of each head, ``sinks`` ``[n, 1]``, with the value 0.
+
+    The log-sum-exp is then over both, so that the backward pass of any kernel has the probabilities of this softmax.
+    """
+    assert attended.log_sum_exp is not None, "sinks need the log-sum-exp"
+    total = torch.logaddexp(attended.log_sum_exp, _per_head(sinks, attended.log_sum_exp))  # [b, n, s]
+    share = (attended.log_sum_exp - total).exp().unsqueeze(-1)  # of the keys
+    return replace(attended, output=(attended.output * share).to(attended.output.dtype), log_sum_exp=total)
+
+
+def _per_head(sinks: Tensor, log_sum_exp: Tensor) -> Tensor:
+    return sinks.view(-1, 1).to(log_sum_exp.dtype)  # [n, 1]
 
 
 def fused_attention(
@@ -410,7 +435,10 @@ def fused_attention(
     attention: Attention,
     spans: AttentionSpans | None = None,
     mask: AttentionMask = CAUSAL,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention on the fused output of the projection: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``."""
-    output: Tensor = _FusedAttention.apply(qkv, shape, attention, spans, mask)
+    """Attention on the fused output of the projection: ``[s, b, (n + 2 groups) d] -> [s, b, n d]``.
+
+    ``sinks`` ``[n, 1]`` are further scores of the heads, whose value is 0."""
+    output: Tensor = _FusedAttention.apply(qkv, shape, attention, spans, mask, sinks)
     return output

@@ -83,12 +83,15 @@ class ReferenceAttention(VarlenKernel):
         return grad_query.to(dtype), grad_key.to(dtype), grad_value.to(dtype)
 
 
-def capped_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, cap: float) -> Tensor:
-    """Attention with capped scores, ``[b, n, s_q, d]``, to the keys that are ``visible``, ``[1 or b, 1, s_q, s_k]``."""
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[b, n, s_q, d]`` and log-sum-exp ``[b, n, s_q]`` of attention to the keys that are ``visible``,
+    ``[1 or b, 1, s_q, s_k]``."""
     scores = ReferenceAttention.scores(*_grouped(AttentionInputs(query, key, value))[:2], cap)
-    if visible is not None:
-        scores = scores.masked_fill(~visible.unsqueeze(2), -math.inf)
-    return (scores.softmax(dim=-1) @ value.to(scores.dtype).unsqueeze(2)).flatten(1, 2).to(query.dtype)
+    scores = _without(None if visible is None else ~visible.unsqueeze(2), scores)
+    output = scores.softmax(dim=-1) @ value.to(scores.dtype).unsqueeze(2)  # [b, groups, n / groups, s_q, d]
+    return output.flatten(1, 2).to(query.dtype), scores.logsumexp(dim=-1).flatten(1, 2)
 
 
 def _without(hidden: Tensor | None, scores: Tensor) -> Tensor:

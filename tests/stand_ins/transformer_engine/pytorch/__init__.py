@@ -373,11 +373,21 @@ class DotProductAttention(nn.Module):
         assert qkv_format == "sbhd" and attention_dropout == 0.0
 
     def forward(
-        self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attn_mask_type: str = "causal"
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
     ) -> Tensor:
         """``[s, b, n, d]`` each, to ``[s, b, n d]``."""
         assert STATE.recipe is None, "attention is not in FP8"
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_layer, key_layer, value_layer))
         is_causal = {"causal": True, "no_mask": False}[attn_mask_type]
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
+        visible = None
+        if window_size is not None:
+            assert is_causal and window_size[1] == 0
+            visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+            visible, is_causal = visible.triu(-window_size[0]), False
+        attended = F.scaled_dot_product_attention(query, key, value, visible, is_causal=is_causal, enable_gqa=True)
         return attended.permute(2, 0, 1, 3).flatten(2)
