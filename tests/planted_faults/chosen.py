@@ -760,6 +760,12 @@ LLAMA4 = (
         ("context_parallel/test_attention.py",),
     ),
     Fault(
+        "the gradient of a sink with the wrong sign",
+        "grad_sinks = (-probability * delta)",
+        "grad_sinks = (probability * delta)",
+        ("model/test_attention_masks.py",),
+    ),
+    Fault(
         "generation whose window is a key too short",
         "        mask &= slots >= queries - window",
         "        mask &= slots > queries - window",
