@@ -760,6 +760,12 @@ LLAMA4 = (
         ("context_parallel/test_attention.py",),
     ),
     Fault(
+        "an export to Hugging Face that forgets a feature of the architecture",
+        "    mtp_num_layers use_mup\n",
+        "    mtp_num_layers use_mup attn_logit_softcapping\n",
+        ("model/test_architecture_features.py",),
+    ),
+    Fault(
         "the gradient of a sink with the wrong sign",
         "grad_sinks = (-probability * delta)",
         "grad_sinks = (probability * delta)",
