@@ -146,6 +146,14 @@ def test_the_model_and_its_flags_read_it(name: str) -> None:
     assert has_other_weights or not torch.equal(first[1], second[1]) or first[2] != second[2]
 
 
+@every_feature
+def test_the_number_of_parameters_reads_it(name: str) -> None:
+    """It is counted by a formula, which plans and logs use."""
+    config = resolved(with_and_without(name)[1])
+    config = replace(config, padded_vocab_size=config.vocab_size)
+    assert sum(weight.numel() for weight in computed(config)[0].values()) == config.num_parameters()
+
+
 FREE = {"init_method_std", "attention_temperature_tuning", "attention_temperature_floor", "attention_temperature_scale"}
 """What a resume may change."""
 
