@@ -34,6 +34,7 @@ ATTRIBUTES = {
         "shutil": "unpack_archive",
         "subprocess": "getoutput getstatusoutput",
         "pandas": "read_pickle",
+        "runpy": "run_path run_module",
         "torch.distributed": "all_gather_object gather_object scatter_object_list broadcast_object_list "
         "send_object_list recv_object_list",
     }.items()
@@ -53,6 +54,9 @@ _FROM_RANKS = "unpickles what the ranks of the run send, not files: see docs/sec
 ALLOWED = {
     ("megatron/core/control.py", "torch.distributed.all_gather_object"): _FROM_RANKS,
     ("megatron/core/control.py", "torch.distributed.broadcast_object_list"): _FROM_RANKS,
+    ("megatron/data/data_module.py", "runpy.run_path"): "the file that the user names by --data-module",
+    ("megatron/operation/warm.py", "runpy.run_path"): "the program that the launcher was given",
+    ("megatron/operation/warm.py", "runpy.run_module"): "the program that the launcher was given",
     ("megatron_llama/commands.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
