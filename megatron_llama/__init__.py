@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.architectures.transformer_config import TransformerConfig
     from megatron.core.models.layer import BuildContext, RMSNorm, SequencePositions, TransformerLayer
     from megatron.core.models.parallelize import OwnLayers
+    from megatron.core.ops.attention import AttentionMask
     from megatron.core.parameter import constant, normal
     from megatron.data.data_module import DataContext
     from megatron.errors import CheckpointError, ConfigError, DataError, UserError
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from megatron_llama.run import Evaluation, Run, Step
 
 __all__ = [
+    "AttentionMask",
     "BuildContext",
     "CheckpointError",
     "ConfigError",
@@ -90,6 +92,7 @@ _PLACES = {
     # What a layer of one's own is made of.
     "megatron.core.models.layer": ("BuildContext", "RMSNorm", "SequencePositions", "TransformerLayer"),
     "megatron.core.models.parallelize": ("OwnLayers",),
+    "megatron.core.ops.attention": ("AttentionMask",),
     "megatron.core.parameter": ("constant", "normal"),
     "megatron.architectures.transformer_config": ("TransformerConfig",),
     "megatron.data.data_module": ("DataContext",),

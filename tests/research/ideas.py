@@ -13,11 +13,14 @@ import megatron_llama as ml
 
 
 class GatedLayer(ml.TransformerLayer):
-    """A learned gate of attention, a norm after the MLP, and a penalty of large activations in the loss."""
+    """A sliding window in every other layer, a learned gate of attention, a norm after the MLP, and a penalty of large
+    activations in the loss."""
 
     def __init__(self, number: int, config: ml.TransformerConfig, context: ml.BuildContext) -> None:
         super().__init__(number, config, context)
         self.losses = context.auxiliary_losses
+        if number % 2:
+            self.self_attention.attend_proj.mask = ml.AttentionMask(window=11)
         self.gate = context.parameter(f"layers.{number}.gate", (config.hidden_size,), ml.constant(0.5))
         self.post_norm = ml.RMSNorm(f"layers.{number}.post_norm", config.hidden_size, config, context)
 
@@ -52,7 +55,7 @@ def copied_halves(context: ml.DataContext) -> Iterator[np.ndarray]:
 PARTS = ml.RunParts(build_loader=copied_halves, layers=ml.OwnLayers(GatedLayer, auxiliary_losses=("penalty",)))
 FLAGS: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "num_query_groups": 2,
-    "window_size": "11,0", "window_attn_skip_freq": 2, "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 8,
+    "seq_length": 32, "micro_batch_size": 2, "global_batch_size": 8,
     "device": "cpu", "fp64": True, "tokenizer_type": "NullTokenizer", "vocab_size": 99, "lr": 1e-2, "train_iters": 3,
     "eval_iters": 0, "num_workers": 0,
 }  # fmt: skip

@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from megatron.architectures.transformer_config import TransformerConfig
 from megatron.core.ops.documents import AttentionSpans, PackedSpans
+from megatron.errors import ConfigError
 from megatron.torch_compat import tree_flatten, tree_unflatten
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -151,6 +152,15 @@ class AttentionKernel(Attention):
         """Whether the kernel computes ``mask``."""
         return (mask.window is None or cls.has_windows) and (mask.soft_cap is None or cls.has_soft_cap)
 
+    @classmethod
+    def check_mask(cls, mask: AttentionMask) -> None:
+        """Raise :class:`ConfigError` for a mask that a layer of one's own has, and that the kernel would ignore."""
+        if not cls.supports_mask(mask):
+            raise ConfigError(
+                f"{cls.__name__} does not compute {mask}: set --window-size and --attn-logit-softcapping, by which "
+                "kernels are chosen, or --attention-backend local."
+            )
+
 
 class VarlenKernel(AttentionKernel):
     """A kernel that also attends within all spans of a batch in one call, whatever their lengths."""
@@ -223,6 +233,7 @@ class TiledAttention:
     """
 
     def __init__(self, kernel: AttentionKernel, inputs: AttentionInputs) -> None:
+        kernel.check_mask(inputs.mask)
         self._kernel, self._inputs, query = kernel, inputs, inputs.query
         wide = torch.promote_types(query.dtype, torch.float32)
         self.output = torch.empty(query.shape, dtype=wide, device=query.device)  # [b, n, s, d]
@@ -285,6 +296,7 @@ class LocalAttention(Attention):
         self._varlen = kernel if isinstance(kernel, VarlenKernel) else None
 
     def forward(self, inputs: AttentionInputs) -> AttentionOutput:
+        self.kernel.check_mask(inputs.mask)
         if inputs.spans is None:
             return self.kernel.forward(inputs)
         if self._varlen is not None:

@@ -102,6 +102,8 @@ class AttentionLogits(Listener):
 class MaximumKernel(AttentionKernel):
     """Notes the largest logits of all tiles before a cap, in fp32 or wider; its output is zero, and never used."""
 
+    has_windows = has_soft_cap = True
+
     def __init__(self) -> None:
         self.is_on, self.maxima = False, list[Tensor]()
 
