@@ -117,8 +117,9 @@ class TransformerConfig(ArchitectureFeatures, TransformerSizes):
         attends; None: all."""
         windows: tuple[int | None, ...] = (None,) * self.num_layers
         if self.window_size is not None:
-            left, has_window = int(self.window_size.split(",")[0]), self.window_attn_skip_freq
-            windows = tuple(left if has else None for has in parse_window_pattern(has_window, self.num_layers))
+            left = int(self.window_size.split(",")[0])
+            has_window = parse_window_pattern(self.window_attn_skip_freq, self.num_layers)
+            windows = tuple(left if has else None for has in has_window)
         return windows + windows[-1:] * self.mtp_num_layers
 
     def attention_length(self, has_rope: bool, window: int | None, seq_length: int) -> float:

@@ -163,17 +163,22 @@ class CpuFlashAttention(AttentionKernel):
         grad_query = torch.empty_like(query) if out is None else out[0]
         dtype, wide = query.dtype, log_sum_exp.dtype
         grad, query, key, value, output = (t.to(wide) for t in (grad, query, key, value, output))
-        grad_key, grad_value = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (key, value))
-        for queries, keys, mask in self._blocks(attended.inputs, wide):
+        grad_key = grad_value = None
+        for queries, keys, mask in reversed(list(self._blocks(attended.inputs, wide))):
             some_grad, some_query, some_output, some_lse = (
                 t[:, :, queries] for t in (grad, query, output, log_sum_exp)
             )
             block = some_grad, some_query, key[:, :, keys], value[:, :, keys], some_output, some_lse
-            grad_query[:, :, queries], block_grad_key, block_grad_value = differentiate(
-                *block, 0.0, False, attn_mask=mask
-            )
-            grad_key[:, :, keys] += block_grad_key
-            grad_value[:, :, keys] += block_grad_value
+            parts = differentiate(*block, 0.0, False, attn_mask=mask)
+            grad_query[:, :, queries] = parts[0]
+            if grad_key is None and (keys.start, keys.stop) == (0, key.shape[2]):
+                _, grad_key, grad_value = parts  # the last block has all keys; those of the others are added to it
+                continue
+            if grad_key is None or grad_value is None:
+                grad_key, grad_value = torch.zeros(key.shape, dtype=wide), torch.zeros(value.shape, dtype=wide)
+            grad_key[:, :, keys] += parts[1]
+            grad_value[:, :, keys] += parts[2]
+        assert grad_key is not None and grad_value is not None
         if out is None:
             return grad_query, grad_key.to(dtype), grad_value.to(dtype)
         out[1].copy_(grad_key)
@@ -188,14 +193,27 @@ class CpuFlashAttention(AttentionKernel):
         """Blocks of the queries, the keys to which they attend, and the mask ``[queries, keys]`` added to the scores;
         None if nothing is masked."""
         mask, queries, keys = inputs.mask, inputs.query.shape[2], inputs.key.shape[2]
-        before = keys - queries  # query i is at key i + before
-        for start in range(0, queries, self._QUERIES):
-            stop = min(start + self._QUERIES, queries)
+        size, before = self._QUERIES, keys - queries  # query i is at key i + before
+        if mask.is_causal:  # a mask of the distances in a block with all keys before it, of which blocks use a part
+            longest = (queries - 1) // size * size
+            longest = longest if mask.window is None else min(longest, mask.window)
+            shared = _added(mask, torch.arange(size) + longest, torch.arange(longest + size), dtype)
+        for start in range(0, queries, size):
+            stop = min(start + size, queries)
             first = 0 if mask.window is None else max(start + before - mask.window, 0)
-            last = stop + before if mask.is_causal else keys
-            hidden = mask.hidden(torch.arange(start, stop) + before, torch.arange(first, last))
-            added = None if hidden is None else torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
-            yield slice(start, stop), slice(first, last), added
+            if mask.is_causal:
+                assert shared is not None
+                columns = slice(first - start + longest, stop - start + longest)
+                yield slice(start, stop), slice(first, stop), shared[: stop - start, columns]
+            else:
+                added = _added(mask, torch.arange(start, stop) + before, torch.arange(first, keys), dtype)
+                yield slice(start, stop), slice(first, keys), added
+
+
+def _added(mask: AttentionMask, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``mask`` as numbers that are added to the scores of these positions, ``[s_q, s_k]``."""
+    hidden = mask.hidden(queries, keys)
+    return None if hidden is None else torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
 
 
 class CudaFlashAttention(HalfPrecisionGpuKernel, VarlenKernel):
