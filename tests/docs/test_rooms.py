@@ -18,7 +18,7 @@ ROOMS = (
     ("megatron_llama",),
     ("commands",),
     ("explorer",),
-    ("planner", "inference"),
+    ("planner", "inference", "comparison"),
     ("training.pretrain",),
     ("training.build",),
     ("features",),

@@ -1,0 +1,1 @@
+"""Comparison of two runs that should agree (``megatron-llama diff``)."""
