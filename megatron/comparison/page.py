@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.comparison.finding import Comparison, Difference, Verdict
-from megatron.reports.page import Cell, Mood, Tile, figure, legend, notes, page, section, table, tiles
+from megatron.reports.page import Cell, Tile, figure, legend, page, paragraph, section, table, tiles
 from megatron.reports.svg import Scale, curve, dot, horizontal, log_ticks, svg, text, vertical
 
 _TITLES = {
@@ -20,12 +20,14 @@ _TITLES = {
     "curves": "Curves",
     "operations": "Operations",
 }
-_MOODS: Mapping[str, Mood] = {"equal": "good", "rounding": "good", "cause": "bad", "unclear": "warn"}
+_STATE = {True: "no difference", False: "not compared as a whole"}
 _HEIGHT, _LEAST = 240.0, 1e-17
 _STYLE = """
-.ours { stroke: var(--c1); fill: var(--c1); } .theirs { stroke: var(--c2); fill: var(--c2); }
-circle.ours, circle.theirs { stroke: none; } .limit { stroke: var(--bad); stroke-dasharray: 4 3; }
-td.marked { font-weight: bold; }
+circle.found, .legend i.found { fill: var(--accent); background: var(--accent); }
+circle.expected, .legend i.expected { fill: var(--orange); background: var(--orange); }
+path.expected { fill: none; stroke: var(--orange); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
+line.first { stroke: var(--bad); stroke-dasharray: 4 3; }
+.label { fill: var(--soft); font-size: 11px; }
 """
 
 
@@ -70,20 +72,24 @@ def _finite(value: Any) -> Any:
 def to_page(verdict: Verdict, names: tuple[str, str]) -> str:
     """The page: verdict, cause, and a section for each part."""
     label = {"equal": "equal", "rounding": "rounding", "cause": "a cause is named", "unclear": "not decided"}
-    parts = [tiles([Tile("verdict", label[verdict.kind], verdict.sentence, is_main=True)])]
+    parts = [tiles([Tile("verdict", label[verdict.kind], is_main=True)]), paragraph(verdict.sentence)]
     for title, found in (("The cause", verdict.causes), ("Differs, does not explain", verdict.others)):
         if found:
             parts.append(section(title, _table(found)))
-    parts += [_section(part) for part in verdict.parts]
+    agreeing = [part for part in verdict.parts if not part.differences and not part.figures]
+    rows = [[Cell(_TITLES[one.part]), Cell(_STATE[one.is_complete]), Cell(one.compared)] for one in agreeing]
+    parts += [_section(part) for part in verdict.parts if part not in agreeing]
+    parts += [section("The other parts", table(["part", "result", "compared"], rows))] if rows else []
     return page("Why does my loss differ?", f"A {names[0]}, B {names[1]}", parts, more_style=_STYLE)
 
 
 def _table(found: Sequence[Difference]) -> str:
+    rounding = [one.part in ("flags", "kernels", "environment") and not one.changes_loss for one in found]
     rows = [
-        [Cell(one.what), Cell(one.a), Cell(one.b), Cell(one.remark), Cell("" if one.changes_loss else "rounding")]
-        for one in found
+        [Cell(one.what), Cell(one.a), Cell(one.b), Cell(one.remark or ("rounding at most" if rounds else ""))]
+        for one, rounds in zip(found, rounding)
     ]
-    return table(["what", "A", "B", "where", "changes"], rows)
+    return table(["what", "A", "B", ""], rows)
 
 
 def _section(part: Comparison) -> str:
@@ -96,7 +102,7 @@ def _section(part: Comparison) -> str:
     if figures.get("rows"):
         shown.append(_operations(figures["rows"], figures["first"]))
     if not part.differences:
-        shown.insert(0, notes(["No difference." if part.is_complete else "Not compared as a whole."]))
+        shown.insert(0, paragraph(f"{_STATE[part.is_complete].capitalize()}."))
     return section(_TITLES[part.part], *shown, note=part.compared)
 
 
@@ -124,11 +130,11 @@ def _curves(figures: Mapping[str, Any]) -> str:
     chart = svg(
         _HEIGHT,
         *_grid(y),
-        curve(band, x, y, _HEIGHT, "limit"),
-        curve(points, x, y, _HEIGHT, "line ours"),
+        curve(band, x, y, _HEIGHT, "expected"),
+        curve(points, x, y, _HEIGHT, "line"),
         label="relative difference of the losses",
     )
-    colours = [("ours", "relative difference of the losses"), ("limit", "the expected spread of rounding")]
+    colours = [("found", "relative difference of the losses"), ("expected", "what rounding explains")]
     return figure(chart, legend(colours))
 
 
@@ -140,18 +146,24 @@ def _operations(rows: Sequence[Mapping[str, Any]], first: int | None) -> str:
     for number, (row, (distance, expected)) in enumerate(zip(rows, values)):
         x = f"{100 * (number + 0.5) / len(rows):.3f}%"
         tip = f"{row['direction']} {row['name']}\ndifference {row['distance']:.2e}, expected {row['expected']:.1e}"
-        shapes.append(dot(x, y.pixel(expected, _HEIGHT), 1.5, "theirs"))
-        shapes.append(dot(x, y.pixel(distance, _HEIGHT), 3.5, "ours", tip))
+        shapes.append(dot(x, y.pixel(expected, _HEIGHT), 1.5, "expected"))
+        shapes.append(dot(x, y.pixel(distance, _HEIGHT), 3.5, "found", tip))
         if number == first:
-            shapes.append(vertical(x, 0, _HEIGHT, "limit"))
+            shapes.append(vertical(x, 0, _HEIGHT, "first"))
     names = [(row["direction"], number) for number, row in enumerate(rows)]
     starts = dict(reversed(names))
     marks = [
-        text(f"{100 * number / len(rows):.2f}%", _HEIGHT + 14, direction.replace("_", " "), "label", "start")
-        for direction, number in starts.items()
+        text(
+            f"{100 * number / len(rows):.2f}%",
+            _HEIGHT + 14 * (1 + place % 2),
+            direction.replace("_", " "),
+            "label",
+            "start",
+        )
+        for place, (direction, number) in enumerate(starts.items())
     ]
-    chart = svg(_HEIGHT + 20, *_grid(y), *shapes, *marks, label="differences of operations in the order of a step")
-    return figure(chart, legend([("ours", "relative difference"), ("theirs", "expected error")]))
+    chart = svg(_HEIGHT + 34, *_grid(y), *shapes, *marks, label="differences of operations in the order of a step")
+    return figure(chart, legend([("found", "relative difference"), ("expected", "expected error")]))
 
 
 def _scale(values: Sequence[float]) -> Scale:

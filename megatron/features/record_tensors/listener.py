@@ -119,12 +119,10 @@ class TensorRecorder(Listener):
         }
         file = self.directory / f"iter_{iteration:07d}.safetensors"
         save_recording(file, recording)
-        tensors = {name: torch.zeros(place.samples, place.length, dtype=kind) for name, kind in _INPUTS.items()}
-        for _, parts in gathered:
-            for name, rows, values in parts:
-                tensors.setdefault(name, torch.zeros(place.samples, place.length)).view(-1)[rows] = values.to(
-                    tensors[name].dtype
-                )
+        tensors: dict[str, Tensor] = {}
+        for name, rows, values in (part for _, parts in gathered for part in parts):
+            whole = tensors.setdefault(name, values.new_zeros(place.samples, place.length))
+            whole.view(-1)[rows] = values
         save_file(tensors, file.with_suffix(".batch.safetensors"))
 
     def _counted(self, trainer: Trainer) -> list[UpdatedShard]:
@@ -134,7 +132,7 @@ class TensorRecorder(Listener):
         return [one for one in module.optimizer.shards if sharing.is_counted(one.info, over_all_ranks=True)]
 
 
-_INPUTS = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32}
+_INPUTS = ("tokens", "labels", "loss_mask")
 _Batch = list[tuple[str, Tensor, Tensor]]
 """Parts of the batch: name, places in the flattened tensor ``[samples * length]``, and the values there."""
 
@@ -288,7 +286,7 @@ class _Step:
             return parts
         for number, microbatch in enumerate(microbatches):
             self._microbatch = number
-            for name in _INPUTS.keys() & microbatch.keys():
+            for name in _INPUTS:
                 values = microbatch[name].t().unsqueeze(2)  # [s/cp, b, 1]
                 self._add("input", [_Part(name, "tokens", values)])
                 parts.append((name, self.place.rows(number, "tokens"), values.flatten().cpu()))
