@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine, ParsedLine
@@ -31,9 +31,14 @@ from megatron.operation.processes import (
 from megatron.training.checkpoints.comparison import with_hugging_face
 from megatron.training.run_files import StartedCommand, words_of_process
 
+if TYPE_CHECKING:
+    from megatron.training.build.run import RunParts
 
-def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat) -> ExitCode:
-    """Train as ``arguments`` say."""
+
+def train(
+    arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heartbeat, parts: "RunParts | None" = None
+) -> ExitCode:
+    """Train as ``arguments`` say; ``parts`` replace parts of the run."""
     line = CommandLine.of(arguments)
     line.show_help(prints=rank == 0)
     parsed = line.parse()
@@ -82,7 +87,7 @@ def train(arguments: Sequence[str], rank: int, world_size: int, heartbeat: Heart
     process = Process.from_environment(os.environ, num_spares)
     command = StartedCommand.of(arguments, sys.orig_argv, words_of_process(os.getppid()), os.environ, os.getcwd())
     over = partial(line.over_model, f"the checkpoint of --load {config.checkpoint.load}")
-    run = partial(pretrain, config, process, over, queues, command, heartbeat)
+    run = partial(pretrain, config, process, over, queues, command, heartbeat, parts)
     if config.operation.inprocess_restart:
         from megatron.training.in_process import InProcessRestart
 

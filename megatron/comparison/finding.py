@@ -35,3 +35,21 @@ class Comparison:
     """Whether the part could be compared as a whole."""
     figures: Mapping[str, Any] | None = None
     """Further values for the JSON and the page, such as the curves."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why two sides differ."""
+
+    kind: Literal["equal", "rounding", "cause", "unclear"]
+    sentence: str
+    causes: tuple[Difference, ...] = ()
+    """With these removed on one side, both are equal; or the operation that differs."""
+    others: tuple[Difference, ...] = ()
+    """They differ, and do not explain."""
+    parts: tuple[Comparison, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal, or explained by rounding; 3: a cause is named; 2: a person must act."""
+        return {"equal": 0, "rounding": 0, "cause": 3, "unclear": 2}[self.kind]

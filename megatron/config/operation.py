@@ -8,6 +8,7 @@ from megatron.features.faults.flags import FaultFlags
 from megatron.features.known_product.flags import KnownProductFlags
 from megatron.features.layer_metrics.flags import LayerMetricsFlags
 from megatron.features.preflight.flags import PreflightFlags
+from megatron.features.record_tensors.flags import RecordTensorsFlags
 from megatron.features.replay.flags import ReplayFlags
 from megatron.features.replicas.flags import ReplicaFlags
 from megatron.features.spikes.flags import SpikeFlags
@@ -88,9 +89,11 @@ HANG_LIMITS = [field.name for field in fields(OperationConfig) if field.name.sta
 """Fields of the watchdog; the first one turns it off."""
 
 
-# The base classes are a feature, and metrics writers with their flags (megatron/metrics); the last one is opened first.
+# The base classes are features, and metrics writers with their flags (megatron/metrics); the last one is opened first.
 @dataclass(frozen=True)
-class LoggingConfig(LayerMetricsFlags, ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, ConsoleFlags):
+class LoggingConfig(
+    RecordTensorsFlags, LayerMetricsFlags, ProgressBarFlags, WandbFlags, TensorBoardFlags, JsonlFlags, ConsoleFlags
+):
     """Metrics, their writers and profiles."""
 
     # Records
@@ -154,5 +157,6 @@ class LoggingConfig(LayerMetricsFlags, ProgressBarFlags, WandbFlags, TensorBoard
                 f"{self.profile_step_start}: raise the former or lower the latter."
             )
         LayerMetricsFlags.check(self)
+        RecordTensorsFlags.check(self)
         for writer in writer_flags(self):
             writer.check(self)

@@ -20,6 +20,7 @@ from megatron.features.faults.flags import LOAD
 from megatron.features.faults.listener import FaultInjection, reach
 from megatron.features.known_product.listener import KnownAnswer, build_known_answer
 from megatron.features.layer_metrics.listener import build_layer_metrics
+from megatron.features.record_tensors.listener import build_tensor_recorder
 from megatron.features.replay.listener import ReplayCheck, build_replay_check
 from megatron.features.replicas.listener import build_state_check
 from megatron.features.spikes.flags import UpdateGuard
@@ -145,7 +146,17 @@ def build_trainer(
             torch.cuda.synchronize if topology.device.type != "cpu" else None,
         ),
         build_listeners(
-            context, plan, model, vocabulary, data, locks, known_answer, replay, memory_history, parts.listeners
+            context,
+            plan,
+            model,
+            kernels,
+            vocabulary,
+            data,
+            locks,
+            known_answer,
+            replay,
+            memory_history,
+            parts.listeners,
         ),
         writers,
         is_after_rollback=returned is not None,
@@ -173,6 +184,7 @@ def build_listeners(
     context: RunContext,
     plan: RunPlan,
     model: TransformerModel,
+    kernels: Kernels,
     vocabulary: Vocabulary,
     data: Data,
     locks: Sequence[Lease],
@@ -205,6 +217,7 @@ def build_listeners(
         # Before the metrics, to which they add some.
         build_stragglers(context),
         *build_layer_metrics(logging, model),
+        build_tensor_recorder(logging, model, kernels.choices, plan.progress.iteration + 1),
         *added,
         Metrics(logging, plan.train_iters, model.config.flops_per_token(config.seq_length), peak, effective_time),
         Evaluation(validation.eval_interval, data.evaluated, vocabulary.token_bytes),
