@@ -1,5 +1,6 @@
 """The recording of a model of transformers equals slow formulas of the same model, and autograd's gradients of them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron.checkpoint.hugging_face.config import config_fields
 from megatron.checkpoint.manifest import MODEL
 from megatron.comparison.batch import Batch
 from megatron.comparison.transformers_recorder import record_transformers
 from megatron.errors import CheckpointError, DataError
 from megatron.features.record_tensors.recording import Recording, TensorName, whole
 from tests.checkpoint.models import LLAMA, MIXTRAL, QWEN3_MOE, import_of, random_model, weights_under
+from tests.comparison.own_step import own_step
 
 pytest.importorskip("transformers")
 MODELS = {
@@ -209,7 +212,7 @@ def test_other_weights_under_our_names_replace_those_of_the_directory(name: str,
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither"):
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         record_transformers(tmp_path, batch(), dtype=torch.float32)
 
 
@@ -222,3 +225,22 @@ def test_a_batch_survives_its_file(tmp_path: Path) -> None:
     save_file({"words": torch.zeros(1)}, tmp_path / "batch.safetensors")
     with pytest.raises(DataError, match="no batch"):
         Batch.load(tmp_path / "batch.safetensors")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2", id="mixtral"),
+        pytest.param("", id="llama", marks=pytest.mark.slow(reason="another family: two processes")),
+        pytest.param("--qk-layernorm", id="qwen3", marks=pytest.mark.slow(reason="another family: two processes")),
+    ],
+)
+def test_it_equals_our_own_recording(flags: str, tmp_path: Path) -> None:
+    ours = own_step(tmp_path, flags)
+    (tmp_path / "config.json").write_text(json.dumps(config_fields(ours.model, "float32")))
+    data = Batch.load(ours.batch)
+    theirs = record_transformers(tmp_path, data, dtype=torch.float64, weights=ours.weights)
+    assert {one for one in ours.recording.tensors.keys() ^ theirs.tensors.keys() if one.direction != "update"} == set()
+    found = {one: theirs.tensors[one].distance(ours.recording.tensors[one]) for one in theirs.tensors}
+    assert max(found.values()) < 1e-12, max(found, key=lambda one: found[one])
