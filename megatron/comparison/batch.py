@@ -29,8 +29,10 @@ class Batch:
     document_starts: Tensor | None = None  # bool; attention and positions restart there
 
     def save(self, path: Path) -> None:
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}, path)
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        # Copies: labels are often a view of the text of which tokens are one, too.
+        tensors = {name: tensor.clone().contiguous() for name, tensor in given.items() if tensor is not None}
+        save_file(tensors, path)
 
     @classmethod
     def load(cls, path: Path) -> "Batch":

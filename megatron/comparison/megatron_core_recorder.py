@@ -6,7 +6,6 @@ Its package is called ``megatron``, too, so it runs in a process and an environm
 ``linear_qkv``: each query group has the rows of its queries, key and value, and the rotary pairs are halves of a head.
 """
 
-import importlib
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from megatron.comparison.batch import PRECISIONS, Batch, Widened, finish, record
 from megatron.errors import ConfigError
 from megatron.features.record_tensors.recording import Recording, TensorName, load_recording, save_recording, whole
 
+_AsMatrix = Callable[[Tensor], Tensor]
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -61,8 +61,12 @@ def record_megatron_core(
         text=True,
     )
     if done.returncode:
+        (directory / "log.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigError(f"megatron-core under {python} cannot record: {last}; install megatron-core there.")
+        raise ConfigError(
+            f"megatron-core does not run under {python}: {last}; read {directory}/log.txt, and install megatron-core, "
+            "torch, numpy and safetensors in that environment."
+        )
     return load_recording(recording)
 
 
@@ -95,21 +99,17 @@ def main(job: dict[str, Any]) -> None:
     save_recording(Path(job["recording"]), recording)
 
 
-def _module(name: str) -> Any:
-    """``megatron.core.NAME``; an import statement would mean this repository's ``megatron.core`` to mypy."""
-    return importlib.import_module(f"megatron.core.{name}")
-
-
 def _model(config: TransformerConfig, dtype: torch.dtype) -> Any:
     """The model on a CPU, without kernels of other packages."""
+    # An import statement would mean this repository's megatron.core to mypy.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     distributed: Any = torch.distributed
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    _module("parallel_state").initialize_model_parallel(create_gloo_process_groups=False)
+    import_module("megatron.core.parallel_state").initialize_model_parallel(create_gloo_process_groups=False)
     # Attention asks for a tracker of random numbers, though its dropout is 0. This one does not read a GPU's generator.
-    _module("tensor_parallel").get_cuda_rng_tracker(inference_rng_tracker=True)
+    import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker(inference_rng_tracker=True)
     same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
-    theirs = _module("transformer").TransformerConfig(
+    theirs = import_module("megatron.core.transformer").TransformerConfig(
         **{name: getattr(config, name) for name in (*same, "qk_layernorm", "add_qkv_bias")},
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
@@ -123,9 +123,9 @@ def _model(config: TransformerConfig, dtype: torch.dtype) -> Any:
         params_dtype=dtype,
         use_cpu_initialization=True,
     )
-    specs = _module("models.gpt.gpt_layer_specs")
+    specs = import_module("megatron.core.models.gpt.gpt_layer_specs")
     return (
-        _module("models.gpt")
+        import_module("megatron.core.models.gpt")
         .GPTModel(
             theirs,
             specs.get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm),
@@ -142,7 +142,8 @@ def _model(config: TransformerConfig, dtype: torch.dtype) -> Any:
 
 
 def _mask(batch: Batch) -> Tensor:
-    """True where a query does not attend to a key, ``[b, 1, s, s]``: later tokens and other documents."""
+    """True where a query does not attend to a key, ``[b, 1, s, s]``: later tokens and other documents, in which
+    megatron-core's rotations do not restart."""
     length = batch.tokens.shape[1]
     mask = torch.ones(len(batch.tokens), 1, length, length, dtype=torch.bool).triu(1)
     if batch.document_starts is not None:
@@ -173,7 +174,8 @@ def _load(model: nn.Module, ours: dict[str, Tensor], config: TransformerConfig) 
 
 def _watch(model: Any, recording: Recording, config: TransformerConfig, batch: Batch) -> None:
     """Add the hooks of all modules, whose results are ``[s, b, columns]``."""
-    size, queries, keys = config.kv_channels, config.query_size, config.key_value_size
+    size, queries, keys, ffn = config.kv_channels, config.query_size, config.key_value_size, config.ffn_hidden_size
+    order = torch.argsort(_our_rows(".linear_qkv.", torch.empty(0), config))
 
     def matrix(result: Tensor) -> Tensor:
         return result.transpose(0, 1).reshape(batch.tokens.numel(), -1)
@@ -182,45 +184,39 @@ def _watch(model: Any, recording: Recording, config: TransformerConfig, batch: B
         """Both halves of every head as neighbouring columns."""
         return matrix(result).unflatten(1, (-1, 2, size // 2)).transpose(2, 3).flatten(1)
 
-    def columns(first: int, count: int, order: Tensor | None, result: Tensor) -> Tensor:
-        theirs = matrix(result)
-        ours = theirs if order is None else torch.empty_like(theirs)
-        if order is not None:
-            ours[:, order] = theirs
-        return ours[:, first : first + count]
+    def part(first: int, count: int, order: Tensor | slice = slice(None)) -> _AsMatrix:
+        return lambda result: matrix(result)[:, order][:, first : first + count]
 
-    def after(module: nn.Module, **parts: Callable[[Tensor], Tensor]) -> None:
+    def after(module: nn.Module, prefix: str = "", **parts: _AsMatrix) -> None:
         def hook(_: nn.Module, __: Any, result: Any) -> None:
             for name, as_matrix in parts.items():
-                record_result(recording, name, result[0] if isinstance(result, tuple) else result, as_matrix)
+                record_result(recording, prefix + name, result[0] if isinstance(result, tuple) else result, as_matrix)
 
         module.register_forward_hook(hook)
 
-    def before(module: nn.Module, **parts: Callable[[Tensor], Tensor]) -> None:
+    def before(module: nn.Module, prefix: str, **parts: _AsMatrix) -> None:
         def hook(_: nn.Module, inputs: Any) -> None:
             for (name, as_matrix), one in zip(parts.items(), inputs):
-                record_result(recording, name, one, as_matrix)
+                record_result(recording, prefix + name, one, as_matrix)
 
         module.register_forward_pre_hook(hook)
 
     after(model.embedding, embedding=matrix)
     for number, layer in enumerate(model.decoder.layers):
-        name, attention, mlp, ffn = f"layers.{number}.", layer.self_attention, layer.mlp, config.ffn_hidden_size
-        order = _our_rows(".linear_qkv.", torch.empty(0), config)
+        own, attention, mlp = f"layers.{number}.", layer.self_attention, layer.mlp
+        in_attention, in_mlp = f"{own}self_attention.", f"{own}mlp."
+        after(layer.input_layernorm, own, input_layernorm=matrix)
         qkv = {"query": (0, queries), "key": (queries, keys), "value": (queries + keys, keys)}
-        own = f"{name}self_attention."
-        after(layer.input_layernorm, **{f"{name}input_layernorm": matrix})
-        after(attention.linear_qkv, **{own + one: partial(columns, *part, order) for one, part in qkv.items()})
-        before(attention.core_attention, **{f"{own}rotated_query": paired, f"{own}rotated_key": paired})
-        before(attention.linear_proj, **{f"{own}core_attention": matrix})
-        after(attention.linear_proj, **{f"{own}linear_proj": matrix})
-        before(layer.pre_mlp_layernorm, **{f"{name}attention_residual": matrix})
-        after(layer.pre_mlp_layernorm, **{f"{name}pre_mlp_layernorm": matrix})
-        gate_up = {"gate": (0, ffn), "up": (ffn, ffn)}
-        after(mlp.linear_fc1, **{f"{name}mlp.{one}": partial(columns, *part, None) for one, part in gate_up.items()})
-        before(mlp.linear_fc2, **{f"{name}mlp.activation": matrix})
-        after(mlp, **{f"{name}mlp": matrix})
-        after(layer, **{f"{name}output": matrix})
+        after(attention.linear_qkv, in_attention, **{name: part(*columns, order) for name, columns in qkv.items()})
+        before(attention.core_attention, in_attention, rotated_query=paired, rotated_key=paired)
+        before(attention.linear_proj, in_attention, core_attention=matrix)
+        after(attention.linear_proj, in_attention, linear_proj=matrix)
+        before(layer.pre_mlp_layernorm, own, attention_residual=matrix)
+        after(layer.pre_mlp_layernorm, own, pre_mlp_layernorm=matrix)
+        after(mlp.linear_fc1, in_mlp, gate=part(0, ffn), up=part(ffn, ffn))
+        before(mlp.linear_fc2, in_mlp, activation=matrix)
+        after(mlp, own, mlp=matrix)
+        after(layer, own, output=matrix)
     after(model.decoder.final_layernorm, final_layernorm=matrix)
     after(model.output_layer, logits=matrix)
 

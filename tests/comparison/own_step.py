@@ -17,6 +17,8 @@ FLAGS = (
     "--seq-length 8 --max-position-embeddings 64 --rotary-base 10000 --micro-batch-size 2 --global-batch-size 4 "
     "--train-iters 2 --lr 1e-3 --init-method-std 0.2 "
 )
+END = 60
+"""The token at the end of a document, which every sample has."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,17 @@ def own_step(directory: Path, flags: str = "") -> OwnStep:
     run, weights = directory / "ours", directory / "weights.safetensors"
     processes = Processes({"A": Path(__file__).parents[2]})
     processes("A", recorded(config, run / "records", Request(), fp64=True), 1, Request(save_weights=str(weights)), run)
-    # Gains that differ, so that a wrong one shows.
-    generator = torch.Generator().manual_seed(7)
-    tensors = {
-        name: 1 + 0.3 * torch.randn(one.shape, generator=generator, dtype=one.dtype) if "norm" in name else one
-        for name, one in load_file(weights).items()
-    }
+    # Gains and biases that differ, so that a wrong one shows.
+    generator, tensors = torch.Generator().manual_seed(7), load_file(weights)
+    for name, one in tensors.items():
+        if "norm" in name or name.endswith(".bias"):
+            one.add_(0.3 * torch.randn(one.shape, generator=generator, dtype=one.dtype))
     save_file(tensors, weights)
     batches = batches_of(run / "records")
+    for path in batches:
+        samples = load_file(path)
+        samples["tokens"][:, 3] = samples["labels"][:, 2] = END
+        save_file(samples, path)
     again, request = directory / "again", Request(batches, str(weights))
     processes("A", recorded(config, again / "records", request, fp64=True), 1, request, again)
-    return OwnStep(model, read_steps(again / "records")[0], Path(batches[0]), weights)
+    return OwnStep(model, read_steps(again / "records")[0], Path(batches_of(again / "records")[0]), weights)

@@ -227,17 +227,24 @@ def test_a_batch_survives_its_file(tmp_path: Path) -> None:
         Batch.load(tmp_path / "batch.safetensors")
 
 
+OWN_RUNS = {
+    "mixtral with documents": "--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2 --reset-position-ids "
+    "--reset-attention-mask --eod-mask-loss",
+    "llama": "--no-untie-embeddings-and-output-weights",
+    "qwen2": "--add-qkv-bias",
+    "qwen3": "--qk-layernorm",
+    "llama4": "--qk-l2-norm --no-rope-freq 2 --attention-chunk-size 4 --attention-temperature-tuning "
+    "--attention-temperature-floor 2 --num-experts 4 --moe-layer-freq [0,1] --moe-ffn-hidden-size 16 "
+    "--moe-shared-expert-intermediate-size 16 --moe-router-topk 1 --moe-router-score-function sigmoid "
+    "--moe-apply-probs-on-input",
+}
+OTHERS = [pytest.param(one, marks=pytest.mark.slow(reason="another family: two processes")) for one in [*OWN_RUNS][1:]]
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param("--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-topk 2", id="mixtral"),
-        pytest.param("", id="llama", marks=pytest.mark.slow(reason="another family: two processes")),
-        pytest.param("--qk-layernorm", id="qwen3", marks=pytest.mark.slow(reason="another family: two processes")),
-    ],
-)
-def test_it_equals_our_own_recording(flags: str, tmp_path: Path) -> None:
-    ours = own_step(tmp_path, flags)
+@pytest.mark.parametrize("name", ["mixtral with documents", *OTHERS])
+def test_it_equals_our_own_recording(name: str, tmp_path: Path) -> None:
+    ours = own_step(tmp_path, OWN_RUNS[name])
     (tmp_path / "config.json").write_text(json.dumps(config_fields(ours.model, "float32")))
     data = Batch.load(ours.batch)
     theirs = record_transformers(tmp_path, data, dtype=torch.float64, weights=ours.weights)

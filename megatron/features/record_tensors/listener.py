@@ -122,9 +122,8 @@ class TensorRecorder(Listener):
         tensors = {name: torch.zeros(place.samples, place.length, dtype=kind) for name, kind in _INPUTS.items()}
         for _, parts in gathered:
             for name, rows, values in parts:
-                tensors.setdefault(name, torch.zeros(place.samples, place.length)).view(-1)[rows] = values.to(
-                    tensors[name].dtype
-                )
+                whole = tensors.setdefault(name, torch.zeros(place.samples, place.length, dtype=values.dtype))
+                whole.view(-1)[rows] = values.to(whole)
         save_file(tensors, file.with_suffix(".batch.safetensors"))
 
     def _counted(self, trainer: Trainer) -> list[UpdatedShard]:
