@@ -44,6 +44,13 @@ VERBS = (
     Verb("report", "megatron.commands.report_run", "report a run: attempts, failures, effective time"),
     Verb("plot", "megatron.commands.loss_curves", "plot the losses of runs", "main_plot"),
     Verb("overfit", "megatron.commands.overfit_check", "overfit a few samples in each layout"),
+    Verb("diff", "megatron.commands.compare_runs", "say why the losses of two runs differ", "main_diff"),
+    Verb(
+        "check-layouts",
+        "megatron.commands.compare_runs",
+        "run flags scaled down in their layout and in one process",
+        "main_check",
+    ),
     Verb("compare-losses", "megatron.commands.loss_curves", "compare the losses of two runs", "main_compare"),
     Verb("schedule", "megatron.commands.pipeline_schedule", "simulate and draw a pipeline schedule"),
     Verb("rank-groups", "megatron.commands.rank_pictures", "print and draw the ranks of every group", "main_groups"),

@@ -112,7 +112,7 @@ def described(row: Row, facts: Mapping[str, object]) -> Difference:
     raw = facts.get("kernels")
     kernels: Mapping[str, str] = raw if isinstance(raw, dict) else {}
     named = [one if one.startswith("--") else f"kernel {one} ({kernels.get(one, 'unknown')})" for one in touching]
-    times = "inf" if math.isinf(row.ratio) else f"{row.ratio:,.0f}"
+    times = f"{row.ratio:.0f}" if row.ratio < 1e4 else f"{row.ratio:.0e}"
     where = place_of(row, facts)
     remark = f"step {row.step + 1}, {where}: {row.distance:.1e} of its norm, {times} times the expected error"
     if named:
@@ -134,17 +134,18 @@ def place_of(row: Row, facts: Mapping[str, object]) -> str:
         return f"shapes {row.a.shape} and {row.b.shape}"
     where_rows, where_columns = row.a.largest_cell(row.b)
     if row.tensor.direction not in ("input", "forward", "gradient"):
-        return f"rows {_span(where_rows)}, columns {_span(where_columns)}"
+        return f"rows {span(where_rows)}, columns {span(where_columns)}"
     length, head = (int(str(facts.get(name) or 1)) for name in ("length", "head_size"))
     sample, position = divmod(where_rows.start, length)
-    text = f"sample {sample}, positions {_span(range(position, min(position + len(where_rows), length)))}"
+    text = f"sample {sample}, positions {span(range(position, min(position + len(where_rows), length)))}"
     if row.a.shape[1] == 1:
         return text
     word = row.tensor.name.rpartition(".")[2]
     if word.removeprefix("rotated_") in ("query", "key", "value", "core_attention"):
         return f"{text}, head {where_columns.start // head}"
-    return f"{text}, columns {_span(where_columns)}"
+    return f"{text}, columns {span(where_columns)}"
 
 
-def _span(numbers: range) -> str:
+def span(numbers: range) -> str:
+    """A range in words: 3, or 3 to 5."""
     return str(numbers.start) if len(numbers) == 1 else f"{numbers.start} to {numbers.stop - 1}"

@@ -174,12 +174,6 @@ def with_batch_size(config: RunConfig, samples: int) -> RunConfig:
     return replace(config, training=training)
 
 
-def in_one_process(config: RunConfig) -> RunConfig:
-    """The flags without a layout, with the same samples in an iteration."""
-    parallel, pipeline = type(config.parallel)(), type(config.pipeline)()
-    return replace(config, parallel=parallel, pipeline=pipeline)
-
-
 def with_values_of(config: RunConfig, other: RunConfig, flags: Sequence[str]) -> RunConfig:
     """``config`` with the values that ``flags`` have in ``other``."""
     for flag in flags:

@@ -11,7 +11,7 @@ A difference explains only if both sides are equal without it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,10 +48,10 @@ class Found:
     operations: Comparison
     causes: tuple[Difference, ...] = ()
     """With these removed, both sides are equal; or the operation that differs."""
-    data: Difference | None = None
-    """The samples of the first steps, if they differ."""
-    weights: Difference | None = None
-    """The initial weights, if they differ."""
+    kernels: Comparison | None = None
+    """The kernels of both sides in the experiments."""
+    begun: tuple[Difference, ...] = ()
+    """The samples and the initial weights, if they differ because of the causes."""
     is_bitwise: bool = False
     """Whether the losses of the steps are the same bits as the sides are."""
 
@@ -68,7 +68,8 @@ class Search:
     """The flags that differ."""
     weights: str | None = None
     """Weights that both sides begin with; None: their own initial weights."""
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict, init=False)
+    _count: int = field(default=0, init=False)
 
     def run(self, label: str, name: str, side: tuple[RunConfig, int], request: Request, fp64: bool) -> list[Recording]:
         """The recorded steps of an experiment."""
@@ -80,66 +81,73 @@ class Search:
         return read_steps(directory / "records")
 
     def __call__(self) -> Found:
-        own_weights = self.weights is None
-        saved = str(self.directory / "weights.safetensors") if own_weights else None
-        exact_a = self.run("A", "A-fp64", self.a, Request(weights=self.weights, save_weights=saved), fp64=True)
-        exact_b = self.run("B", "B-fp64", self.b, Request(weights=self.weights), fp64=True)
+        saved = str(self.directory / "weights.safetensors") if self.weights is None else None
+        start = Request(weights=self.weights)
+        exact_a = self.run("A", "A-fp64", self.a, replace(start, save_weights=saved), fp64=True)
+        exact_b = self.run("B", "B-fp64", self.b, start, fp64=True)
         self.facts = exact_a[0].facts
-        data, weights = self.samples(), first_beyond(_of(("weight",), exact_a, exact_b))
         same = Request(batches_of(self.directory / "A-fp64" / "records"), self.weights or saved)
-        if data is not None or weights is not None:
-            exact_b = self.run("B", "B-same-start-fp64", self.b, same, fp64=True)
+        data, weights = self.samples(), first_beyond(_of("weight", exact_a, exact_b))
+        begun = [] if data is None else [data]
+        begun += [] if weights is None else [described(weights, self.facts)]
         found = list(rows(exact_a, exact_b))
-        first = first_beyond(found)
-        initial = None if weights is None else described(weights, self.facts)
-        if first is not None:
-            causes = self.blame(exact_a, same, in_fp64, fp64=True) or (described(first, self.facts),)
-            return Found(_operations(found, first, self.facts, "in fp64"), causes, data, initial)
-        begun = tuple(one for one in (data, initial) if one is not None)
+        flags = self.blame(exact_a, start) if begun else ()
         if begun:
-            return Found(_operations(found, None, self.facts, "in fp64"), begun, data, initial)
-        return self.in_own_precision(exact_a, exact_b, same, found)
+            exact_b = self.run("B", "B-same-start-fp64", self.b, same, fp64=True)
+            found = list(rows(exact_a, exact_b))
+        first = first_beyond(found)
+        operations = operations_of(found, first, self.facts, "in fp64")
+        kernels = _kernels(exact_a[0], exact_b[0])
+        if first is None and not begun:
+            return self.in_own_precision(exact_a, exact_b, same, found)
+        if not flags and first is not None:
+            flags = self.blame(exact_a, same) or operations.differences
+            return Found(operations, (*begun, *flags), kernels)
+        return Found(operations, flags or tuple(begun), kernels, tuple(begun))
 
     def in_own_precision(
         self, exact_a: list[Recording], exact_b: list[Recording], same: Request, exact: list[Row]
     ) -> Found:
         """Whether kernels or scales of the sides' precisions differ by more than their rounding."""
         if self.a[0].precision.fp64 and self.b[0].precision.fp64:
-            return Found(_operations(exact, None, self.facts, "in fp64"), is_bitwise=_same_bits(exact))
+            operations = operations_of(exact, None, self.facts, "in fp64")
+            return Found(operations, (), _kernels(exact_a[0], exact_b[0]), is_bitwise=_same_bits(exact))
         own_a = self.run("A", "A-own", self.a, same, fp64=False)
         own_b = self.run("B", "B-own", self.b, same, fp64=False)
+        kernels = _kernels(own_a[0], own_b[0])
         expected = measured_error((exact_a, exact_b), (own_a, own_b))
         found = list(rows(own_a, own_b, expected))
         first = first_beyond(found)
-        precision = f"in {own_a[0].facts['precision']} and {own_b[0].facts['precision']}"
-        operations = _operations(found, first, self.facts | own_b[0].facts, precision)
+        precisions = dict.fromkeys(str(side[0].facts["precision"]) for side in (own_a, own_b))
+        operations = operations_of(found, first, self.facts | own_b[0].facts, f"in {' and '.join(precisions)}")
         if first is None:
-            return Found(operations, is_bitwise=_same_bits(found))
-        return Found(operations, self.blame(own_a, same, expected, fp64=False) or operations.differences)
+            return Found(operations, (), kernels, is_bitwise=_same_bits(found))
+        return Found(operations, self.blame(own_a, same, expected, fp64=False) or operations.differences, kernels)
 
     def blame(
-        self, wanted: list[Recording], same: Request, expected: Expected, *, fp64: bool
+        self, wanted: list[Recording], start: Request, expected: Expected = in_fp64, *, fp64: bool = True
     ) -> tuple[Difference, ...]:
-        """The flags without which B is equal to A; none if it never is. Flags that change losses come first: those
-        that change rounding alone are to blame only together with a fault of the code."""
+        """The flags without which B, from ``start``, is equal to A; none if it never is. Flags that change losses come
+        first: those that change rounding alone are to blame only together with a fault of the code."""
 
-        def is_equal(name: str, moved: Sequence[Difference]) -> bool:
+        def is_equal(moved: Sequence[Difference]) -> bool:
             """Whether B with A's values of the flags ``moved`` computes what A does."""
             config = with_values_of(self.b[0], self.a[0], [one.what for one in moved])
             side = config, self.a[1] if any(not one.changes_loss for one in moved) else self.b[1]
+            self._count += 1
             try:
-                steps = self.run("B", name, side, same, fp64)
+                steps = self.run("B", f"B-moved-{self._count}", side, start, fp64)
             except (UserError, AssertionError):  # a combination that the checks refuse is none that is equal
                 return False
             return first_beyond(rows(wanted, steps, expected)) is None
 
-        for number, candidates in enumerate(([one for one in self.flags if one.changes_loss], list(self.flags))):
-            if not candidates or not is_equal(f"B-moved-{number}", candidates):
+        for candidates in ([one for one in self.flags if one.changes_loss], list(self.flags)):
+            if not candidates or not is_equal(candidates):
                 continue
             needed = list(candidates)
-            for index, one in enumerate(candidates[:_MOST_FLAGS] if len(candidates) > 1 else ()):
+            for one in candidates[:_MOST_FLAGS] if len(candidates) > 1 else ():
                 fewer = [other for other in needed if other is not one]
-                if fewer and is_equal(f"B-moved-{number}-without-{index}", fewer):
+                if fewer and is_equal(fewer):
                     needed = fewer
             return tuple(needed)
         return ()
@@ -164,15 +172,25 @@ class Search:
         return None
 
 
-def _of(directions: Sequence[str], a: list[Recording], b: list[Recording]) -> list[Row]:
-    return [row for row in rows(a[:1], b[:1]) if row.tensor.direction in directions]
+def _of(direction: str, a: list[Recording], b: list[Recording]) -> list[Row]:
+    return [row for row in rows(a[:1], b[:1]) if row.tensor.direction == direction]
+
+
+def _kernels(a: Recording, b: Recording) -> Comparison:
+    one, other = (side.facts.get("kernels", {}) for side in (a, b))
+    found = tuple(
+        Difference("kernels", name, one.get(name, "none"), other.get(name, "none"), "", changes_loss=False)
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    )
+    return Comparison("kernels", f"{len(one)} operations, in the experiments.", found)
 
 
 def _same_bits(found: Sequence[Row]) -> bool:
     return all(row.distance == 0 for row in found if row.tensor.name == "loss")
 
 
-def _operations(found: Sequence[Row], first: Row | None, facts: dict[str, Any], precision: str) -> Comparison:
+def operations_of(found: Sequence[Row], first: Row | None, facts: dict[str, Any], precision: str) -> Comparison:
     """The comparison of all recorded tensors of the first step, for the page."""
     shown = [row for row in found if row.step == (0 if first is None else first.step)]
     listed = [

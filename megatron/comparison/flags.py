@@ -1,0 +1,208 @@
+"""The flags of two sides by their meaning, and what surrounds the runs: versions, environment, kernels."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+from megatron.checkpoint.hugging_face.config import describe_directory
+from megatron.checkpoint.megatron_lm.conversion import architecture_of
+from megatron.comparison.finding import Comparison, Difference, Part
+from megatron.comparison.side import Side
+from megatron.config.command_line import CommandLine
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.config.run_parser import RUN_PARSER
+from megatron.errors import UserError
+from megatron.flags import flag_of, words_of
+
+Effect = Literal["loss", "rounding", "nothing"]
+"""What a flag can change: the loss, its rounding (each layout and kernel computes the same run), or neither."""
+
+EFFECTS: Mapping[str, Effect] = {
+    **dict.fromkeys(
+        ("model", "moe", "training", "optimizer", "learning_rate", "precision", "data", "tokenizer"), "loss"
+    ),
+    **dict.fromkeys(("parallel", "pipeline", "activations", "kernels"), "rounding"),
+    **dict.fromkeys(
+        ("validation", "checkpoint", "operation", "logging", "dry_run", "plan", "flag_files", "compatibility"),
+        "nothing",
+    ),
+}
+"""By group of flags."""
+EXCEPTIONS: Mapping[Effect, str] = {
+    "loss": "load load_hf pretrained_checkpoint ckpt_step finetune load_optim inject_fault nan_policy spike_policy",
+    "rounding": """
+        attention_backend transformer_impl moe_token_dispatcher_type moe_shared_expert_overlap
+        overlap_dispatch_backward_with_experts_wgrad moe_grouped_gemm moe_permute_fusion moe_router_fusion
+        micro_batch_size deterministic_mode optimizer_cpu_offload optimizer_offload_fraction
+        overlap_cpu_optimizer_d2h_h2d muon_tp_mode make_vocab_size_divisible_by device""",
+    "nothing": """
+        model max_position_embeddings moe_per_layer_logging exit_interval exit_duration_in_mins
+        exit_signal_handler exit_signal check_for_nan_in_loss_and_grad empty_unused_memory_level manual_gc
+        manual_gc_interval ema_decay override_opt_param_scheduler use_checkpoint_opt_param_scheduler
+        valid_data_path test_data_path data_cache_path object_storage_cache_path num_dataset_builder_threads
+        valid_text_path num_workers dataloader_timeout mmap_bin_files data_verification_rate tiktoken_pattern
+        trust_remote_code distributed_backend distributed_timeout_minutes""",
+}
+"""The fields that differ from their group."""
+
+Meaning = Callable[[RunConfig], Any]
+MEANINGS: Mapping[tuple[str, ...], Meaning] = {
+    ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"): (
+        lambda run: run.parallel.sharding_strategy
+    ),
+    ("tokenizer_type",): lambda run: run.tokenizer.canonical_type,
+    ("reset_attention_mask", "dataloader_inter_document_masking"): lambda run: run.data.masks_documents,
+    ("lr_decay_iters", "lr_decay_samples"): lambda run: (
+        run.learning_rate.lr_decay_iters or run.training.train_iters,
+        run.learning_rate.lr_decay_samples or run.training.train_samples,
+    ),
+    ("recompute_granularity", "recompute_activations", "recompute_modules"): lambda run: (
+        run.activations.granularity,
+        run.activations.modules,
+    ),
+}
+"""Flags that say one thing together, and what they say; other flags are compared one by one."""
+
+
+def effect_of(group: str, name: str) -> Effect:
+    """What the flag of a field can change."""
+    return next((effect for effect, names in EXCEPTIONS.items() if name in names.split()), EFFECTS[group])
+
+
+def config_for(side: Side) -> RunConfig | None:
+    """The flags of a side of this code, those of Megatron-LM as flags of this code, or the architecture of a model of
+    Hugging Face; None if they are not known."""
+    if side.config is not None or side.foreign is None:
+        return side.config
+    if side.kind == "hugging-face":
+        return RunConfig(model=ModelConfig.of(describe_directory(side.path).architecture))
+    return config_of_megatron(side.foreign)
+
+
+def config_of_megatron(arguments: Mapping[str, Any]) -> RunConfig:
+    """Megatron-LM's arguments, in which its defaults are filled in, as flags of this code; those that have no meaning
+    here are left out."""
+    given: list[str] = []
+    for name, value in arguments.items():
+        flag = flag_of(name)
+        found = RUN_PARSER.find(flag)
+        is_sequence = isinstance(value, list | tuple)
+        if value is None or found is None or found[0].field.name != name or (is_sequence and not value):
+            continue
+        if effect_of(_group_of(name), name) == "nothing":
+            continue
+        words = words_of(name, tuple(value) if is_sequence else value)
+        if not CommandLine.of(words).parse().mistakes:
+            given += words
+    config = CommandLine.of(given).parse().config
+    try:
+        architecture = architecture_of(arguments, int(arguments.get("padded_vocab_size") or 1), "Megatron-LM's flags")
+    except UserError:
+        return config
+    kernels = {name: getattr(config.model, name) for name in ("attention_backend", "transformer_impl")}
+    return replace(config, model=replace(ModelConfig.of(architecture), **kernels))
+
+
+def _group_of(name: str) -> str:
+    groups = {
+        field.name: group.name for group in fields(RunConfig) for field in fields(getattr(RunConfig(), group.name))
+    }
+    return groups[name]
+
+
+def compare_flags(a: Side, b: Side) -> Comparison:
+    """The flags that differ in their meaning."""
+    one, other = config_for(a), config_for(b)
+    if one is None or other is None:
+        missing = " and ".join(side.label for side, config in ((a, one), (b, other)) if config is None)
+        return Comparison("flags", f"The flags of {missing} are not known.", is_complete=False)
+    known = set.intersection(*(_known_groups(side) for side in (a, b)))
+    names = {group.name for group in fields(RunConfig)}
+    only = "" if known == names else f" of the groups {', '.join(sorted(known))}"
+    found = tuple(_differences(one, other, known))
+    return Comparison("flags", f"All flags{only}, with defaults filled in.", found, is_complete=known == names)
+
+
+def _known_groups(side: Side) -> set[str]:
+    if side.kind == "hugging-face":
+        return {"model"}
+    everything = {group.name for group in fields(RunConfig)}
+    return (set(side.known_groups) or everything) if side.config is not None else everything
+
+
+def _differences(a: RunConfig, b: RunConfig, known: set[str]) -> Iterator[Difference]:
+    same = {name for names, meaning in MEANINGS.items() if meaning(a) == meaning(b) for name in names}
+    architectures = [_architecture(config) for config in (a, b)]
+    for group in fields(RunConfig):
+        if group.name not in known:
+            continue
+        one, other = getattr(a, group.name), getattr(b, group.name)
+        for field in fields(one):
+            left, right = (_meaning(config, field.name, given) for config, given in zip(architectures, (one, other)))
+            effect = effect_of(group.name, field.name)
+            if left == right or field.name in same or effect == "nothing":
+                continue
+            if field.name == "global_batch_size" and None in (left, right):
+                continue  # it follows from the number of ranks
+            yield Difference(
+                "flags", flag_of(field.name), _shown(left), _shown(right), "", changes_loss=effect == "loss"
+            )
+
+
+def _architecture(config: RunConfig) -> Any:
+    try:
+        return config.architecture
+    except UserError:
+        return None
+
+
+def _meaning(architecture: Any, name: str, group: Any) -> Any:
+    """The value of a flag; of the architecture what follows from it."""
+    if isinstance(group, ModelConfig) and hasattr(architecture, name) and name != "max_position_embeddings":
+        return getattr(architecture, name)
+    return getattr(group, name)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# --- surroundings --------------------------------------------------------------------------------------------
+
+
+def compare_surroundings(a: Side, b: Side) -> list[Comparison]:
+    """Versions, environment and kernels, where both sides recorded them."""
+    found: list[Comparison] = []
+    sections: tuple[tuple[Part, Callable[[Side], Mapping[str, Any] | None]], ...] = (
+        ("versions", lambda side: (side.environment or {}).get("versions")),
+        ("environment", _environment),
+        ("kernels", lambda side: side.kernels),
+    )
+    for part, read in sections:
+        one, other = read(a), read(b)
+        if not one or not other:
+            missing = " and ".join(side.label for side, values in ((a, one), (b, other)) if not values)
+            found.append(Comparison(part, f"The {part} of {missing} are not recorded.", is_complete=False))
+            continue
+        # They may change rounding; experiments on this machine have one environment, and show it for kernels.
+        differences = tuple(
+            Difference(part, name, _shown(one.get(name)), _shown(other.get(name)), "", changes_loss=False)
+            for name in sorted(one.keys() | other.keys())
+            if one.get(name) != other.get(name)
+        )
+        found.append(Comparison(part, f"{len(one.keys() | other.keys())} entries.", differences))
+    return found
+
+
+def _environment(side: Side) -> dict[str, Any]:
+    recorded = side.environment or {}
+    code = recorded.get("git") or {}
+    return {
+        **recorded.get("variables", {}),
+        **recorded.get("accelerator", {}),
+        **{name: recorded.get(name) for name in ("world_size", "ranks_per_node") if name in recorded},
+        **{f"code {name}": code[name] for name in ("commit", "is_changed") if name in code},
+    }

@@ -1,0 +1,167 @@
+"""The findings of a comparison as text, as a page, and in JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron.comparison.finding import Comparison, Difference, Verdict
+from megatron.reports.page import Cell, Mood, Tile, figure, legend, notes, page, section, table, tiles
+from megatron.reports.svg import Scale, curve, dot, horizontal, log_ticks, svg, text, vertical
+
+_TITLES = {
+    "flags": "Flags",
+    "versions": "Versions",
+    "environment": "Environment",
+    "kernels": "Kernels",
+    "data": "Data",
+    "weights": "Weights",
+    "curves": "Curves",
+    "operations": "Operations",
+}
+_MOODS: Mapping[str, Mood] = {"equal": "good", "rounding": "good", "cause": "bad", "unclear": "warn"}
+_HEIGHT, _LEAST = 240.0, 1e-17
+_STYLE = """
+.ours { stroke: var(--c1); fill: var(--c1); } .theirs { stroke: var(--c2); fill: var(--c2); }
+circle.ours, circle.theirs { stroke: none; } .limit { stroke: var(--bad); stroke-dasharray: 4 3; }
+td.marked { font-weight: bold; }
+"""
+
+
+def to_text(verdict: Verdict, names: tuple[str, str]) -> str:
+    """What the command prints: the verdict, then each part."""
+    lines = [f"A  {names[0]}", f"B  {names[1]}", "", verdict.sentence, ""]
+    for part in verdict.parts:
+        count = len(part.differences)
+        state = f"{count} difference{'s' * (count != 1)}" if count else "no difference" if part.is_complete else "?"
+        lines.append(f"{part.part:12} {state:15} {part.compared}")
+    for title, found in (("cause", verdict.causes), ("differs, does not explain", verdict.others)):
+        if found:
+            lines += ["", f"{title}:", *(f"  {line}" for one in found for line in _lines(one))]
+    rounding = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
+    if rounding:
+        lines += ["", "differs, changes rounding at most:"]
+        lines += [f"  {line}" for one in rounding[:20] for line in _lines(one)]
+        lines += [f"  and {len(rounding) - 20} more"] if len(rounding) > 20 else []
+    return "\n".join(lines)
+
+
+def _lines(one: Difference) -> Iterator[str]:
+    sides = f"  A: {one.a}  B: {one.b}" if one.a or one.b else ""
+    yield f"{one.what}{sides}"
+    if one.remark:
+        yield f"    {one.remark}"
+
+
+def to_json(verdict: Verdict, names: tuple[str, str]) -> str:
+    content = {"a": names[0], "b": names[1], "exit_code": verdict.exit_code, **asdict(verdict)}
+    return json.dumps(_finite(content), indent=1) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_page(verdict: Verdict, names: tuple[str, str]) -> str:
+    """The page: verdict, cause, and a section for each part."""
+    label = {"equal": "equal", "rounding": "rounding", "cause": "a cause is named", "unclear": "not decided"}
+    parts = [tiles([Tile("verdict", label[verdict.kind], verdict.sentence, is_main=True)])]
+    for title, found in (("The cause", verdict.causes), ("Differs, does not explain", verdict.others)):
+        if found:
+            parts.append(section(title, _table(found)))
+    parts += [_section(part) for part in verdict.parts]
+    return page("Why does my loss differ?", f"A {names[0]}, B {names[1]}", parts, more_style=_STYLE)
+
+
+def _table(found: Sequence[Difference]) -> str:
+    rows = [
+        [Cell(one.what), Cell(one.a), Cell(one.b), Cell(one.remark), Cell("" if one.changes_loss else "rounding")]
+        for one in found
+    ]
+    return table(["what", "A", "B", "where", "changes"], rows)
+
+
+def _section(part: Comparison) -> str:
+    shown = [_table(part.differences)] if part.differences else []
+    figures = part.figures or {}
+    if "tokens" in figures:
+        shown.append(_tokens(figures["tokens"]))
+    if figures.get("iterations"):
+        shown.append(_curves(figures))
+    if figures.get("rows"):
+        shown.append(_operations(figures["rows"], figures["first"]))
+    if not part.differences:
+        shown.insert(0, notes(["No difference." if part.is_complete else "Not compared as a whole."]))
+    return section(_TITLES[part.part], *shown, note=part.compared)
+
+
+def _tokens(tokens: Mapping[str, Any]) -> str:
+    """The neighbours of the first token that differs."""
+    rows = [
+        [
+            Cell(str(tokens["first"] + place), tokens["first"] + place),
+            Cell(str(a), mood="" if a == b else "bad"),
+            Cell(str(b), mood="" if a == b else "bad"),
+        ]
+        for place, (a, b) in enumerate(zip(tokens["a"], tokens["b"]))
+    ]
+    return table(["position", "A", "B"], rows, is_sortable=False)
+
+
+def _curves(figures: Mapping[str, Any]) -> str:
+    """The relative difference of the losses, and the spread that rounding explains."""
+    places, points = figures["iterations"], []
+    for place, a, b in zip(places, figures["a"], figures["b"]):
+        points.append((float(place), max(abs(a - b) / abs(a), _LEAST) if a else math.nan))
+    band = [(float(place), expected) for place, expected in zip(places, figures["expected"])]
+    x = Scale(min(places), max(max(places), min(places) + 1))
+    y = _scale([value for _, value in points + band])
+    chart = svg(
+        _HEIGHT,
+        *_grid(y),
+        curve(band, x, y, _HEIGHT, "limit"),
+        curve(points, x, y, _HEIGHT, "line ours"),
+        label="relative difference of the losses",
+    )
+    colours = [("ours", "relative difference of the losses"), ("limit", "the expected spread of rounding")]
+    return figure(chart, legend(colours))
+
+
+def _operations(rows: Sequence[Mapping[str, Any]], first: int | None) -> str:
+    """The difference of every tensor in the order of the step, and what is expected."""
+    values = [(max(row["distance"], _LEAST), max(row["expected"], _LEAST)) for row in rows]
+    y = _scale([value for pair in values for value in pair])
+    shapes = []
+    for number, (row, (distance, expected)) in enumerate(zip(rows, values)):
+        x = f"{100 * (number + 0.5) / len(rows):.3f}%"
+        tip = f"{row['direction']} {row['name']}\ndifference {row['distance']:.2e}, expected {row['expected']:.1e}"
+        shapes.append(dot(x, y.pixel(expected, _HEIGHT), 1.5, "theirs"))
+        shapes.append(dot(x, y.pixel(distance, _HEIGHT), 3.5, "ours", tip))
+        if number == first:
+            shapes.append(vertical(x, 0, _HEIGHT, "limit"))
+    names = [(row["direction"], number) for number, row in enumerate(rows)]
+    starts = dict(reversed(names))
+    marks = [
+        text(f"{100 * number / len(rows):.2f}%", _HEIGHT + 14, direction.replace("_", " "), "label", "start")
+        for direction, number in starts.items()
+    ]
+    chart = svg(_HEIGHT + 20, *_grid(y), *shapes, *marks, label="differences of operations in the order of a step")
+    return figure(chart, legend([("ours", "relative difference"), ("theirs", "expected error")]))
+
+
+def _scale(values: Sequence[float]) -> Scale:
+    finite = [value for value in values if math.isfinite(value) and value > 0] or [_LEAST, 1.0]
+    return Scale(min(finite) / 2, max(max(finite), min(finite) * 10) * 2, is_log=True)
+
+
+def _grid(y: Scale) -> Iterator[str]:
+    ticks = [tick for tick in log_ticks(y.low, y.high) if math.log10(tick).is_integer()]
+    for tick in ticks[:: max(1, len(ticks) // 6)]:
+        place = y.pixel(tick, _HEIGHT)
+        yield horizontal(place, "grid")
+        yield text("0", place - 3, f"{tick:.0e}", "label", "start")
