@@ -196,11 +196,8 @@ def _scattered(experts: Tensor, num_experts: int, weights: Tensor) -> Tensor:
 def _published(path: Path, mapping: HuggingFaceMapping) -> dict[str, Tensor]:
     """The weights in ``path`` under Hugging Face's names."""
     ours = load_file(path)
-    # The vocabulary may be padded.
-    if ours.keys() != mapping.ours.keys() or any(
-        one.shape[1:] != ours[name].shape[1:] or one.shape[0] > ours[name].shape[0]
-        for name, one in mapping.ours.items()
-    ):
+    wanted = {name: one.shape for name, one in mapping.ours.items()}
+    if {name: tuple(one.shape) for name, one in ours.items()} != wanted:
         raise DataError(f"{path} has weights of another model than config.json describes: name those of this model.")
 
     def tensor_of(section: Section) -> Tensor:
