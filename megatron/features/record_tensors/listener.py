@@ -119,11 +119,10 @@ class TensorRecorder(Listener):
         }
         file = self.directory / f"iter_{iteration:07d}.safetensors"
         save_recording(file, recording)
-        tensors = {name: torch.zeros(place.samples, place.length, dtype=kind) for name, kind in _INPUTS.items()}
-        for _, parts in gathered:
-            for name, rows, values in parts:
-                whole = tensors.setdefault(name, torch.zeros(place.samples, place.length, dtype=values.dtype))
-                whole.view(-1)[rows] = values.to(whole)
+        tensors: dict[str, Tensor] = {}
+        for name, rows, values in (part for _, parts in gathered for part in parts):
+            whole = tensors.setdefault(name, values.new_zeros(place.samples, place.length))
+            whole.view(-1)[rows] = values
         save_file(tensors, file.with_suffix(".batch.safetensors"))
 
     def _counted(self, trainer: Trainer) -> list[UpdatedShard]:
