@@ -103,41 +103,42 @@ main_diff = partial(run_tool, DiffConfig, diff, DIFF)
 # --- check-layouts -------------------------------------------------------------------------------------------
 
 CHECK = """\
-megatron-llama check-layouts [--max-ranks N] [--num-gpus RANKS] FLAGS OF pretrain_llama.py
+Check a layout: check-layouts [--max-ranks N] FLAGS OF pretrain_llama.py
 
 Run the model of the flags, scaled down, for two steps in one process and in their layout, in fp64, and compare every
-operation, gradient and update: equal to 1e-9, or where not. --num-gpus is the number of ranks of the run (default: one
-or two replicas); a layout of more than --max-ranks ranks (default: 8) is made smaller. The exit code is 0 if they are
-equal, 3 if not, 2 if a person must act.
+operation, gradient and update: equal to 1e-9, or where not. With --dry-run --num-gpus N the flags say the number of
+ranks (default: one replica, without a layout two). The exit code is 0 if the layout is equal, 3 if not, 2 if a person
+must act.
 """
+"""Text of ``megatron-llama check-layouts --help``."""
 TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """The experiment; all other flags are those of training."""
+
+    max_ranks: int = 8
+    """Processes of the layout. A larger one is made smaller: fewer replicas first."""
+
+    def check(self) -> None:
+        require_at_least(1, values_of(self, "max_ranks"))
 
 
 def main_check(arguments: Sequence[str] | None = None) -> int:
     """Run check-layouts; its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(CHECK, end="")
-        return 0 if words else 2
-    most = 8
-    if "--max-ranks" in words[:-1]:
+    own = words if words[:1] in (["-h"], ["--help"]) else []
+    if "--max-ranks" in words:
         place = words.index("--max-ranks")
-        text = words[place + 1]
+        own = words[place : place + 2]
         del words[place : place + 2]
-        if not text.isdigit() or not int(text):
-            print(f"ERROR: --max-ranks {text} must be a number of at least 1.", file=sys.stderr)
-            return 2
-        most = int(text)
-    return run_tool(CheckFlags, lambda _: check_layouts(words, most), None, [])
+    return run_tool(CheckConfig, partial(check_layouts, words), CHECK, own)
 
 
-@dataclass(frozen=True)
-class CheckFlags:
-    """The flags are those of training."""
-
-
-def check_layouts(words: Sequence[str], most: int) -> int:
-    """Compare the layout of the flags with one process."""
+def check_layouts(words: Sequence[str], check: CheckConfig) -> int:
+    """Compare the layout of the flags ``words`` with one process."""
+    check.check()
     from megatron.comparison.bisection import described, rows
     from megatron.comparison.experiment import Processes, Request, batches_of, read_steps, recorded
     from megatron.comparison.layouts import one_process, small_layout, small_model
@@ -145,7 +146,7 @@ def check_layouts(words: Sequence[str], most: int) -> int:
     given = CommandLine.of(words).parse().checked()
     ranks = given.parallel.model_parallel_size
     world_size = given.dry_run.num_gpus or (ranks if ranks > 1 else 2)
-    config, size = small_layout(given, world_size, most)
+    config, size = small_layout(given, world_size, check.max_ranks)
     config = small_model(config, size)
     check_run(config, size)
     alone = one_process(config)

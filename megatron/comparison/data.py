@@ -13,6 +13,7 @@ from megatron.config.run import RunConfig
 from megatron.data.data_record import tokenizer_digest, training_differences
 from megatron.data.dataset_builder import build_datasets
 from megatron.data.gpt_dataset import Dataset
+from megatron.data.tokenizers import describe_tokenizer
 from megatron.errors import UserError
 from megatron.training.batch_schedule import BatchSchedule, build_batches
 from megatron.training.build.vocabulary import planned_vocabulary
@@ -33,6 +34,10 @@ class Samples:
         consumed = self.batches.total_samples(number - 1) if number > 1 else 0
         return range(consumed, consumed + self.batches.global_batch_size(consumed))
 
+    def has(self, number: int) -> bool:
+        """Whether the run reaches the iteration."""
+        return self.iteration(number).stop <= len(self.dataset)
+
 
 def compare_data(a: Side, b: Side, around: int | None = None) -> Comparison:
     """What differs in the data, up to the first sample; ``around`` is an iteration to look at, too."""
@@ -49,12 +54,14 @@ def compare_data(a: Side, b: Side, around: int | None = None) -> Comparison:
         text = f"Records alone, because the samples cannot be read: {error}"
         return Comparison("data", text, (*found, *_of_records(a, b)), is_complete=False)
     numbers = [*range(1, _ITERATIONS + 1), *(range(around - _BEFORE, around + 1) if around else ())]
-    first = first_difference(sides[0], sides[1], sorted({number for number in numbers if number > 0}))
+    # A run may end before the last one.
+    iterations = sorted({one for one in numbers if one > 0 and all(side.has(one) for side in sides)})
+    first = first_difference(sides[0], sides[1], iterations)
     figures: dict[str, Any] | None = None
     if first is not None:
         difference, figures = first
         found.append(difference)
-    return Comparison("data", f"The samples of {len(numbers)} iterations.", tuple(found), figures=figures)
+    return Comparison("data", f"The samples of {len(iterations)} iterations.", tuple(found), figures=figures)
 
 
 def _of_records(a: Side, b: Side) -> Iterator[Difference]:
@@ -78,8 +85,16 @@ def open_samples(config: RunConfig, world_size: int | None) -> Samples:
     replicas = config.parallel.data_parallel_size(world_size or config.parallel.model_parallel_size)
     batches = build_batches(config, replicas)
     wanted = config.training.train_samples or batches.total_samples(config.training.train_iters or 1)
-    facts: Any = {"vocab_size": vocabulary.size, "eod": vocabulary.end_of_document, "seed": config.training.seed}
-    dataset, _, _ = build_datasets(config.data, sample_counts=(wanted, 0, 0), inspect=False, **facts)
+    tokenizer = config.tokenizer
+    dataset, _, _ = build_datasets(
+        config.data,
+        sample_counts=(wanted, 0, 0),
+        inspect=False,
+        vocab_size=vocabulary.size,
+        eod=vocabulary.end_of_document,
+        seed=config.training.seed,
+        tokenizer_description=describe_tokenizer(tokenizer) if tokenizer.tokenizer_type else None,
+    )
     assert dataset is not None
     return Samples(dataset, batches)
 

@@ -12,6 +12,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER
+from megatron.config.training import TrainingConfig
 from megatron.errors import UserError
 from megatron.flags import flag_of, words_of
 
@@ -46,11 +47,21 @@ EXCEPTIONS: Mapping[Effect, str] = {
 }
 """The fields that differ from their group."""
 
+
+def _length(training: TrainingConfig) -> tuple[int | None, ...]:
+    """The batch size and the samples of a run; its flags as they are where samples do not follow from them alone."""
+    size, iterations, samples = training.global_batch_size, training.train_iters, training.train_samples
+    if size is None or training.rampup_batch_size is not None or iterations is None:
+        return size, iterations, samples
+    return size, None, iterations * size
+
+
 Meaning = Callable[[RunConfig], Any]
 MEANINGS: Mapping[tuple[str, ...], Meaning] = {
     ("data_parallel_sharding_strategy", "use_distributed_optimizer", "use_torch_fsdp2", "use_megatron_fsdp"): (
         lambda run: run.parallel.sharding_strategy
     ),
+    ("train_iters", "train_samples"): lambda run: _length(run.training),
     ("tokenizer_type",): lambda run: run.tokenizer.canonical_type,
     ("reset_attention_mask", "dataloader_inter_document_masking"): lambda run: run.data.masks_documents,
     ("lr_decay_iters", "lr_decay_samples"): lambda run: (
@@ -97,7 +108,7 @@ def config_of_megatron(arguments: Mapping[str, Any]) -> RunConfig:
             given += words
     config = CommandLine.of(given).parse().config
     try:
-        architecture = architecture_of(arguments, int(arguments.get("padded_vocab_size") or 1), "Megatron-LM's flags")
+        architecture = _megatron_architecture(arguments)
     except UserError:
         return config
     kernels = {name: getattr(config.model, name) for name in ("attention_backend", "transformer_impl")}
@@ -119,9 +130,28 @@ def compare_flags(a: Side, b: Side) -> Comparison:
         return Comparison("flags", f"The flags of {missing} are not known.", is_complete=False)
     known = set.intersection(*(_known_groups(side) for side in (a, b)))
     names = {group.name for group in fields(RunConfig)}
+    refused = [text for side in (a, b) if (text := refused_architecture(side))]
+    if refused:
+        known -= {"model", "moe"}
     only = "" if known == names else f" of the groups {', '.join(sorted(known))}"
     found = tuple(_differences(one, other, known))
-    return Comparison("flags", f"All flags{only}, with defaults filled in.", found, is_complete=known == names)
+    compared = " ".join([f"All flags{only}, with defaults filled in.", *refused])
+    return Comparison("flags", compared, found, is_complete=known == names)
+
+
+def refused_architecture(side: Side) -> str | None:
+    """Why the architecture of Megatron-LM's arguments cannot be compared; None if it can."""
+    if side.kind != "megatron-lm" or side.config is not None or side.foreign is None:
+        return None
+    try:
+        _megatron_architecture(side.foreign)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _megatron_architecture(arguments: Mapping[str, Any]) -> Any:
+    return architecture_of(arguments, int(arguments.get("padded_vocab_size") or 1), "Megatron-LM's flags")
 
 
 def _known_groups(side: Side) -> set[str]:

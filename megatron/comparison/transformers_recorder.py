@@ -6,7 +6,6 @@ Queries and keys are brought into our order of rotary pairs, and parameters into
 conversions.
 """
 
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -19,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from megatron.checkpoint.boxes import strided
+from megatron.checkpoint.hugging_face.config import describe_directory
 from megatron.checkpoint.hugging_face.mapping import HuggingFaceMapping, Section, copies_of_section
-from megatron.checkpoint.hugging_face.weights import HuggingFaceModel
-from megatron.comparison.batch import Batch, record_result
+from megatron.checkpoint.hugging_face.weights import HuggingFaceWeights
+from megatron.comparison.batch import Batch, Widened, finish, record_result
 from megatron.core.ops.documents import Documents
 from megatron.errors import ConfigError, DataError
 from megatron.features.record_tensors.recording import Direction, Recording, TensorName, whole
@@ -67,24 +66,26 @@ def record_transformers(
 ) -> Recording:
     """What the model in ``directory`` computes for ``batch`` in ``dtype``.
 
-    ``weights`` is a safetensors file with other weights, under our global names. In fp64 everything is computed in
-    fp64. Raises :class:`ConfigError` without transformers, :class:`CheckpointError` for a model that conversions
-    refuse, and :class:`DataError` for ``weights`` of another model.
+    ``weights`` is a safetensors file with weights under our global names; then ``directory`` needs ``config.json``
+    alone. In fp64 everything is computed in fp64. Raises :class:`ConfigError` without transformers,
+    :class:`CheckpointError` for a model that conversions refuse, and :class:`DataError` for ``weights`` of another
+    model.
     """
     try:
         import transformers
     except ImportError:
         raise ConfigError("To run a model of Hugging Face, transformers is needed: pip install transformers.") from None
-    source = HuggingFaceModel(directory)
-    mapping = HuggingFaceMapping.of(source.architecture)
-    mapping.check(source.weights.shapes, str(directory))
-    facts = {"head_size": source.architecture.kv_channels, "kernels": {"attention": attention, "experts": "eager"}}
+    architecture = describe_directory(directory).architecture
+    mapping = HuggingFaceMapping.of(architecture)
+    if weights is None:
+        mapping.check(HuggingFaceWeights(directory).shapes, str(directory))
+    facts = {"head_size": architecture.kv_channels, "kernels": {"attention": attention, "experts": "eager"}}
     recording = batch.start_recording(dtype, **facts)
     recorder = _Recorder(recording, mapping, batch)
     masks, functions = transformers.AttentionMaskInterface, transformers.AttentionInterface
     masks.register(_ATTENTION, masks()[attention])
     functions.register(_ATTENTION, partial(recorder.attend, attention, functions()))
-    with _Widened() if dtype == torch.float64 else nullcontext():
+    with Widened() if dtype == torch.float64 else nullcontext():
         model_class = getattr(transformers, mapping.architecture.hugging_face_class)
         model = model_class.from_pretrained(
             None if weights else directory,
@@ -111,20 +112,8 @@ def record_transformers(
     parameters = dict(model.named_parameters())
     recorder.add_parameters(model, "weight", {name: one.detach() for name, one in parameters.items()})
     recorder.add_parameters(model, "weight_gradient", {name: one.grad for name, one in parameters.items()})
-    squares = (one.squares for name, one in recording.tensors.items() if name.direction == "weight_gradient")
-    recording.facts |= {"loss": loss.item(), "grad_norm": math.sqrt(sum(squares))}
+    finish(recording, loss)
     return recording
-
-
-class _Widened(TorchFunctionMode):
-    """Computes in fp64 what transformers computes in fp32 in every dtype: norms, softmax, rotations, routers."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def widened(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        function = Tensor.double if func is Tensor.float else func
-        return function(*map(widened, args), **{name: widened(value) for name, value in (kwargs or {}).items()})
 
 
 class _Recorder:

@@ -124,7 +124,7 @@ def ranks_started(directory: Path, *sizes: int) -> Iterator[dict[int, Ranks]]:
 
 
 MODEL = (
-    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 "
+    "--device cpu --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 64 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 30 --seq-length 32 --micro-batch-size 2 "
     "--global-batch-size 8 --train-iters 10 --lr 1e-3 --num-workers 0 --eval-iters 0"
 )

@@ -77,7 +77,7 @@ def flags_of_script(path: Path) -> frozenset[str]:
     """The flags of a tool or benchmark; some also take those of training."""
     kinds = command_lines(path, [*COMMANDS.get(path.stem, ())])
     found = {flag for kind in kinds for flag in Parser(kind, path.name).spellings}
-    return frozenset(found) | (PRETRAIN if path.stem in ("overfit_check", "evaluate") else set())
+    return frozenset(found) | (PRETRAIN if path.stem in ("overfit_check", "evaluate", "check_layouts") else set())
 
 
 @cache

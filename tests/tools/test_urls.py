@@ -33,6 +33,7 @@ NEEDED = {
     "convert_checkpoint from-megatron": "--load a --save b",
     "convert_checkpoint to-hf": "--load a --hf b",
     "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
+    "diff_runs": "a b",
     "evaluate_tasks": "--load a --tasks b",
     "evaluate_tasks --load-hf": "--tasks b",
     "explore": "--out a",
