@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.comparison.finding import Difference
-from megatron.features.record_tensors.recording import Fingerprint, Recording, TensorName, split_layer
+from megatron.features.record_tensors.recording import Fingerprint, Recording, TensorName, split_layer, step_order
 
 FP64_ERROR = 1e-12
 """The expected error in fp64: the layouts of this code differ by 1e-13 at most (tests/comparison)."""
@@ -90,7 +90,8 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
     """The error of each side's own precision, from its steps in fp64 and in its precision.
 
     If both have the same precision, a side with much larger errors than the other one is at fault, so the smaller error
-    counts; otherwise the larger one.
+    counts; otherwise the larger one. The larger one counts also for what chance decides: updates of Adam, the weights
+    after them, and the choice of experts.
     """
     precisions = [side[0].facts.get("precision", "fp32") for side in own]
     least = max(UNIT_ROUNDOFF.get(one, 0.0) for one in precisions)
@@ -114,13 +115,28 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
     of_updates = max(largest(step, "update") for step in steps)
     # What a step computes from the weights has their errors, which the updates before it made by chance.
     of_weights = [largest(step, "weight") for step in steps]
+    # A token whose second and third expert are about equally good gets either one, and what follows has its error.
+    of_routers = [
+        [
+            (step_order(name), max(errors(step, name), default=0.0))
+            for name in own[0][step].ordered()
+            if _is_router(name)
+        ]
+        for step in steps
+    ]
 
     def expected(step: int, tensor: TensorName) -> float:
         if tensor.direction == "update" or (tensor.direction == "weight" and step):
             return max(least, of_updates)
-        return max(least, of_weights[step], choose(errors(step, tensor), default=least))
+        place = step_order(tensor)
+        chances = [error for router, error in of_routers[step] if router <= place]
+        return max(least, of_weights[step], *chances, choose(errors(step, tensor), default=least))
 
     return expected
+
+
+def _is_router(tensor: TensorName) -> bool:
+    return tensor.direction == "forward" and tensor.name.endswith(".router")
 
 
 def described(row: Row, facts: Mapping[str, object]) -> Difference:

@@ -52,10 +52,15 @@ BETWEEN = (
     (f"{LAYOUTS[1]} {LAYOUTS[4]}", f"{LAYOUTS[6]} {ALONE[2]}"),
 )
 """Two layouts of two or four ranks."""
+CHANCE = (
+    "--fp16 --initial-loss-scale 1024 --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 24 --seq-length 64"
+)
+"""Some of its tokens get another expert by rounding, on one side and not on the other."""
 PAIRS = (
     *((f"{one} ", f"{one} {b}") for one, b in product(PRECISIONS, ("", *LAYOUTS, *ALONE))),
     *((f"{one} {EXPERTS}", f"{one} {EXPERTS} {b}") for one, b in product(("", "--bf16"), EXPERT_LAYOUTS)),
     *((f"{one} {a}", f"{one} {b}") for one, (a, b) in product(("", "--bf16"), BETWEEN)),
+    *((f"{CHANCE} --seed {seed}", f"{CHANCE} --seed {seed} --attention-backend unfused") for seed in (1, 4)),
 )
 QUICK = (
     ("--bf16 ", f"--bf16 {LAYOUTS[1]}"),
@@ -64,6 +69,7 @@ QUICK = (
     (f"--bf16 {EXPERTS}", f"--bf16 {EXPERTS} {LAYOUTS[1]}"),
     (f" {LAYOUTS[1]}", f" {LAYOUTS[3]}"),
     (f"--bf16 {LAYOUTS[4]}", f"--bf16 {LAYOUTS[9]}"),
+    (f"{CHANCE} --seed 1", f"{CHANCE} --seed 1 --attention-backend unfused"),
 )
 """Of the default tests."""
 
@@ -116,9 +122,9 @@ def test_a_resumed_run_computes_the_steps_of_one_that_went_on(
     assert layout or all(row.distance == 0 for row in found)
 
 
-def test_a_resumed_run_is_equal_to_one_that_went_on(tmp_path: Path) -> None:
+def test_a_resumed_run_raises_no_alarm(tmp_path: Path) -> None:
     def train(name: str, *counts: int) -> None:
-        place = f"--save {tmp_path / name} --save-interval 2 --metrics-jsonl {tmp_path / name / 'metrics.jsonl'}"
+        place = f"--save {tmp_path / name} --save-interval 2 --metrics-jsonl {tmp_path / name}.jsonl --log-interval 1"
         for number, count in enumerate(counts):
             load = f"--load {tmp_path / name}" if number else ""
             with ml.Run.from_flags(f"{MODEL} {place} {load}") as run:
@@ -128,7 +134,10 @@ def test_a_resumed_run_is_equal_to_one_that_went_on(tmp_path: Path) -> None:
     train("resumed", 2, 2)
     names = str(tmp_path / "on"), str(tmp_path / "resumed")
     verdict = compare(names, InProcess({}), tmp_path, 1, lambda text: None)
-    assert verdict.kind == "equal" and not verdict.causes and not verdict.others, verdict
+    assert verdict.exit_code == 0 and not verdict.causes, verdict
+    assert [one.what for one in verdict.others] == ["--load"]  # it differs, and does not explain
+    curves, weights = (next(one for one in verdict.parts if one.part == part) for part in ("curves", "weights"))
+    assert curves.is_complete and weights.is_complete and not curves.differences and not weights.differences
 
 
 def test_there_are_a_hundred_pairs() -> None:
