@@ -38,7 +38,8 @@ def to_text(verdict: Verdict, names: tuple[str, str]) -> str:
         count = len(part.differences)
         state = f"{count} difference{'s' * (count != 1)}" if count else "no difference" if part.is_complete else "?"
         lines.append(f"{part.part:12} {state:15} {part.compared}")
-    for title, found in (("cause", verdict.causes), ("differs, does not explain", verdict.others)):
+    others = "differs, not tried" if verdict.kind == "unclear" else "differs, does not explain"
+    for title, found in (("cause", verdict.causes), (others, verdict.others)):
         if found:
             lines += ["", f"{title}:", *(f"  {line}" for one in found for line in _lines(one))]
     rounding = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
@@ -73,7 +74,8 @@ def to_page(verdict: Verdict, names: tuple[str, str]) -> str:
     """The page: verdict, cause, and a section for each part."""
     label = {"equal": "equal", "rounding": "rounding", "cause": "a cause is named", "unclear": "not decided"}
     parts = [tiles([Tile("verdict", label[verdict.kind], is_main=True)]), paragraph(verdict.sentence)]
-    for title, found in (("The cause", verdict.causes), ("Differs, does not explain", verdict.others)):
+    others = "Differs, not tried" if verdict.kind == "unclear" else "Differs, does not explain"
+    for title, found in (("The cause", verdict.causes), (others, verdict.others)):
         if found:
             parts.append(section(title, _table(found)))
     agreeing = [part for part in verdict.parts if not part.differences and not part.figures]

@@ -33,7 +33,10 @@ ALONE = (
 )
 PRECISIONS = ("", "--fp64", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid")
 """The first is fp32."""
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
+    "--moe-router-load-balancing-type seq_aux_loss"  # aux_loss depends on the microbatch
+)
 EXPERT_LAYOUTS = ("--expert-model-parallel-size 2", LAYOUTS[1], LAYOUTS[5], "--micro-batch-size 4")
 PAIRS = (
     *product(PRECISIONS, ("", *LAYOUTS, *ALONE)),
