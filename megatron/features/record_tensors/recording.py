@@ -271,15 +271,15 @@ def load_recording(path: Path) -> Recording:
             if metadata.get("format") != FORMAT:
                 raise DataError(f"{path} is no recording of this version ({FORMAT}): record it again.")
             arrays = {name: file.get_tensor(name) for name in ("digest", "squares", "sketch", "elements")}
-    except (OSError, SafetensorError) as error:
+        recording = Recording(json.loads(metadata["facts"]))
+        for number, (direction, name, rows, columns) in enumerate(json.loads(metadata["tensors"])):
+            recording.tensors[TensorName(direction, name)] = Fingerprint(
+                (rows, columns),
+                int(arrays["digest"][number]),
+                float(arrays["squares"][number]),
+                arrays["sketch"][number],
+                arrays["elements"][number],
+            )
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise DataError(f"{path} is no recording ({error}): name a file of --record-tensors.") from None
-    recording = Recording(json.loads(metadata["facts"]))
-    for number, (direction, name, rows, columns) in enumerate(json.loads(metadata["tensors"])):
-        recording.tensors[TensorName(direction, name)] = Fingerprint(
-            (rows, columns),
-            int(arrays["digest"][number]),
-            float(arrays["squares"][number]),
-            arrays["sketch"][number],
-            arrays["elements"][number],
-        )
     return recording
