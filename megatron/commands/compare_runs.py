@@ -36,8 +36,10 @@ named, 2 if a person must act. See docs/why_does_my_loss_differ.md.
 class DiffConfig:
     """Two sides, and the outputs."""
 
-    sides: Annotated[tuple[str, ...], Argument(is_positional=True)]
-    """The two sides, A and B."""
+    a: Annotated[str, Argument(is_positional=True)]
+    """The first side."""
+    b: Annotated[str, Argument(is_positional=True)]
+    """The second side."""
     html: str | None = None
     """File for a page with the tables and charts."""
     json: str | None = None
@@ -57,8 +59,6 @@ class DiffConfig:
     """New directory that keeps the recordings and logs of the experiments."""
 
     def check(self) -> None:
-        if len(self.sides) != 2:
-            raise ConfigError(f"diff compares two sides, and {len(self.sides)} are given: name A and B.")
         require_at_least(1, values_of(self, "max_ranks"))
         refuse_urls(
             values_of(self, "html", "json", "keep", "megatron_core_python", "code_a", "code_b"), "use a local path"
@@ -95,7 +95,7 @@ def diff(config: DiffConfig) -> int:
     from megatron.comparison.page import to_json, to_page, to_text
 
     code = {"A": Path(config.code_a or _ROOT).resolve(), "B": Path(config.code_b or _ROOT).resolve()}
-    names = (config.sides[0], config.sides[1])
+    names = (config.a, config.b)
     with kept_in(config.keep) as directory:
         runner = Processes(code) if config.experiments else None
         say = partial(print, file=sys.stderr, flush=True)

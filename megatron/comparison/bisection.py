@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.comparison.finding import Difference
-from megatron.features.record_tensors.recording import Fingerprint, Recording, TensorName, split_layer
+from megatron.features.record_tensors.recording import Direction, Fingerprint, Recording, TensorName, split_layer
 
 FP64_ERROR = 1e-12
 """The expected error in fp64: the layouts of this code differ by 1e-13 at most (tests/comparison)."""
@@ -91,7 +91,7 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
     """
     precisions = [side[0].facts.get("precision", "fp32") for side in own]
     least = max(UNIT_ROUNDOFF.get(one, 0.0) for one in precisions)
-    choose = min if len(set(precisions)) == 1 else max
+    choose: Callable[..., float] = min if len(set(precisions)) == 1 else max
 
     def errors(step: int, tensor: TensorName) -> list[float]:
         found = [
@@ -102,19 +102,18 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
         return [error for error in found if not math.isnan(error)]
 
     # Adam's update of an element whose gradient is about zero has either sign, so few elements make large errors in
-    # some tensors: the largest one of all counts.
-    updates = [
-        error
-        for step, one in enumerate(own[0])
-        for name in one.tensors
-        if name.direction == "update"
-        for error in errors(step, name)
-    ]
+    # some tensors, and after it in what they are multiplied with: there the largest error of all tensors counts.
+    def largest(direction: Direction, step: int, chosen: Callable[[list[float]], float]) -> float:
+        names = (name for name in own[0][step].tensors if name.direction == direction)
+        return max((chosen(found) for name in names if (found := errors(step, name))), default=least)
+
+    updates = max(largest("update", step, max) for step in range(len(own[0])))
+    later = [least, *(largest("forward", step, choose) for step in range(1, len(own[0])))]
 
     def expected(step: int, tensor: TensorName) -> float:
         if tensor.direction == "update" or (tensor.direction == "weight" and step):
-            return max(least, *updates)
-        return max(least, choose(errors(step, tensor), default=least))
+            return max(least, updates)
+        return max(later[step], choose(errors(step, tensor), default=least))
 
     return expected
 

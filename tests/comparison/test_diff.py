@@ -106,7 +106,7 @@ def test_without_experiments_nothing_is_said_to_explain(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["a"], "diff compares two sides, and 1 are given"),
+        (["a"], "B is missing: add it"),
         (["a", "b", "--max-ranks", "0"], "--max-ranks 0 must be at least 1"),
         (["a", "b", "--code-a", "/"], "--code-a / is no checkout of this code"),
         (["a", "b", "--keep", "/"], "--keep / exists"),
