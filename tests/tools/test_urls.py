@@ -34,7 +34,7 @@ NEEDED = {
     "convert_checkpoint to-hf": "--load a --hf b",
     "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
     "diff_runs": "a b",
-    "diff_runs a": "",
+    "diff_runs a": URL,
     "diff_runs b": "a",
     "evaluate_tasks": "--load a --tasks b",
     "evaluate_tasks --load-hf": "--tasks b",
