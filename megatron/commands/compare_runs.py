@@ -59,6 +59,7 @@ class DiffConfig:
     """New directory that keeps the recordings and logs of the experiments."""
 
     def check(self) -> None:
+        refuse_urls({"A": self.a, "B": self.b}, "copy what it names to a local directory")
         require_at_least(1, values_of(self, "max_ranks"))
         refuse_urls(
             values_of(self, "html", "json", "keep", "megatron_core_python", "code_a", "code_b"), "use a local path"
