@@ -24,21 +24,24 @@ TOUCHED_BY: Mapping[str, tuple[str, ...]] = {
     "query": ("--add-qkv-bias", "linear"),
     "key": ("--add-qkv-bias", "linear"),
     "value": ("--add-qkv-bias", "linear"),
-    "rotated_query": ("--rotary-base", "--use-rope-scaling", "--qk-layernorm", "--no-rope-freq", "rope"),
-    "rotated_key": ("--rotary-base", "--use-rope-scaling", "--qk-layernorm", "--no-rope-freq", "rope"),
+    "rotated_query": ("--rotary-base", "--use-rope-scaling", "--qk-layernorm", "--no-rope-freq",
+                      "--reset-position-ids", "rope"),
+    "rotated_key": ("--rotary-base", "--use-rope-scaling", "--qk-layernorm", "--no-rope-freq",
+                    "--reset-position-ids", "rope"),
     "core_attention": ("--reset-attention-mask", "--window-size", "--attn-logit-softcapping", "--softmax-type",
                        "--context-parallel-size", "attention"),
-    "linear_proj": ("linear",),
+    "linear_proj": ("--tensor-model-parallel-size", "linear"),
     "router": ("--moe-router-topk", "--moe-router-score-function", "--moe-router-pre-softmax"),
     "gate": ("linear",),
     "up": ("linear",),
     "activation": ("swiglu",),
-    "mlp": ("--moe-token-dispatcher-type", "linear"),
-    "logits": ("--untie-embeddings-and-output-weights", "--use-mup", "linear"),
+    "mlp": ("--tensor-model-parallel-size", "--moe-token-dispatcher-type", "linear"),
+    "logits": ("--untie-embeddings-and-output-weights", "--use-mup", "--z-loss-multiplier", "linear"),
     "loss": ("--z-loss-multiplier", "cross_entropy"),
 }  # fmt: skip
 """The flags and kernels of an operation, by its last word."""
-_OF_UPDATE = ("--lr", "--weight-decay", "--clip-grad", "--adam-beta1", "--adam-beta2", "--adam-eps", "--optimizer")
+_OF_UPDATE = ("--lr", "--lr-warmup-iters", "--weight-decay", "--clip-grad",
+              "--adam-beta1", "--adam-beta2", "--adam-eps", "--optimizer")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,19 +104,21 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
         ]
         return [error for error in found if not math.isnan(error)]
 
-    # Adam's update of an element whose gradient is about zero has either sign, so few elements make large errors in
-    # some tensors, and after it in what they are multiplied with: there the largest error of all tensors counts.
-    def largest(direction: Direction, step: int, chosen: Callable[[list[float]], float]) -> float:
-        names = (name for name in own[0][step].tensors if name.direction == direction)
-        return max((chosen(found) for name in names if (found := errors(step, name))), default=least)
+    def largest(step: int, direction: str) -> float:
+        names = [name for name in own[0][step].tensors if name.direction == direction]
+        return max((error for name in names for error in errors(step, name)), default=0.0)
 
-    updates = max(largest("update", step, max) for step in range(len(own[0])))
-    later = [least, *(largest("forward", step, choose) for step in range(1, len(own[0])))]
+    steps = range(len(own[0]))
+    # Adam's update of an element whose gradient is about zero has either sign, so few elements make large errors in
+    # some tensors: the largest one of all counts.
+    of_updates = max(largest(step, "update") for step in steps)
+    # What a step computes from the weights has their errors, which the updates before it made by chance.
+    of_weights = [largest(step, "weight") for step in steps]
 
     def expected(step: int, tensor: TensorName) -> float:
         if tensor.direction == "update" or (tensor.direction == "weight" and step):
-            return max(least, updates)
-        return max(later[step], choose(errors(step, tensor), default=least))
+            return max(least, of_updates)
+        return max(least, of_weights[step], choose(errors(step, tensor), default=least))
 
     return expected
 

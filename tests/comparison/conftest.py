@@ -1,4 +1,4 @@
-"""Ranks for experiments, started once for all modules."""
+"""Ranks for experiments, started once, when they are first needed, for all modules."""
 
 from collections.abc import Iterator
 
@@ -9,5 +9,5 @@ from tests.comparison.in_process import Ranks, ranks_started
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    with ranks_started(tmp_path_factory.mktemp("ranks"), 2) as started:
+    with ranks_started(tmp_path_factory.mktemp("ranks"), 2, 4) as started:
         yield started

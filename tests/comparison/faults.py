@@ -21,7 +21,7 @@ from megatron.core.ops.documents import Documents
 from megatron.core.pipeline_parallel import PipelineExecutor
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.collectives import TensorParallel
-from megatron.data import data_module, gpt_dataset, loader
+from megatron.data import gpt_dataset, loader
 
 Patch = Callable[[], AbstractContextManager[Any]]
 
@@ -135,26 +135,17 @@ PATCHES: Mapping[str, Patch] = {
     "positions of the neighbour": changed(ContextSplit, "positions", lambda positions: lambda self, length: positions(
         ContextSplit(self.size - 1 - self.rank, self.size), length
     )),
-    "loss of one token dropped": lambda: mock.patch.multiple(
-        data_module, build_sample=lambda *inputs: _without_first(gpt_dataset.build_sample(*inputs))
-    ),
 }  # fmt: skip
 """By name, the code of side B in which a line is wrong."""
 
 
-def _without_first(sample: gpt_dataset.Sample) -> gpt_dataset.Sample:
-    mask = sample["loss_mask"].copy()
-    mask[0] = 0.0
-    return {**sample, "loss_mask": mask}
-
-
 # --- pairs ---------------------------------------------------------------------------------------------------
 
-ONE = ""
 TP = "--tensor-model-parallel-size 2"
 TP_SP = f"{TP} --sequence-parallel"
 CP = "--context-parallel-size 2"
 CP_GATHER = f"{CP} --cp-comm-type allgather"
+CP_EXCHANGE = f"{CP} --cp-comm-type a2a"
 PP = "--pipeline-model-parallel-size 2"
 INTERLEAVED = f"{PP} --num-layers-per-virtual-pipeline-stage 1"
 ZERO_BUBBLE = f"{PP} --pipeline-schedule zb-h1"
@@ -167,6 +158,7 @@ HARD = "--clip-grad 0.05"
 FP8 = "--bf16 --fp8-format hybrid --fp8-amax-history-len 2"
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DECAY = "--weight-decay 0.5"
+LARGE = "--micro-batch-size 4"
 
 
 @dataclass(frozen=True)
@@ -174,67 +166,62 @@ class Pair:
     """Two runs with one cause, and perhaps a harmless difference of flags."""
 
     cause: str
-    """The flag, or a part of the name of what must be named."""
+    """The flag, or the first operation that differs: the only one that must be named."""
     b: str = ""
     """Flags of B alone."""
     common: str = ""
     """Flags of both."""
     fault: str = ""
+    """The fault of :data:`PATCHES` in the code of B."""
     harmless: str = ""
     """Further flags of B, which must not be named."""
-
-    @property
-    def ranks(self) -> int:
-        return 2 if any(flag in f"{self.common} {self.harmless}" for flag in (TP, CP, PP, ZERO, FSDP, EP)) else 1
+    shows: str = ""
+    """Where a flag's difference shows first: samples, weights, or an operation."""
 
 
-HARMLESS = "--lr-decay-iters 99999999 --lr-decay-style constant"
+ATTENTION, MLP = "layers.0.self_attention", "layers.0.mlp"
+FIRST_UPDATE = "update of embedding.word_embeddings.weight"
 PAIRS = (
     # Flags
-    Pair("--rotary-base", "--rotary-base 5000", TP_SP),
-    Pair("--norm-epsilon", "--norm-epsilon 1e-3", PP, harmless=ZERO_BUBBLE),
-    Pair("--untie-embeddings-and-output-weights", "--no-untie-embeddings-and-output-weights", FSDP),
-    Pair("--clip-grad", "--clip-grad 0.1", ZERO),
-    Pair("--weight-decay", "--weight-decay 0.5", TP),
-    Pair("--adam-beta1", "--adam-beta1 0.5", INTERLEAVED),
-    Pair("--adam-beta2", "--adam-beta2 0.5"),
-    Pair("--adam-eps", "--adam-eps 1e-2", FSDP),
-    Pair(
-        "--lr",
-        "--lr 2e-3",
-        CP,
-        harmless=RECOMPUTE,
-    ),
-    Pair("--seed", "--seed 7", TP),
-    Pair("--init-method-std", "--init-method-std 0.05", PP),
-    Pair("--window-size", "--window-size 4,0", CP),
-    Pair("--attn-logit-softcapping", "--attn-logit-softcapping 0.1"),
-    Pair("--softmax-type", "--softmax-type off-by-one", CP_GATHER, harmless="--micro-batch-size 4"),
-    Pair("--eod-mask-loss", "--eod-mask-loss", PP),
-    Pair("--reset-attention-mask", "--reset-attention-mask", TP),
-    Pair("--reset-position-ids", "--reset-position-ids", harmless="--micro-batch-size 4"),
-    Pair("--qk-layernorm", "--qk-layernorm", TP_SP),
-    Pair("--moe-router-topk", "--moe-router-topk 3", EP, harmless=TP_SP),
-    Pair("--z-loss-multiplier", "--z-loss-multiplier 0.1", PP),
-    Pair("--lr-warmup-iters", "--lr-warmup-iters 5", harmless=ZERO),
-    Pair("--optimizer", "--optimizer sgd --sgd-momentum 0.0"),
+    Pair("--rotary-base", "--rotary-base 5000", TP_SP, shows=f"{ATTENTION}.rotated_query"),
+    Pair("--norm-epsilon", "--norm-epsilon 1e-3", PP, harmless=ZERO_BUBBLE, shows="layers.0.input_layernorm"),
+    Pair("--untie-embeddings-and-output-weights", "--no-untie-embeddings-and-output-weights", FSDP, shows="logits"),
+    Pair("--clip-grad", "--clip-grad 0.1", ZERO, shows=FIRST_UPDATE),
+    Pair("--weight-decay", "--weight-decay 0.5", TP, shows=FIRST_UPDATE),
+    Pair("--adam-beta1", "--adam-beta1 0.5", INTERLEAVED, shows=FIRST_UPDATE),
+    Pair("--adam-beta2", "--adam-beta2 0.5", shows=FIRST_UPDATE),
+    Pair("--adam-eps", "--adam-eps 1e-2", FSDP, shows=FIRST_UPDATE),
+    Pair("--lr", "--lr 2e-3", CP, harmless=RECOMPUTE, shows=FIRST_UPDATE),
+    Pair("--seed", "--seed 7", TP, shows="tokens"),
+    Pair("--init-method-std", "--init-method-std 0.05", PP, shows="embedding.word_embeddings.weight"),
+    Pair("--window-size", "--window-size 4,0", CP_EXCHANGE, shows=f"{ATTENTION}.core_attention"),
+    Pair("--attn-logit-softcapping", "--attn-logit-softcapping 0.1", shows=f"{ATTENTION}.core_attention"),
+    Pair("--softmax-type", "--softmax-type off-by-one", CP_GATHER, harmless=LARGE, shows=f"{ATTENTION}.core_attention"),
+    Pair("--eod-mask-loss", "--eod-mask-loss", PP, shows="loss_mask"),
+    Pair("--reset-attention-mask", "--reset-attention-mask", TP, shows=f"{ATTENTION}.core_attention"),
+    Pair("--reset-position-ids", "--reset-position-ids", harmless=LARGE, shows=f"{ATTENTION}.rotated_query"),
+    Pair("--qk-layernorm", "--qk-layernorm", TP_SP, shows=f"{ATTENTION}.rotated_query"),
+    Pair("--moe-router-topk", "--moe-router-topk 3", EP, harmless=TP_SP, shows=f"{MLP}.router"),
+    Pair("--z-loss-multiplier", "--z-loss-multiplier 0.1", PP, shows="gradient of logits"),
+    Pair("--lr-warmup-iters", "--lr-warmup-iters 5", harmless=ZERO, shows=FIRST_UPDATE),
+    Pair("--optimizer", "--optimizer sgd --sgd-momentum 0.0", shows=FIRST_UPDATE),
     # Code
     Pair("gradient of loss", common=ZERO_BUBBLE, fault="gradient divided twice"),
-    Pair("update of", common=f"{HARD} {FSDP}", fault="missing clip"),
-    Pair("layers.0", common=FP8, fault="stale FP8 scale"),
+    Pair(FIRST_UPDATE, common=f"{HARD} {FSDP}", fault="missing clip"),
+    Pair(f"{ATTENTION}.query", common=FP8, fault="stale FP8 scale"),
     Pair("labels", fault="shifted label", harmless=TP),
     Pair("tokens", common=ZERO, fault="skipped sample"),
-    Pair("layers.0.self_attention.core_attention", common=DOCUMENTS, fault="mask at a document's border"),
-    Pair("layers.0.self_attention.core_attention", common=TP, fault="permuted head", harmless="--micro-batch-size 4"),
-    Pair("layernorm", common=f"{DECAY} {PP}", fault="weight decay on norms"),
-    Pair("gradient of", common=TP_SP, fault="norm gradients not summed"),
-    Pair("layers.0.mlp.activation", common=CP, fault="gate and up exchanged", harmless="--loss-chunk-size 16"),
+    Pair(f"{ATTENTION}.core_attention", common=DOCUMENTS, fault="mask at a document's border"),
+    Pair(f"{ATTENTION}.core_attention", common=TP, fault="permuted head", harmless=LARGE),
+    Pair("update of layers.0.input_layernorm.weight", common=f"{DECAY} {PP}", fault="weight decay on norms"),
+    Pair("gradient of final_layernorm.weight", common=TP_SP, fault="norm gradients not summed"),
+    Pair(f"{MLP}.activation", common=CP, fault="gate and up exchanged", harmless="--loss-chunk-size 16"),
     Pair("layers.0.output", common=FSDP, fault="residual scaled", harmless=RECOMPUTE),
     Pair("embedding", common=INTERLEAVED, fault="embedding scaled"),
     Pair("layers.0.input_layernorm", fault="norm of half the width", harmless=CP),
-    Pair("layers.0.self_attention.rotated_", common=ZERO, fault="rotation of the queries alone"),
-    Pair("layers.0.mlp.router", common=EP, fault="router weights not normalised"),
+    Pair(f"{ATTENTION}.rotated_key", common=ZERO, fault="rotation of the queries alone"),
+    Pair(f"{MLP}.router", common=EP, fault="router weights not normalised"),
     Pair("gradient of layers.1.mlp.activation", common=TP_SP, fault="gradient of the MLP doubled"),
-    Pair("--tensor-model-parallel-size", b=TP, fault="partial sums lost"),
-    Pair("--context-parallel-size", b=CP, fault="positions of the neighbour"),
+    Pair("--tensor-model-parallel-size", TP, fault="partial sums lost", shows=f"{ATTENTION}.linear_proj"),
+    Pair("--context-parallel-size", CP, fault="positions of the neighbour", shows=f"{ATTENTION}.core_attention"),
 )

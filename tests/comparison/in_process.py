@@ -39,19 +39,20 @@ class Ranks:
 
     def __init__(self, directory: Path, size: int) -> None:
         self.root, self.size, self._starts = directory, size, 0
-        self._start()
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def _start(self) -> None:
-        """Start the processes, also after a case in which one of them ended."""
+    def _start(self) -> subprocess.Popen[bytes]:
+        """Start the processes: for the first case, and after one in which a process ended."""
         self._starts, self._count = self._starts + 1, 0
         self.directory = self.root / str(self._starts)
         self.directory.mkdir(parents=True)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
         words += ["-m", "tests.comparison.in_process", str(self.directory)]
         with (self.directory / "log.txt").open("w") as log:
-            self._process = subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, yaml: str, request: str, fault: str) -> None:
+        self._process = self._process or self._start()
         self._count += 1
         draft = self.directory / "draft"
         draft.write_text(json.dumps([yaml, request, fault]))
@@ -62,7 +63,6 @@ class Ranks:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 log = (self.directory / "log.txt").read_text()
                 self.close()
-                self._start()
                 raise AssertionError(log[:3000])
             time.sleep(0.01)
         errors = {end.read_text() for end in ends} - {""}
@@ -70,11 +70,14 @@ class Ranks:
             raise ExperimentError("; ".join(sorted(errors)))
 
     def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
         (self.directory / "stop").touch()
         try:
-            self._process.wait(20)
+            process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            process.kill()
 
 
 def serve(directory: Path, rank: int) -> None:
@@ -113,10 +116,8 @@ class InProcess:
 
 @contextmanager
 def ranks_started(directory: Path, *sizes: int) -> Iterator[dict[int, Ranks]]:
-    ranks = {}
+    ranks = {size: Ranks(directory / str(size), size) for size in sizes}
     try:
-        for size in sizes:
-            ranks[size] = Ranks(directory / str(size), size)
         yield ranks
     finally:
         for one in ranks.values():
@@ -131,12 +132,10 @@ MODEL = (
 
 
 def side(flags: str) -> tuple[RunConfig, int]:
+    """The run of ``flags`` and its number of ranks: those of the layout, in two replicas if it divides these."""
     config = CommandLine.of(f"{MODEL} {flags}".split()).parse().checked()
-    return config, 2 if config.parallel.model_parallel_size == 2 or is_divided(flags) else 1
-
-
-def is_divided(flags: str) -> bool:
-    return any(flag in flags for flag in ("distributed-optimizer", "fsdp2", "expert-model-parallel"))
+    is_divided = any(flag in flags for flag in ("distributed-optimizer", "fsdp2", "expert-model-parallel"))
+    return config, config.parallel.model_parallel_size * (2 if is_divided else 1)
 
 
 def search(runner: InProcess, directory: Path, a: str, b: str) -> Found:

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.comparison.in_process import InProcess, Ranks, search
+import megatron_llama as ml
+from megatron.comparison.bisection import first_beyond, rows
+from megatron.comparison.compare import compare
+from megatron.comparison.experiment import Request
+from megatron.features.record_tensors.recording import load_recording
+from tests.comparison.in_process import MODEL, InProcess, Ranks, search, side
 
 LAYOUTS = (
     "--tensor-model-parallel-size 2",
@@ -34,34 +39,97 @@ ALONE = (
 PRECISIONS = ("", "--fp64", "--bf16", "--fp16 --initial-loss-scale 1024", "--bf16 --fp8-format hybrid")
 """The first is fp32."""
 EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
-    "--moe-router-load-balancing-type seq_aux_loss"  # aux_loss depends on the microbatch
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+    # Its loss does not depend on the microbatches, as the one over all tokens does.
+    "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type seq_aux_loss"
 )
 EXPERT_LAYOUTS = ("--expert-model-parallel-size 2", LAYOUTS[1], LAYOUTS[5], "--micro-batch-size 4")
-PAIRS = (
-    *product(PRECISIONS, ("", *LAYOUTS, *ALONE)),
-    *((f"{precision} {EXPERTS}", layout) for precision, layout in product(("", "--bf16"), EXPERT_LAYOUTS)),
+BETWEEN = (
+    (LAYOUTS[1], LAYOUTS[3]),
+    (LAYOUTS[4], LAYOUTS[9]),
+    (f"{LAYOUTS[1]} {LAYOUTS[5]}", LAYOUTS[2]),
+    (f"{LAYOUTS[0]} {LAYOUTS[8]}", f"{LAYOUTS[7]} {LAYOUTS[9]}"),
+    (f"{LAYOUTS[1]} {LAYOUTS[4]}", f"{LAYOUTS[6]} {ALONE[2]}"),
 )
-QUICK = {
-    ("--bf16", LAYOUTS[1]),
-    ("", LAYOUTS[3]),
-    ("--bf16 --fp8-format hybrid", ALONE[0]),
-    (f"--bf16 {EXPERTS}", LAYOUTS[1]),
-}
+"""Two layouts of two or four ranks."""
+PAIRS = (
+    *((f"{one} ", f"{one} {b}") for one, b in product(PRECISIONS, ("", *LAYOUTS, *ALONE))),
+    *((f"{one} {EXPERTS}", f"{one} {EXPERTS} {b}") for one, b in product(("", "--bf16"), EXPERT_LAYOUTS)),
+    *((f"{one} {a}", f"{one} {b}") for one, (a, b) in product(("", "--bf16"), BETWEEN)),
+)
+QUICK = (
+    ("--bf16 ", f"--bf16 {LAYOUTS[1]}"),
+    (" ", f" {LAYOUTS[3]}"),
+    ("--bf16 --fp8-format hybrid ", f"--bf16 --fp8-format hybrid {ALONE[0]}"),
+    (f"--bf16 {EXPERTS}", f"--bf16 {EXPERTS} {LAYOUTS[1]}"),
+    (f" {LAYOUTS[1]}", f" {LAYOUTS[3]}"),
+    (f"--bf16 {LAYOUTS[4]}", f"--bf16 {LAYOUTS[9]}"),
+)
 """Of the default tests."""
 
 
 def marked() -> list[object]:
     slow = [() if pair in QUICK else (pytest.mark.slow,) for pair in PAIRS]
-    return [pytest.param(*pair, marks=marks, id=" ".join(pair).strip()) for pair, marks in zip(PAIRS, slow)]
+    return [pytest.param(*pair, marks=marks, id=" and ".join(pair)) for pair, marks in zip(PAIRS, slow)]
 
 
-@pytest.mark.parametrize(("common", "b"), marked())
-def test_no_cause_is_named(common: str, b: str, ranks: dict[int, Ranks], tmp_path: Path) -> None:
-    found = search(InProcess(ranks), tmp_path, common, f"{common} {b}")
+@pytest.mark.parametrize(("a", "b"), marked())
+def test_no_cause_is_named(a: str, b: str, ranks: dict[int, Ranks], tmp_path: Path) -> None:
+    found = search(InProcess(ranks), tmp_path, a, b)
     assert not found.causes, found.causes
     assert not found.operations.differences
 
 
+RESUMES = (
+    ("--bf16", ""),
+    ("--fp64", LAYOUTS[1]),
+    *((precision, "") for precision in PRECISIONS if precision != "--bf16"),
+    *(("--fp64", layout) for layout in (*LAYOUTS[2:4], *LAYOUTS[7:10], f"{LAYOUTS[1]} {LAYOUTS[5]}")),
+)
+
+
+@pytest.mark.parametrize(
+    ("common", "layout"),
+    [pytest.param(*one, marks=() if one in RESUMES[:2] else (pytest.mark.slow,)) for one in RESUMES],
+)
+def test_a_resumed_run_computes_the_steps_of_one_that_went_on(
+    common: str, layout: str, ranks: dict[int, Ranks], tmp_path: Path
+) -> None:
+    """The same bits in the same layout; in another one, in fp64, no operation that differs."""
+
+    def flags(name: str) -> str:
+        return f"{common} --record-tensors {tmp_path / name} --record-tensors-iterations 3 4"
+
+    with ml.Run.from_flags(f"{MODEL} {flags('on')}") as run:
+        list(run.steps(2))
+        run.save(tmp_path / "saved")
+        list(run.steps(2))
+    resumed = side(f"{flags('resumed')} {layout} --load {tmp_path / 'saved'}")
+    InProcess(ranks)("B", *resumed, Request(), tmp_path / "experiment")
+    steps = [
+        [load_recording(tmp_path / name / f"iter_000000{step}.safetensors") for step in (3, 4)]
+        for name in ("on", "resumed")
+    ]
+    found = list(rows(*steps))
+    assert len(found) == 2 * len(steps[0][0].tensors)
+    assert first_beyond(found) is None
+    assert layout or all(row.distance == 0 for row in found)
+
+
+def test_a_resumed_run_is_equal_to_one_that_went_on(tmp_path: Path) -> None:
+    def train(name: str, *counts: int) -> None:
+        place = f"--save {tmp_path / name} --save-interval 2 --metrics-jsonl {tmp_path / name / 'metrics.jsonl'}"
+        for number, count in enumerate(counts):
+            load = f"--load {tmp_path / name}" if number else ""
+            with ml.Run.from_flags(f"{MODEL} {place} {load}") as run:
+                list(run.steps(count))
+
+    train("on", 4)
+    train("resumed", 2, 2)
+    names = str(tmp_path / "on"), str(tmp_path / "resumed")
+    verdict = compare(names, InProcess({}), tmp_path, 1, lambda text: None)
+    assert verdict.kind == "equal" and not verdict.causes and not verdict.others, verdict
+
+
 def test_there_are_a_hundred_pairs() -> None:
-    assert len(PAIRS) >= 100 and set(PAIRS) > QUICK
+    assert len(set(PAIRS)) + len(RESUMES) >= 100 and set(PAIRS) > set(QUICK)
