@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.comparison.finding import Difference
-from megatron.features.record_tensors.recording import Direction, Fingerprint, Recording, TensorName, split_layer
+from megatron.features.record_tensors.recording import Fingerprint, Recording, TensorName, split_layer
 
 FP64_ERROR = 1e-12
 """The expected error in fp64: the layouts of this code differ by 1e-13 at most (tests/comparison)."""
