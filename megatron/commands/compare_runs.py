@@ -36,8 +36,10 @@ named, 2 if a person must act. See docs/why_does_my_loss_differ.md.
 class DiffConfig:
     """Two sides, and the outputs."""
 
-    sides: Annotated[tuple[str, ...], Argument(is_positional=True)]
-    """The two sides, A and B."""
+    a: Annotated[str, Argument(is_positional=True)]
+    """The first side."""
+    b: Annotated[str, Argument(is_positional=True)]
+    """The second side."""
     html: str | None = None
     """File for a page with the tables and charts."""
     json: str | None = None
@@ -50,14 +52,21 @@ class DiffConfig:
     """Checkout of this code that runs the experiments of A (default: this one)."""
     code_b: str | None = None
     """Checkout of this code that runs the experiments of B (default: this one)."""
+    megatron_core_python: str | None = None
+    """Python of an environment with megatron-core, torch, numpy and safetensors, which computes a side of Megatron-LM.
+    Without it this code computes that side with its flags."""
     keep: str | None = None
     """New directory that keeps the recordings and logs of the experiments."""
 
     def check(self) -> None:
-        if len(self.sides) != 2:
-            raise ConfigError(f"diff compares two sides, and {len(self.sides)} are given: name A and B.")
+        refuse_urls({"A": self.a, "B": self.b}, "copy what it names to a local directory")
         require_at_least(1, values_of(self, "max_ranks"))
-        refuse_urls(values_of(self, "html", "json", "keep", "code_a", "code_b"), "use a local path")
+        refuse_urls(
+            values_of(self, "html", "json", "keep", "megatron_core_python", "code_a", "code_b"), "use a local path"
+        )
+        python = self.megatron_core_python
+        if python is not None and not Path(python).is_file():
+            raise ConfigError(f"--megatron-core-python {python} is no file: name the python of that environment.")
         for flag, path in values_of(self, "code_a", "code_b").items():
             if path is not None and not (Path(path) / "megatron" / "comparison").is_dir():
                 raise ConfigError(f"{flag} {path} is no checkout of this code with megatron-llama diff: name one.")
@@ -87,10 +96,13 @@ def diff(config: DiffConfig) -> int:
     from megatron.comparison.page import to_json, to_page, to_text
 
     code = {"A": Path(config.code_a or _ROOT).resolve(), "B": Path(config.code_b or _ROOT).resolve()}
-    names = (config.sides[0], config.sides[1])
+    names = (config.a, config.b)
     with kept_in(config.keep) as directory:
         runner = Processes(code) if config.experiments else None
-        verdict = compare(names, runner, directory, config.max_ranks, partial(print, file=sys.stderr, flush=True))
+        say = partial(print, file=sys.stderr, flush=True)
+        python = config.megatron_core_python
+        core = None if python is None else Path(python).absolute()  # a link: its place is that of the environment
+        verdict = compare(names, runner, directory, config.max_ranks, say, core)
     print(to_text(verdict, names))
     for flag, path, content in (("--html", config.html, to_page), ("--json", config.json, to_json)):
         if path is not None:

@@ -95,7 +95,7 @@ def measured_error(exact: Sequence[Sequence[Recording]], own: Sequence[Sequence[
     """
     precisions = [side[0].facts.get("precision", "fp32") for side in own]
     least = max(UNIT_ROUNDOFF.get(one, 0.0) for one in precisions)
-    choose = min if len(set(precisions)) == 1 else max
+    choose: Callable[..., float] = min if len(set(precisions)) == 1 else max
 
     def errors(step: int, tensor: TensorName) -> list[float]:
         found = [

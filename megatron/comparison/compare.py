@@ -14,6 +14,7 @@ from megatron.comparison.experiment import ExperimentError, Request, batches_of,
 from megatron.comparison.finding import Comparison, Verdict
 from megatron.comparison.flags import compare_flags, compare_surroundings, config_for
 from megatron.comparison.layouts import small_layout
+from megatron.comparison.megatron_core_recorder import record_megatron_core
 from megatron.comparison.search import Found, Runner, Search, operations_of
 from megatron.comparison.side import Side, open_side
 from megatron.comparison.transformers_recorder import record_transformers
@@ -24,9 +25,15 @@ from megatron.errors import UserError
 
 
 def compare(
-    names: tuple[str, str], runner: Runner | None, directory: Path, most_ranks: int, say: Callable[[str], None]
+    names: tuple[str, str],
+    runner: Runner | None,
+    directory: Path,
+    most_ranks: int,
+    say: Callable[[str], None],
+    megatron_core: Path | None = None,
 ) -> Verdict:
-    """The verdict on the sides at the paths ``names``; without a ``runner`` no experiments are made."""
+    """The verdict on the sides at the paths ``names``; without a ``runner`` no experiments are made. ``megatron_core``
+    is the Python of an environment with megatron-core, which computes sides of Megatron-LM."""
     a, b = open_side("A", names[0]), open_side("B", names[1])
     say("comparing flags, data, weights and curves ...")
     flags = compare_flags(a, b)
@@ -35,23 +42,56 @@ def compare(
         return judge(parts, None, "--no-experiments was given.")
     say("running the first steps of both sides, recorded ...")
     try:
-        return judge(parts, experiments(a, b, flags, runner, directory, most_ranks))
+        return judge(parts, experiments(a, b, flags, runner, directory, most_ranks, megatron_core))
     except UserError as error:
         return judge(parts, None, str(error))
 
 
-def experiments(a: Side, b: Side, flags: Comparison, runner: Runner, directory: Path, most_ranks: int) -> Found:
-    """What experiments on both sides find. Raises :class:`UserError` if they cannot be made."""
-    models = [side for side in (a, b) if side.kind == "hugging-face"]
-    if len(models) == 2:
-        raise ExperimentError("both sides are models of Hugging Face, which have no flags of this code.")
-    sides = [runnable(side, most_ranks) for side in (a, b) if side.kind != "hugging-face"]
-    if models:
-        weights = str(directory / "weights.safetensors")
-        save_file(dict(tensors_of(models[0], 0)), weights)
-        search = Search(runner, directory, sides[0], sides[0], flags.differences, weights)
-        return beside_transformers(search, models[0], "B" if models[0] is a else "A", directory)
+def experiments(
+    a: Side, b: Side, flags: Comparison, runner: Runner, directory: Path, most_ranks: int, megatron_core: Path | None
+) -> Found:
+    """What experiments on both sides find. Raises :class:`UserError` if they cannot be made.
+
+    A side of Megatron-LM without ``megatron_core`` is computed by this code with its flags."""
+    foreign = [side for side in (a, b) if side.kind == "hugging-face" or (side.kind == "megatron-lm" and megatron_core)]
+    if len(foreign) == 2:
+        raise ExperimentError("neither side has flags of this code, with which samples are read: name one that has.")
+    sides = [runnable(side, most_ranks) for side in (a, b) if side not in foreign]
+    if foreign:
+        search = Search(runner, directory, sides[0], sides[0], flags.differences)
+        return beside(search, foreign[0], "B" if foreign[0] is a else "A", megatron_core)
     return Search(runner, directory, sides[0], sides[1], flags.differences)()
+
+
+def beside(search: Search, other: Side, label: str, megatron_core: Path | None) -> Found:
+    """The search for the first operation in which a side of this code, ``label``, differs from a model that
+    transformers or megatron-core computes, from the weights of its first checkpoint."""
+    weights, config = search.directory / "weights.safetensors", config_for(other)
+    if config is None:
+        raise ExperimentError(f"the architecture of {other.label} is not known: name a checkpoint.")
+    if other.checkpoints:
+        save_file(dict(tensors_of(other, min(other.checkpoints))), weights)
+    search.weights = str(weights) if other.checkpoints else None
+    start = Request(weights=search.weights, save_weights=None if other.checkpoints else str(weights))
+    ours = search.run(label, f"{label}-fp64", search.a, start, fp64=True)[:1]
+    search.facts = ours[0].facts
+    batch = Path(batches_of(search.directory / f"{label}-fp64" / "records")[0])
+    if other.kind == "hugging-face":
+        theirs = record_transformers(other.path, Batch.load(batch), dtype=torch.float64, weights=weights)
+    else:
+        assert megatron_core is not None
+        architecture = config.model.resolve(ours[0].facts["vocab_size"], 1, ours[0].facts["length"])
+        theirs = record_megatron_core(megatron_core, architecture, batch, weights, search.directory / "megatron-core")
+    found = list(rows([theirs], ours) if label == "B" else rows(ours, [theirs]))
+    first = first_beyond(found)
+    operations = operations_of(found, first, search.facts, "in fp64")
+    if first is None:
+        return Found(operations)
+    # The flags of the other side, moved into our run, must give what the other side computes.
+    search.b, names = search.a, [one.what for one in search.flags if one.changes_loss]
+    search.a = with_values_of(search.a[0], config, names), search.a[1]
+    same = Request(batches_of(search.directory / f"{label}-fp64" / "records"), str(weights))
+    return Found(operations, search.blame([theirs], same) or operations.differences)
 
 
 def runnable(side: Side, most_ranks: int) -> tuple[RunConfig, int]:
@@ -65,25 +105,3 @@ def runnable(side: Side, most_ranks: int) -> tuple[RunConfig, int]:
     if world_size <= most_ranks:
         return config, world_size
     return small_layout(config, world_size, most_ranks)
-
-
-def beside_transformers(search: Search, model: Side, label: str, directory: Path) -> Found:
-    """The search for the first operation in which a side of this code, ``label``, differs from a model of Hugging
-    Face, with the weights of that model."""
-    ours = search.run(label, f"{label}-fp64", search.a, Request(weights=search.weights), fp64=True)[:1]
-    search.facts = ours[0].facts
-    batch = Batch.load(Path(batches_of(directory / f"{label}-fp64" / "records")[0]))
-    theirs = [record_transformers(model.path, batch, dtype=torch.float64)]
-    first = first_beyond(found := list(rows(theirs, ours) if label == "B" else rows(ours, theirs)))
-    operations = operations_of(found, first, search.facts, "in fp64")
-    if first is None:
-        return Found(operations)
-    other = config_for(model)
-    same = Request(batches_of(directory / f"{label}-fp64" / "records"), search.weights)
-    if other is not None:
-        search.b, search.a = (
-            search.a,
-            (with_values_of(search.a[0], other, [one.what for one in search.flags]), search.a[1]),
-        )
-        return Found(operations, search.blame(theirs, same) or operations.differences)
-    return Found(operations, operations.differences)

@@ -36,7 +36,7 @@ def compare_curves(a: Side, b: Side) -> Comparison:
     """The first iteration whose losses differ by more than the expected spread."""
     if a.curve is None or b.curve is None:
         missing = " and ".join(side.label for side in (a, b) if side.curve is None)
-        return Comparison("curves", f"{missing} has no curve of losses.", is_complete=False)
+        return Comparison("curves", f"No curve of losses for {missing}.", is_complete=False)
     one, other = _losses(a), _losses(b)
     common = sorted(one.keys() & other.keys())
     if not common:

@@ -215,7 +215,7 @@ def compare_surroundings(a: Side, b: Side) -> list[Comparison]:
         one, other = read(a), read(b)
         if not one or not other:
             missing = " and ".join(side.label for side, values in ((a, one), (b, other)) if not values)
-            found.append(Comparison(part, f"The {part} of {missing} are not recorded.", is_complete=False))
+            found.append(Comparison(part, f"Not recorded for {missing}.", is_complete=False))
             continue
         # They may change rounding; experiments on this machine have one environment, and show it for kernels.
         differences = tuple(

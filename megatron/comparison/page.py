@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron.comparison.finding import Comparison, Difference, Verdict
-from megatron.reports.page import Cell, Tile, figure, legend, page, paragraph, section, table, tiles
-from megatron.reports.svg import Scale, curve, dot, horizontal, log_ticks, svg, text, vertical
+from megatron.reports.page import Cell, Lane, Tile, figure, lanes, legend, page, paragraph, section, table, tiles
+from megatron.reports.svg import Axis, Scale, curve, dot, lane, log_ticks, nice_ticks, plane, svg, text, vertical
 
 _TITLES = {
     "flags": "Flags",
@@ -28,6 +28,7 @@ circle.expected, .legend i.expected { fill: var(--orange); background: var(--ora
 path.expected { fill: none; stroke: var(--orange); stroke-width: 1.5; vector-effect: non-scaling-stroke; }
 line.first { stroke: var(--bad); stroke-dasharray: 4 3; }
 .label { fill: var(--soft); font-size: 11px; }
+.tiles .tile.main { grid-column: 1 / -1; }
 """
 
 
@@ -36,9 +37,16 @@ def to_text(verdict: Verdict, names: tuple[str, str]) -> str:
     lines = [f"A  {names[0]}", f"B  {names[1]}", "", verdict.sentence, ""]
     for part in verdict.parts:
         count = len(part.differences)
-        state = f"{count} difference{'s' * (count != 1)}" if count else "no difference" if part.is_complete else "?"
+        state = (
+            f"{count} difference{'s' * (count != 1)}"
+            if count
+            else "no difference"
+            if part.is_complete
+            else "not compared"
+        )
         lines.append(f"{part.part:12} {state:15} {part.compared}")
-    for title, found in (("cause", verdict.causes), ("differs, does not explain", verdict.others)):
+    others = "differs, not tried" if verdict.kind == "unclear" else "differs, does not explain"
+    for title, found in (("cause", verdict.causes), (others, verdict.others)):
         if found:
             lines += ["", f"{title}:", *(f"  {line}" for one in found for line in _lines(one))]
     rounding = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
@@ -73,7 +81,8 @@ def to_page(verdict: Verdict, names: tuple[str, str]) -> str:
     """The page: verdict, cause, and a section for each part."""
     label = {"equal": "equal", "rounding": "rounding", "cause": "a cause is named", "unclear": "not decided"}
     parts = [tiles([Tile("verdict", label[verdict.kind], is_main=True)]), paragraph(verdict.sentence)]
-    for title, found in (("The cause", verdict.causes), ("Differs, does not explain", verdict.others)):
+    others = "Differs, not tried" if verdict.kind == "unclear" else "Differs, does not explain"
+    for title, found in (("The cause", verdict.causes), (others, verdict.others)):
         if found:
             parts.append(section(title, _table(found)))
     agreeing = [part for part in verdict.parts if not part.differences and not part.figures]
@@ -123,17 +132,18 @@ def _curves(figures: Mapping[str, Any]) -> str:
     """The relative difference of the losses, and the spread that rounding explains."""
     places, points = figures["iterations"], []
     for place, a, b in zip(places, figures["a"], figures["b"]):
-        points.append((float(place), max(abs(a - b) / abs(a), _LEAST) if a else math.nan))
+        points.append((float(place), max(abs(a - b) / max(abs(a), 1e-300), _LEAST)))
     band = [(float(place), expected) for place, expected in zip(places, figures["expected"])]
     x = Scale(min(places), max(max(places), min(places) + 1))
-    y = _scale([value for _, value in points + band])
-    chart = svg(
-        _HEIGHT,
-        *_grid(y),
-        curve(band, x, y, _HEIGHT, "expected"),
-        curve(points, x, y, _HEIGHT, "line"),
-        label="relative difference of the losses",
-    )
+    y = _axis([value for _, value in points + band])
+    shapes = [curve(band, x, y.scale, _HEIGHT, "expected"), curve(points, x, y.scale, _HEIGHT, "line")]
+    # As compare_curves: NaN on one side is beyond, NaN on both sides is not.
+    both = [math.isnan(a) and math.isnan(b) for a, b in zip(figures["a"], figures["b"])]
+    beyond = (place for (place, value), (_, most), nan in zip(points, band, both) if not (value <= most or nan))
+    if (first := next(beyond, None)) is not None:
+        shapes.append(vertical(x.percent(first), 0, _HEIGHT, "first", f"iteration {first:g}: the first beyond"))
+    across = Axis(x, [(tick, f"{tick:g}") for tick in nice_ticks(x.low, x.high) if tick.is_integer()], "iteration")
+    chart = plane(across, y, _HEIGHT, shapes, "relative difference of the losses")
     colours = [("found", "relative difference of the losses"), ("expected", "what rounding explains")]
     return figure(chart, legend(colours))
 
@@ -141,13 +151,13 @@ def _curves(figures: Mapping[str, Any]) -> str:
 def _operations(rows: Sequence[Mapping[str, Any]], first: int | None) -> str:
     """The difference of every tensor in the order of the step, and what is expected."""
     values = [(max(row["distance"], _LEAST), max(row["expected"], _LEAST)) for row in rows]
-    y = _scale([value for pair in values for value in pair])
+    y = _axis([value for pair in values for value in pair])
     shapes = []
     for number, (row, (distance, expected)) in enumerate(zip(rows, values)):
         x = f"{100 * (number + 0.5) / len(rows):.3f}%"
         tip = f"{row['direction']} {row['name']}\ndifference {row['distance']:.2e}, expected {row['expected']:.1e}"
-        shapes.append(dot(x, y.pixel(expected, _HEIGHT), 1.5, "expected"))
-        shapes.append(dot(x, y.pixel(distance, _HEIGHT), 3.5, "found", tip))
+        shapes.append(dot(x, _pixel(expected, y), 1.5, "expected"))
+        shapes.append(dot(x, _pixel(distance, y), 3.5, "found", tip))
         if number == first:
             shapes.append(vertical(x, 0, _HEIGHT, "first"))
     names = [(row["direction"], number) for number, row in enumerate(rows)]
@@ -155,25 +165,26 @@ def _operations(rows: Sequence[Mapping[str, Any]], first: int | None) -> str:
     marks = [
         text(
             f"{100 * number / len(rows):.2f}%",
-            _HEIGHT + 14 * (1 + place % 2),
+            14 * (1 + place % 3),
             direction.replace("_", " "),
             "label",
             "start",
         )
         for place, (direction, number) in enumerate(starts.items())
     ]
-    chart = svg(_HEIGHT + 34, *_grid(y), *shapes, *marks, label="differences of operations in the order of a step")
+    upper = lane(y, _HEIGHT, shapes, "differences of operations in the order of a step")
+    chart = lanes([upper, Lane("", svg(48, *marks))], has_cursor=False)
     return figure(chart, legend([("found", "relative difference"), ("expected", "expected error")]))
 
 
-def _scale(values: Sequence[float]) -> Scale:
+def _axis(values: Sequence[float]) -> Axis:
+    """A logarithmic axis of the finite ones of ``values``."""
     finite = [value for value in values if math.isfinite(value) and value > 0] or [_LEAST, 1.0]
-    return Scale(min(finite) / 2, max(max(finite), min(finite) * 10) * 2, is_log=True)
+    scale = Scale(min(finite) / 2, max(max(finite), min(finite) * 10) * 2, is_log=True)
+    ticks = [tick for tick in log_ticks(scale.low, scale.high) if math.log10(tick).is_integer()]
+    return Axis(scale, [(tick, f"{tick:.0e}") for tick in ticks[:: max(1, len(ticks) // 6)]], "")
 
 
-def _grid(y: Scale) -> Iterator[str]:
-    ticks = [tick for tick in log_ticks(y.low, y.high) if math.log10(tick).is_integer()]
-    for tick in ticks[:: max(1, len(ticks) // 6)]:
-        place = y.pixel(tick, _HEIGHT)
-        yield horizontal(place, "grid")
-        yield text("0", place - 3, f"{tick:.0e}", "label", "start")
+def _pixel(value: float, y: Axis) -> float:
+    """The place of a value; one that is not finite is at the top."""
+    return y.scale.pixel(value if math.isfinite(value) else y.scale.high, _HEIGHT)

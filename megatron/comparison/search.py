@@ -198,7 +198,8 @@ def operations_of(found: Sequence[Row], first: Row | None, facts: dict[str, Any]
         for one in shown
     ]
     figures = {"rows": listed, "first": None if first is None else shown.index(first)}
-    count = len({row.tensor for row in found})
-    compared = f"{count} tensors of two steps from the same weights and samples, {precision}"
+    count, steps = len({row.tensor for row in found}), len({row.step for row in found})
+    many = "two steps" if steps > 1 else "a step"
+    compared = f"{count} tensors of {many} from the same weights and samples, {precision}"
     differences = () if first is None else (described(first, facts),)
     return Comparison("operations", f"{compared}.", differences, figures=figures)

@@ -29,8 +29,10 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
         return Verdict("unclear", sentence, (), differing, whole)
     what = found.operations.compared
     if found.is_bitwise and not differing:
-        return Verdict("equal", f"Equal: the losses of two steps have the same bits; {what}", (), (), whole)
-    return Verdict("rounding", f"Explained by rounding: {what}", (), differing, whole)
+        return Verdict(
+            "equal", f"Equal: the losses of two steps have the same bits. Compared were {what}", (), (), whole
+        )
+    return Verdict("rounding", f"Explained by rounding: no more differs in {what}", (), differing, whole)
 
 
 def _without_experiments(

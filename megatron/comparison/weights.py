@@ -55,8 +55,8 @@ def compare_weights(a: Side, b: Side) -> Comparison:
             found.append(Difference("weights", name.removeprefix(MODEL), *sides, where, changes_loss=is_initial))
         if rows:
             break
-    compared = f"Iterations {', '.join(str(iteration) for iteration, _ in pairs)}"
-    return Comparison("weights", f"{compared}, up to the first that differs.", tuple(found))
+    compared = ", ".join(str(one) if one == other else f"{one} of A, {other} of B" for one, other in pairs)
+    return Comparison("weights", f"Iterations {compared}, up to the first that differs.", tuple(found))
 
 
 def _iterations(side: Side) -> str:

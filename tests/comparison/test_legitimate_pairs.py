@@ -116,7 +116,7 @@ def test_a_resumed_run_computes_the_steps_of_one_that_went_on(
         [load_recording(tmp_path / name / f"iter_000000{step}.safetensors") for step in (3, 4)]
         for name in ("on", "resumed")
     ]
-    found = list(rows(*steps))
+    found = list(rows(steps[0], steps[1]))
     assert len(found) == 2 * len(steps[0][0].tensors)
     assert first_beyond(found) is None
     assert layout or all(row.distance == 0 for row in found)

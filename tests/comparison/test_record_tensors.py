@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megatron.features.record_tensors.recording import (
     FORMAT,
     Recording,
     TensorName,
+    fingerprint,
     load_recording,
     save_recording,
     whole,
@@ -55,8 +57,12 @@ def test_layouts_have_the_same_recordings(flags: str, ranks: dict[int, Ranks], t
 def test_no_hook_remains_outside_of_recorded_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither without the flag nor before and after the iteration that it names is anything called or kept."""
     calls: list[str] = []
-    fingerprint = listener.fingerprint
-    monkeypatch.setattr(listener, "fingerprint", lambda *inputs: calls.append("") or fingerprint(*inputs))
+
+    def noted(*inputs: Any) -> Any:
+        calls.append("")
+        return fingerprint(*inputs)
+
+    monkeypatch.setattr(listener, "fingerprint", noted)
 
     def trained(flags: str) -> list[tuple[int, float]]:
         """The fingerprints and the loss of each of three steps."""

@@ -1109,6 +1109,40 @@ OWN_DATA = (
     ),
 )
 
+DIFF, CAUSES = "comparison/test_diff.py", "comparison/test_planted_causes.py"
+COMPARISON = (
+    Fault(
+        "recorded gradients are those of the scaled loss",
+        "self._step.finish_gradients(gradient_factor)",
+        "self._step.finish_gradients(1.0)",
+        ("comparison/test_transformers_recorder.py",),
+    ),
+    Fault(
+        "every tensor-parallel rank adds its copy of an activation to a recording",
+        "return is_divided or self.tensor_parallel[0] == 0",
+        "return True",
+        ("comparison/test_record_tensors.py",),
+    ),
+    Fault(
+        "a layout with a fault is never the cause",
+        "for candidates in ([one for one in self.flags if one.changes_loss], list(self.flags)):",
+        "for candidates in ([one for one in self.flags if one.changes_loss],):",
+        (CAUSES,),
+    ),
+    Fault(
+        "flags that differ and explain nothing are called causes",
+        "                    needed = fewer",
+        "                    pass",
+        (DIFF,),
+    ),
+    Fault(
+        "the errors of a stale scale are taken for those of its precision",
+        "min if len(set(precisions)) == 1 else max",
+        "max",
+        (CAUSES,),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *OWN_DATA,
     *COLLECTIVES,
@@ -1127,4 +1161,5 @@ CHOSEN: tuple[Fault, ...] = (
     *LAUNCHER,
     *GPU_KERNELS,
     *EXPLORER,
+    *COMPARISON,
 )

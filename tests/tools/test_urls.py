@@ -34,6 +34,8 @@ NEEDED = {
     "convert_checkpoint to-hf": "--load a --hf b",
     "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
     "diff_runs": "a b",
+    "diff_runs a": URL,
+    "diff_runs b": "a",
     "evaluate_tasks": "--load a --tasks b",
     "evaluate_tasks --load-hf": "--tasks b",
     "explore": "--out a",
@@ -71,6 +73,7 @@ TAKES_A_URL = {
     "preprocess_data": {"input"},
     "train_tokenizer": {"input"},
 }
+POSITIONAL = {("report_run", "run"), ("diff_runs", "a"), ("diff_runs", "b")}
 NAMES_NO_PLACE = {
     "dataset_config", "dataset_split", "device", "flags", "json_key", "moe_layer_freq", "json_keys", "max_shard_size",
     "model", "models", "name", "names", "only", "peers", "precisions", "prompt", "rows", "shapes", "tasks",
@@ -97,7 +100,7 @@ def test_a_flag_that_does_not_take_a_url_says_so(
         places = {name for name, hint in get_type_hints(kind).items() if takes_text(hint) and not name.startswith("_")}
         assert TAKES_A_URL.get(tool, set()) <= places
         for name in sorted(places - NAMES_NO_PLACE - TAKES_A_URL.get(tool, set())):
-            flag = name if (script, name) == ("report_run", "run") else f"--{name.replace('_', '-')}"
+            flag = name if (script, name) in POSITIONAL else f"--{name.replace('_', '-')}"
             needed = NEEDED.get(f"{script} {flag}", NEEDED.get(tool, "")).split()
             suffix = f".{name}" if name in ("svg", "png") else ""
             named = [flag] if flag.startswith("--") else []  # a word without a flag

@@ -110,6 +110,7 @@ class TensorRecorder(Listener):
             "samples": place.samples,
             "length": place.length,
             "head_size": model.kv_channels,
+            "vocab_size": model.vocab_size,
             "precision": config.precision.product_name,
             "loss": outcome.loss,
             "grad_norm": outcome.grad_norm,
