@@ -13,7 +13,7 @@ from megatron.comparison.curves import compare_curves
 from megatron.comparison.data import compare_data
 from megatron.comparison.experiment import ExperimentError, Request, batches_of, with_values_of
 from megatron.comparison.finding import Comparison, Verdict
-from megatron.comparison.flags import compare_flags, compare_surroundings, config_for
+from megatron.comparison.flags import changes_model, compare_flags, compare_surroundings, config_for
 from megatron.comparison.layouts import small_layout
 from megatron.comparison.megatron_core_recorder import record_megatron_core
 from megatron.comparison.search import Found, Runner, Search, operations_of
@@ -39,7 +39,9 @@ def compare(
     a, b = open_side("A", names[0]), open_side("B", names[1])
     say("comparing flags, data, weights and curves ...")
     flags = compare_flags(a, b)
-    parts = [flags, *compare_surroundings(a, b), compare_data(a, b), compare_weights(a, b), compare_curves(a, b)]
+    curves = compare_curves(a, b)
+    first = (curves.figures or {}).get("first")
+    parts = [flags, *compare_surroundings(a, b), compare_data(a, b, first), compare_weights(a, b), curves]
     if runner is None:
         return judge(parts, None, "--no-experiments was given.")
     say("running the first steps of both sides, recorded ...")
@@ -94,8 +96,9 @@ def beside(search: Search, other: Side, label: str, megatron_core: Path | None) 
     operations = operations_of(found, first, search.facts, "in fp64, without updates")
     if first is None:
         return Found(operations)
-    # The flags of the other side, moved into our run, must give what the other side computes.
-    search.b, names = search.a, [one.what for one in search.flags if one.changes_loss]
+    # The flags of the other side, moved into our run, must give what the other side computes. It has our samples.
+    search.flags = [one for one in search.flags if changes_model(one.what)]
+    search.b, names = search.a, [one.what for one in search.flags]
     search.a = with_values_of(search.a[0], config, names), search.a[1]
     same = Request(batches_of(search.directory / f"{label}-fp64" / "records"), str(weights))
     return Found(operations, search.blame([theirs], same) or operations.differences)

@@ -67,7 +67,7 @@ def compare_curves(a: Side, b: Side) -> Comparison:
         if not distance <= spread and not (math.isnan(left) and math.isnan(right)):
             remark = f"iteration {iteration}: {distance:.1e} apart, {spread:.1e} is expected"
             found = Difference("curves", "lm_loss", f"{left:.7g}", f"{right:.7g}", remark)
-            return Comparison("curves", f"{compared}.", (found,), figures=figures)
+            return Comparison("curves", f"{compared}.", (found,), figures={**figures, "first": iteration})
     return Comparison("curves", f"{compared}.", figures=figures)
 
 

@@ -53,15 +53,29 @@ def compare_data(a: Side, b: Side, around: int | None = None) -> Comparison:
     except (UserError, OSError) as error:
         text = f"Records alone, because the samples cannot be read: {error}"
         return Comparison("data", text, (*found, *_of_records(a, b)), is_complete=False)
-    numbers = [*range(1, _ITERATIONS + 1), *(range(around - _BEFORE, around + 1) if around else ())]
-    # A run may end before the last one.
-    iterations = sorted({one for one in numbers if one > 0 and all(side.has(one) for side in sides)})
+    iterations = chosen_iterations(sides, around)
     first = first_difference(sides[0], sides[1], iterations)
     figures: dict[str, Any] | None = None
     if first is not None:
         difference, figures = first
         found.append(difference)
     return Comparison("data", f"The samples of {len(iterations)} iterations.", tuple(found), figures=figures)
+
+
+def chosen_iterations(sides: list[Samples], around: int | None) -> list[int]:
+    """The iterations to compare, in order: those up to ``around`` and the first ones that both runs reach, as far as
+    their samples are not too many."""
+    before = range(around - _BEFORE, around + 1) if around else ()
+    chosen: set[int] = set()
+    total = 0
+    for number in dict.fromkeys([*before, *range(1, _ITERATIONS + 1)]):
+        if number < 1 or not all(side.has(number) for side in sides):
+            continue
+        total += len(sides[0].iteration(number))
+        if total > _MOST_SAMPLES and chosen:
+            break
+        chosen.add(number)
+    return sorted(chosen)
 
 
 def _of_records(a: Side, b: Side) -> Iterator[Difference]:
@@ -101,7 +115,6 @@ def open_samples(config: RunConfig, world_size: int | None) -> Samples:
 
 def first_difference(a: Samples, b: Samples, iterations: list[int]) -> tuple[Difference, dict[str, Any]] | None:
     """The first token that differs in these iterations, with its neighbours."""
-    read = 0
     for number in iterations:
         left, right = a.iteration(number), b.iteration(number)
         if left != right:
@@ -124,7 +137,4 @@ def first_difference(a: Samples, b: Samples, iterations: list[int]) -> tuple[Dif
                     where = {"iteration": number, "sample": place, "position": at, "first": near.start}
                     values = f"{mine[at]:g}", f"{theirs[at]:g}"
                     return Difference("data", name, *values, remark), {"tokens": {**where, **shown}}
-            read += 1
-            if read >= _MOST_SAMPLES:
-                return None
     return None

@@ -31,7 +31,10 @@ EFFECTS: Mapping[str, Effect] = {
 }
 """By group of flags."""
 EXCEPTIONS: Mapping[Effect, str] = {
-    "loss": "load load_hf pretrained_checkpoint ckpt_step finetune load_optim inject_fault nan_policy spike_policy",
+    "loss": """
+        load load_hf pretrained_checkpoint ckpt_step finetune load_optim inject_fault nan_policy spike_policy
+        spike_window rollback_margin max_rollbacks hidden_dropout attention_dropout calculate_per_token_loss
+        rotary_percent normalization swiglu position_embedding""",
     "rounding": """
         attention_backend transformer_impl moe_token_dispatcher_type moe_shared_expert_overlap
         overlap_dispatch_backward_with_experts_wgrad moe_grouped_gemm moe_permute_fusion moe_router_fusion
@@ -40,7 +43,7 @@ EXCEPTIONS: Mapping[Effect, str] = {
     "nothing": """
         model max_position_embeddings moe_per_layer_logging exit_interval exit_duration_in_mins
         exit_signal_handler exit_signal check_for_nan_in_loss_and_grad empty_unused_memory_level manual_gc
-        manual_gc_interval ema_decay override_opt_param_scheduler use_checkpoint_opt_param_scheduler
+        manual_gc_interval ema_decay
         valid_data_path test_data_path data_cache_path object_storage_cache_path num_dataset_builder_threads
         valid_text_path num_workers dataloader_timeout mmap_bin_files data_verification_rate tiktoken_pattern
         trust_remote_code distributed_backend distributed_timeout_minutes""",
@@ -64,10 +67,8 @@ MEANINGS: Mapping[tuple[str, ...], Meaning] = {
     ("train_iters", "train_samples"): lambda run: _length(run.training),
     ("tokenizer_type",): lambda run: run.tokenizer.canonical_type,
     ("reset_attention_mask", "dataloader_inter_document_masking"): lambda run: run.data.masks_documents,
-    ("lr_decay_iters", "lr_decay_samples"): lambda run: (
-        run.learning_rate.lr_decay_iters or run.training.train_iters,
-        run.learning_rate.lr_decay_samples or run.training.train_samples,
-    ),
+    ("lr_decay_iters", "lr_decay_samples"): lambda run: _decay(run),
+    ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction"): lambda run: _warmup(run),
     ("recompute_granularity", "recompute_activations", "recompute_modules"): lambda run: (
         run.activations.granularity,
         run.activations.modules,
@@ -76,9 +77,45 @@ MEANINGS: Mapping[tuple[str, ...], Meaning] = {
 """Flags that say one thing together, and what they say; other flags are compared one by one."""
 
 
+def _in_samples(run: RunConfig, iterations: int | None, samples: int | None) -> float | None:
+    """A length in samples; with a batch size that is not constant, or unknown, in iterations."""
+    training = run.training
+    is_constant = training.rampup_batch_size is None and training.step_batch_size_schedule is None
+    if samples is not None or iterations is None:
+        return samples
+    return iterations * training.global_batch_size if training.global_batch_size and is_constant else iterations
+
+
+def _decay(run: RunConfig) -> float | None:
+    rate, training = run.learning_rate, run.training
+    given = _in_samples(run, rate.lr_decay_iters, rate.lr_decay_samples)
+    return _in_samples(run, training.train_iters, training.train_samples) if given is None else given
+
+
+def _warmup(run: RunConfig) -> float | None:
+    rate = run.learning_rate
+    if rate.lr_warmup_fraction is not None:
+        return rate.lr_warmup_fraction * (_decay(run) or 0.0)
+    return _in_samples(run, rate.lr_warmup_iters or None, rate.lr_warmup_samples or None)
+
+
 def effect_of(group: str, name: str) -> Effect:
     """What the flag of a field can change."""
     return next((effect for effect, names in EXCEPTIONS.items() if name in names.split()), EFFECTS[group])
+
+
+def changes_model(flag: str) -> bool:
+    """Whether a flag changes what a model computes for given samples."""
+    found = RUN_PARSER.find(flag)
+    if found is None:
+        return False
+    name = found[0].field.name
+    masks = (
+        "eod_mask_loss",
+        "reset_position_ids",
+        *next(names for names in MEANINGS if "reset_attention_mask" in names),
+    )
+    return name in masks or (_group_of(name) in ("model", "moe") and effect_of(_group_of(name), name) == "loss")
 
 
 def config_for(side: Side) -> RunConfig | None:
@@ -101,7 +138,7 @@ def config_of_megatron(arguments: Mapping[str, Any]) -> RunConfig:
         is_sequence = isinstance(value, list | tuple)
         if value is None or found is None or found[0].field.name != name or (is_sequence and not value):
             continue
-        if effect_of(_group_of(name), name) == "nothing":
+        if effect_of(_group_of(name), name) == "nothing" or _group_of(name) == "compatibility":
             continue
         words = words_of(name, tuple(value) if is_sequence else value)
         if not CommandLine.of(words).parse().mistakes:
@@ -116,10 +153,7 @@ def config_of_megatron(arguments: Mapping[str, Any]) -> RunConfig:
 
 
 def _group_of(name: str) -> str:
-    groups = {
-        field.name: group.name for group in fields(RunConfig) for field in fields(getattr(RunConfig(), group.name))
-    }
-    return groups[name]
+    return next(group.name for group in fields(RunConfig) if name in _names(group.name))
 
 
 def compare_flags(a: Side, b: Side) -> Comparison:
@@ -134,9 +168,33 @@ def compare_flags(a: Side, b: Side) -> Comparison:
     if refused:
         known -= {"model", "moe"}
     only = "" if known == names else f" of the groups {', '.join(sorted(known))}"
-    found = tuple(_differences(one, other, known))
+    absent = set[str]()
+    for side in (a, b):
+        if side.kind == "megatron-lm" and side.config is None and side.foreign is not None:
+            given = {name for name, value in side.foreign.items() if value is not None}
+            absent |= {name for group in names - {"model", "moe"} for name in _names(group)} - given
+    found = [one for one in _differences(one, other, known) if one.what[2:].replace("-", "_") not in absent]
+    found += [one for side in (a, b) for one in _fixed_here(side)]
     compared = " ".join([f"All flags{only}, with defaults filled in.", *refused])
-    return Comparison("flags", compared, found, is_complete=known == names)
+    if absent:
+        compared += f" {len(absent)} of our flags are no arguments there, and are not compared."
+    return Comparison("flags", compared, tuple(found), is_complete=known == names)
+
+
+def _names(group: str) -> list[str]:
+    return [field.name for field in fields(getattr(RunConfig(), group))]
+
+
+def _fixed_here(side: Side) -> Iterator[Difference]:
+    """Arguments of Megatron-LM with a value that this code has not."""
+    if side.kind != "megatron-lm" or side.config is not None or side.foreign is None:
+        return
+    ours = RunConfig().compatibility
+    for name in _names("compatibility"):
+        value = side.foreign.get(name)
+        if effect_of("compatibility", name) == "loss" and value is not None and value != getattr(ours, name):
+            here, there = f"{_shown(getattr(ours, name))} in this code", _shown(value)
+            yield Difference("flags", flag_of(name), *((there, here) if side.label == "A" else (here, there)))
 
 
 def refused_architecture(side: Side) -> str | None:

@@ -80,7 +80,8 @@ def main(job: dict[str, Any]) -> None:
         PRECISIONS[job["precision"]],
     )
     recording = batch.start_recording(dtype, head_size=config.kv_channels, kernels={"attention": "local"})
-    weights = load_file(job["weights"])
+    import_module("megatron.core.parallel_state")  # its absence is the first error
+    weights = load_file(job["weights"])  # not widened
     with Widened() if dtype == torch.float64 else nullcontext():
         model = _model(config, dtype)
         _load(model, weights, config)

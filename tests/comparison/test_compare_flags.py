@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.comparison.finding import Comparison
-from megatron.comparison.flags import EFFECTS, EXCEPTIONS, MEANINGS, compare_flags
+from megatron.comparison.flags import EFFECTS, EXCEPTIONS, MEANINGS, compare_flags, effect_of
 from megatron.comparison.side import Side
 from megatron.config.command_line import parse_command_line
 from megatron.config.run import RunConfig
@@ -83,3 +83,23 @@ def test_an_architecture_that_is_no_llama_is_not_called_equal() -> None:
     result = beside_megatron(position_embedding_type="learned_absolute")
     assert not result.is_complete and "learned_absolute" in result.compared
     assert "--rotary-base" not in {one.what for one in result.differences}
+
+
+def test_every_flag_has_an_effect() -> None:
+    """A new flag fails here until its effect on the loss is decided."""
+    found: dict[str, list[str]] = {"loss": [], "rounding": [], "nothing": []}
+    for group in fields(RunConfig):
+        for field in fields(getattr(RunConfig(), group.name)):
+            found[effect_of(group.name, field.name)].append(field.name)
+    decided = (Path(__file__).parent / "effects_of_flags.txt").read_text().splitlines()
+    assert {line.partition(": ")[0]: line.partition(": ")[2].split() for line in decided} == found
+
+
+def test_what_megatron_does_and_this_code_does_not_is_a_difference(tmp_path: Path) -> None:
+    arguments = {"hidden_dropout": 0.1, "attention_dropout": 0.0, "calculate_per_token_loss": False}
+    a = Side("A", tmp_path, "megatron-lm", foreign=arguments)
+    b = Side("B", tmp_path, "run", config=RunConfig())
+    found = {one.what: (one.a, one.b) for one in compare_flags(a, b).differences}
+    assert found["--hidden-dropout"] == ("0.1", "0 in this code")
+    assert found["--calculate-per-token-loss"] == ("False", "True in this code")
+    assert "--attention-dropout" not in found and "--micro-batch-size" not in found
