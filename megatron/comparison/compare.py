@@ -1,6 +1,7 @@
 """The comparison of two sides: every part, then experiments on both."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from megatron.comparison.search import Found, Runner, Search, operations_of
 from megatron.comparison.side import Side, open_side
 from megatron.comparison.transformers_recorder import record_transformers
 from megatron.comparison.verdict import judge
-from megatron.comparison.weights import compare_weights, tensors_of
+from megatron.comparison.weights import compare_weights, is_vocabulary, tensors_of
 from megatron.config.run import RunConfig
 from megatron.errors import UserError
+from megatron.training.build.vocabulary import planned_vocabulary
 
 
 def compare(
@@ -70,12 +72,17 @@ def beside(search: Search, other: Side, label: str, megatron_core: Path | None) 
     if config is None:
         raise ExperimentError(f"the architecture of {other.label} is not known: name a checkpoint.")
     if other.checkpoints:
-        save_file(dict(tensors_of(other, min(other.checkpoints))), weights)
+        vocabulary = planned_vocabulary(search.a[0]).size  # Megatron-LM's has padding
+        tensors = tensors_of(other, min(other.checkpoints))
+        save_file({name: one[:vocabulary].clone() if is_vocabulary(name) else one for name, one in tensors}, weights)
     search.weights = str(weights) if other.checkpoints else None
     start = Request(weights=search.weights, save_weights=None if other.checkpoints else str(weights))
     ours = search.run(label, f"{label}-fp64", search.a, start, fp64=True)[:1]
     search.facts = ours[0].facts
     batch = Path(batches_of(search.directory / f"{label}-fp64" / "records")[0])
+    if other.kind == "megatron-lm" and not config.data.masks_documents:
+        samples, batch = Batch.load(batch), search.directory / "without-documents.safetensors"
+        replace(samples, document_starts=None).save(batch)
     if other.kind == "hugging-face":
         theirs = record_transformers(other.path, Batch.load(batch), dtype=torch.float64, weights=weights)
     else:
@@ -84,7 +91,7 @@ def beside(search: Search, other: Side, label: str, megatron_core: Path | None) 
         theirs = record_megatron_core(megatron_core, architecture, batch, weights, search.directory / "megatron-core")
     found = list(rows([theirs], ours) if label == "B" else rows(ours, [theirs]))
     first = first_beyond(found)
-    operations = operations_of(found, first, search.facts, "in fp64")
+    operations = operations_of(found, first, search.facts, "in fp64, without updates")
     if first is None:
         return Found(operations)
     # The flags of the other side, moved into our run, must give what the other side computes.

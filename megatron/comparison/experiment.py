@@ -211,9 +211,11 @@ class Processes:
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
         (directory / "log.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
         if not (directory / "records" / f"iter_{STEPS[-1]:07d}.safetensors").exists():
-            errors = [line for line in done.stderr.splitlines() if "ERROR:" in line or "Error" in line]
-            reason = errors[-1].split("ERROR: ")[-1] if errors else f"exit code {done.returncode}"
-            raise ExperimentError(f"The flags of {label} do not run here: {reason} ({directory}/log.txt).")
+            text = done.stderr.rpartition("ERROR: ")[2] if "ERROR: " in done.stderr else f"exit code {done.returncode}"
+            reason = " ".join(line for line in text.split("\n\n")[0].splitlines()[:8])
+            raise ExperimentError(
+                f"The flags of {label} do not run here: {reason} (--keep DIR keeps {directory.name}/log.txt)."
+            )
 
 
 def read_steps(directory: Path) -> list[Recording]:

@@ -80,9 +80,10 @@ def main(job: dict[str, Any]) -> None:
         PRECISIONS[job["precision"]],
     )
     recording = batch.start_recording(dtype, head_size=config.kv_channels, kernels={"attention": "local"})
+    weights = load_file(job["weights"])
     with Widened() if dtype == torch.float64 else nullcontext():
         model = _model(config, dtype)
-        _load(model, load_file(job["weights"]), config)
+        _load(model, weights, config)
         _watch(model, recording, config, batch)
         samples, length = batch.tokens.shape
         positions = torch.arange(length).expand(samples, -1)

@@ -16,6 +16,7 @@ from megatron.checkpoint.megatron_lm.conversion import MegatronCheckpoint
 from megatron.checkpoint.megatron_lm.torch_dist import FORMAT
 from megatron.comparison.megatron_log import read_log
 from megatron.config.command_line import CommandLine
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.run_yaml import read_run_yaml
 from megatron.errors import DataError
@@ -119,7 +120,8 @@ def _of_run(side: Side) -> Side:
         side = replace(side, environment=environment, world_size=environment["world_size"])
     save = located(side.path, config.checkpoint.save)
     root = side.path if save is None or not save.is_dir() else save
-    return _with_metrics(replace(side, checkpoints=checkpoints_in(root)), config, side.path)
+    side = _with_architecture(replace(side, checkpoints=checkpoints_in(root)))
+    return _with_metrics(side, config, side.path)
 
 
 def _of_checkpoints(side: Side, found: Mapping[int, Path]) -> Side:
@@ -128,7 +130,19 @@ def _of_checkpoints(side: Side, found: Mapping[int, Path]) -> Side:
     flags = read_run_state(directory.parent, max(found)).flags
     config = config_of(flags, str(directory))
     side = replace(side, kind="checkpoint", config=config, known_groups=frozenset(flags), checkpoints=dict(found))
-    return _with_metrics(side, config, directory.parent)
+    return _with_metrics(_with_architecture(side), config, directory.parent)
+
+
+def _with_architecture(side: Side) -> Side:
+    """``side`` with the sizes of its newest checkpoint if its flags took them from another one (--use-checkpoint-args,
+    --load-hf)."""
+    if side.config is None or side.config.model.num_layers is not None or not side.checkpoints:
+        return side
+    newest = max(side.checkpoints)
+    given = side.config.model
+    kept = {name: getattr(given, name) for name in ("attention_backend", "transformer_impl")}
+    architecture = read_run_state(side.checkpoints[newest].parent, newest).architecture
+    return replace(side, config=replace(side.config, model=replace(ModelConfig.of(architecture), **kept)))
 
 
 def _of_megatron(side: Side, found: Mapping[int, Path]) -> Side:

@@ -22,10 +22,8 @@ def model_of(side: Side, iteration: int) -> ChunkedModel:
     directory = side.checkpoints[iteration]
     if side.kind == "hugging-face":
         return HuggingFaceImport(directory, None, lambda done: None)
-    if side.kind == "megatron-lm":
-        vocab_size = (side.foreign or {}).get("vocab_size")
-        rows = vocab_size if isinstance(vocab_size, int) else None
-        return MegatronImport(MegatronCheckpoint(directory), rows, None, lambda done: None)
+    if side.kind == "megatron-lm":  # with the padding of the vocabulary
+        return MegatronImport(MegatronCheckpoint(directory), None, None, lambda done: None)
     return AveragedModel([SavedTensors(directory.parent, iteration)], [1.0], lambda done: None)
 
 
@@ -34,6 +32,11 @@ def tensors_of(side: Side, iteration: int) -> Iterator[tuple[str, Tensor]]:
     model = model_of(side, iteration)
     for name in model.tensors:
         yield name.removeprefix(MODEL), torch.cat([model.read(name, rows) for rows in model.chunks[name]])
+
+
+def is_vocabulary(name: str) -> bool:
+    """Whether the rows of a parameter are ids, of which sides may have different numbers."""
+    return "word_embeddings" in name or "output_layer" in name
 
 
 def compare_weights(a: Side, b: Side) -> Comparison:
@@ -72,7 +75,7 @@ def _differences(a: ChunkedModel, b: ChunkedModel) -> Iterator[tuple[str, tuple[
             yield name, sides, "one side has no such tensor"
             continue
         (rows, *rest), (rows_b, *rest_b) = one.shape, other.shape
-        if rest != rest_b or (rows != rows_b and "word_embeddings" not in name and "output_layer" not in name):
+        if rest != rest_b or (rows != rows_b and not is_vocabulary(name)):
             yield name, (str(list(one.shape)), str(list(other.shape))), "other shapes"
             continue
         differs = _difference(a, b, name, min(rows, rows_b), rest)
