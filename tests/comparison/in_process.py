@@ -1,6 +1,7 @@
 """Experiments inside of this process, and in ranks that are started once; with a planted fault on side B."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -47,7 +48,7 @@ class Ranks:
         self.directory = self.root / str(self._starts)
         self.directory.mkdir(parents=True)
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.size}"]
-        words += ["-m", "tests.comparison.in_process", str(self.directory)]
+        words += ["-m", "tests.comparison.in_process", str(self.directory), str(os.getpid())]
         with (self.directory / "log.txt").open("w") as log:
             return subprocess.Popen(words, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
 
@@ -80,10 +81,10 @@ class Ranks:
             process.kill()
 
 
-def serve(directory: Path, rank: int) -> None:
-    """A rank: run the cases in their order."""
+def serve(directory: Path, tests: Path, rank: int) -> None:
+    """A rank: run the cases in their order, until the process of the ``tests`` stops them or is no more."""
     number = 1
-    while not (directory / "stop").exists():
+    while tests.exists() and not (directory / "stop").exists():
         case = directory / f"{number}.case"
         if not case.exists():
             time.sleep(0.01)
@@ -145,6 +146,4 @@ def search(runner: InProcess, directory: Path, a: str, b: str) -> Found:
 
 
 if __name__ == "__main__":
-    import os
-
-    serve(Path(sys.argv[1]), int(os.environ["RANK"]))
+    serve(Path(sys.argv[1]), Path("/proc", sys.argv[2]), int(os.environ["RANK"]))

@@ -49,7 +49,7 @@ BETWEEN = (
     (LAYOUTS[4], LAYOUTS[9]),
     (f"{LAYOUTS[1]} {LAYOUTS[5]}", LAYOUTS[2]),
     (f"{LAYOUTS[0]} {LAYOUTS[8]}", f"{LAYOUTS[7]} {LAYOUTS[9]}"),
-    (f"{LAYOUTS[1]} {LAYOUTS[4]}", f"{LAYOUTS[6]} {ALONE[2]}"),
+    (f"{LAYOUTS[1]} {LAYOUTS[3]}", f"{LAYOUTS[6]} {ALONE[2]}"),
 )
 """Two layouts of two or four ranks."""
 CHANCE = (

@@ -7,8 +7,9 @@ import pytest
 from tests.comparison.faults import PAIRS, Pair
 from tests.comparison.in_process import InProcess, Ranks, search
 
-QUICK = ("--norm-epsilon", "--weight-decay", "--reset-position-ids", "missing clip", "stale FP8 scale", "shifted label",
-         "permuted head", "--tensor-model-parallel-size")  # fmt: skip
+QUICK = ("--norm-epsilon", "--weight-decay", "--reset-position-ids", "--attn-logit-softcapping", "missing clip",
+         "stale FP8 scale", "shifted label", "skipped sample", "mask at a document's border", "permuted head",
+         "--tensor-model-parallel-size")  # fmt: skip
 """Pairs of the default tests, by cause or fault."""
 
 
