@@ -21,6 +21,7 @@ _TITLES = {
     "operations": "Operations",
 }
 _STATE = {True: "no difference", False: "not compared as a whole"}
+_SHOWN = 20
 _HEIGHT, _LEAST = 240.0, 1e-17
 _STYLE = """
 circle.found, .legend i.found { fill: var(--accent); background: var(--accent); }
@@ -45,15 +46,17 @@ def to_text(verdict: Verdict, names: tuple[str, str]) -> str:
             else "not compared"
         )
         lines.append(f"{part.part:12} {state:15} {part.compared}")
-    others = "differs, not tried" if verdict.kind == "unclear" else "differs, does not explain"
-    for title, found in (("cause", verdict.causes), (others, verdict.others)):
+    harmless = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
+    headings: dict[str, Sequence[Difference]] = {
+        "cause": verdict.causes,
+        "differs, not tried" if verdict.kind == "unclear" else "differs, does not explain": verdict.others,
+        "differs, changes rounding at most": [one for one in harmless if one.part != "weights"],
+        "follows from the steps before": [one for one in harmless if one.part == "weights"],
+    }
+    for title, found in headings.items():
         if found:
-            lines += ["", f"{title}:", *(f"  {line}" for one in found for line in _lines(one))]
-    rounding = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
-    if rounding:
-        lines += ["", "differs, changes rounding at most:"]
-        lines += [f"  {line}" for one in rounding[:20] for line in _lines(one)]
-        lines += [f"  and {len(rounding) - 20} more"] if len(rounding) > 20 else []
+            lines += ["", f"{title}:", *(f"  {line}" for one in found[:_SHOWN] for line in _lines(one))]
+            lines += [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return "\n".join(lines)
 
 

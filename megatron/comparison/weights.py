@@ -53,7 +53,7 @@ def compare_weights(a: Side, b: Side) -> Comparison:
         is_initial = iteration == 0 or iteration != other or other == 0
         rows = list(_differences(model_of(a, iteration), model_of(b, other)))
         for name, sides, remark in rows[: _SHOWN if is_initial else 1]:
-            more = "" if is_initial else f"; {len(rows)} tensors differ, as the steps before them do"
+            more = "" if is_initial else f"; {len(rows)} tensors differ, as the steps before do"
             where = f"iteration {iteration}: {remark}{more}"
             found.append(Difference("weights", name.removeprefix(MODEL), *sides, where, changes_loss=is_initial))
         if rows:
