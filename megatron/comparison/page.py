@@ -96,12 +96,11 @@ def to_page(verdict: Verdict, names: tuple[str, str]) -> str:
 
 
 def _table(found: Sequence[Difference]) -> str:
-    rounding = [one.part in ("flags", "kernels", "environment") and not one.changes_loss for one in found]
-    rows = [
-        [Cell(one.what), Cell(one.a), Cell(one.b), Cell(one.remark or ("rounding at most" if rounds else ""))]
-        for one, rounds in zip(found, rounding)
-    ]
-    return table(["what", "A", "B", ""], rows)
+    rows = [[Cell(f"{one.what}: {one.remark}" if one.remark else one.what), Cell(one.a), Cell(one.b)] for one in found]
+    for row, one in zip(rows, found):
+        if one.part in ("flags", "kernels", "environment") and not one.changes_loss:
+            row[0] = Cell(f"{one.what} (rounding at most)")
+    return table(["what", "A", "B"], rows)
 
 
 def _section(part: Comparison) -> str:
