@@ -42,6 +42,14 @@ TOUCHED_BY: Mapping[str, tuple[str, ...]] = {
     "loss": ("--z-loss-multiplier", "cross_entropy"),
 }  # fmt: skip
 """The flags and kernels of an operation, by its last word."""
+_READ_BY = {
+    "embedding": "input_layernorm", "output": "input_layernorm", "input_layernorm": "query", "query": "rotated_query",
+    "key": "rotated_key", "value": "core_attention", "rotated_query": "core_attention",
+    "rotated_key": "core_attention", "core_attention": "linear_proj", "attention_residual": "pre_mlp_layernorm",
+    "pre_mlp_layernorm": "gate", "gate": "activation", "up": "activation", "activation": "mlp",
+    "final_layernorm": "logits", "logits": "loss",
+}  # fmt: skip
+"""The operation whose backward pass computes the gradient of a result: the one that reads it."""
 _OF_UPDATE = ("--lr", "--lr-warmup-iters", "--weight-decay", "--clip-grad",
               "--adam-beta1", "--adam-beta2", "--adam-eps", "--optimizer")  # fmt: skip
 
@@ -143,8 +151,10 @@ def _is_router(tensor: TensorName) -> bool:
 
 def described(row: Row, facts: Mapping[str, object]) -> Difference:
     """The difference as a finding: what, where, by how much, and what touches it."""
-    operation = split_layer(row.tensor.name)[1].split(".")
-    word = next((one for one in reversed(operation) if one in TOUCHED_BY), "")
+    words = split_layer(row.tensor.name)[1].split(".")
+    if row.tensor.direction == "gradient":
+        words = [_READ_BY.get(words[-1], words[-1])]
+    word = next((one for one in reversed(words) if one in TOUCHED_BY), "")
     touching = _OF_UPDATE if row.tensor.direction == "update" else TOUCHED_BY.get(word, ())
     raw = facts.get("kernels")
     kernels: Mapping[str, str] = raw if isinstance(raw, dict) else {}
@@ -154,14 +164,8 @@ def described(row: Row, facts: Mapping[str, object]) -> Difference:
     remark = f"step {row.step + 1}, {where}: {row.distance:.1e} of its norm, {times} times the expected error"
     if named:
         remark += f"; touched by {', '.join(named)}"
-    direction = {
-        "forward": "",
-        "gradient": "gradient of ",
-        "weight_gradient": "gradient of ",
-        "weight": "",
-        "input": "",
-    }
-    what = direction.get(row.tensor.direction, f"{row.tensor.direction} of ") + row.tensor.name
+    direction = row.tensor.direction.removeprefix("weight_")
+    what = f"{direction} of {row.tensor.name}" if direction in ("gradient", "update") else row.tensor.name
     return Difference("operations", what, f"norm {row.a.norm:.6g}", f"norm {row.b.norm:.6g}", remark)
 
 
