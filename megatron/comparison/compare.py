@@ -75,7 +75,8 @@ def beside(search: Search, other: Side, label: str, megatron_core: Path | None) 
         raise ExperimentError(f"the architecture of {other.label} is not known: name a checkpoint.")
     if other.checkpoints:
         vocabulary = planned_vocabulary(search.a[0]).size  # Megatron-LM's has padding
-        tensors = tensors_of(other, min(other.checkpoints))
+        zero_centered = search.a[0].model.apply_layernorm_1p
+        tensors = tensors_of(other, min(other.checkpoints), zero_centered)
         save_file({name: one[:vocabulary].clone() if is_vocabulary(name) else one for name, one in tensors}, weights)
     search.weights = str(weights) if other.checkpoints else None
     start = Request(weights=search.weights, save_weights=None if other.checkpoints else str(weights))

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from megatron.comparison.finding import Comparison, Difference
+from megatron.comparison.flags import config_for
 from megatron.comparison.side import Side
-from megatron.config.run import RunConfig
 
 SPREAD: Mapping[str, tuple[float, float]] = {
     "fp64": (1e-15, 3e-17),
@@ -38,16 +38,17 @@ def compare_curves(a: Side, b: Side) -> Comparison:
         missing = " and ".join(side.label for side in (a, b) if side.curve is None)
         return Comparison("curves", f"No curve of losses for {missing}.", is_complete=False)
     one, other = _losses(a), _losses(b)
-    common = sorted(one.keys() & other.keys())
+    # A record has the mean of the iterations since the record before.
+    common = sorted(iteration for iteration in one.keys() & other.keys() if one[iteration][0] == other[iteration][0])
     if not common:
-        return Comparison("curves", "No iteration is in both curves.", is_complete=False)
-    precision = max((_precision(side.config) for side in (a, b)), key=lambda name: SPREAD[name][0])
+        return Comparison("curves", "No record of both curves is of the same iterations.", is_complete=False)
+    precision = max(map(_precision, (a, b)), key=lambda name: SPREAD[name])
     resolution = PRINTED if "megatron-lm" in (a.kind, b.kind) else 0.0
     expected = [max(expected_spread(precision, iteration), resolution) for iteration in common]
     figures = {
         "iterations": common,
-        "a": [one[iteration] for iteration in common],
-        "b": [other[iteration] for iteration in common],
+        "a": [one[iteration][1] for iteration in common],
+        "b": [other[iteration][1] for iteration in common],
         "expected": expected,
     }
     compared = (
@@ -56,13 +57,12 @@ def compare_curves(a: Side, b: Side) -> Comparison:
     sizes = [_samples(side) for side in (a, b)]
     differing = [iteration for iteration in common if sizes[0].get(iteration) != sizes[1].get(iteration)]
     if differing and sizes[0] and sizes[1]:
-        remark = (
-            f"iteration {differing[0]}: after {sizes[0].get(differing[0])} and {sizes[1].get(differing[0])} samples"
-        )
-        found = Difference("curves", "consumed samples", "", "", f"{remark}, so the losses are of other samples")
+        values = [str(size.get(differing[0])) for size in sizes]
+        remark = f"iteration {differing[0]}, so the losses are of other samples"
+        found = Difference("curves", "consumed samples", values[0], values[1], remark)
         return Comparison("curves", f"{compared}.", (found,), figures=figures)
     for iteration, spread in zip(common, expected):
-        left, right = one[iteration], other[iteration]
+        left, right = one[iteration][1], other[iteration][1]
         distance = abs(left - right) / max(abs(left), 1e-300)
         if not distance <= spread and not (math.isnan(left) and math.isnan(right)):
             remark = f"iteration {iteration}: {distance:.1e} apart, {spread:.1e} is expected"
@@ -71,14 +71,17 @@ def compare_curves(a: Side, b: Side) -> Comparison:
     return Comparison("curves", f"{compared}.", figures=figures)
 
 
-def _losses(side: Side) -> dict[int, float]:
-    """Losses by iteration, of the last process that ran it; NaN where a record has none, skipped ones left out."""
+def _losses(side: Side) -> dict[int, tuple[int, float]]:
+    """By iteration of a record: that of the record before, and the loss, of the last process that wrote one; NaN where
+    a record has none."""
     assert side.curve is not None
-    return {
-        one["iteration"]: math.nan if one["lm_loss"] is None else float(one["lm_loss"])
-        for one in side.curve.iterations
-        if not one.get("skipped")
-    }
+    found: dict[int, tuple[int, float]] = {}
+    before = 0
+    for one in side.curve.iterations:
+        iteration, loss = one["iteration"], one["lm_loss"]
+        found[iteration] = min(before, iteration - 1), math.nan if loss is None else float(loss)
+        before = iteration
+    return found
 
 
 def _samples(side: Side) -> dict[int, int]:
@@ -87,5 +90,6 @@ def _samples(side: Side) -> dict[int, int]:
     return {one["iteration"]: one["consumed_samples"] for one in records if one.get("consumed_samples") is not None}
 
 
-def _precision(config: RunConfig | None) -> str:
+def _precision(side: Side) -> str:
+    config = None if side.kind == "hugging-face" else config_for(side)
     return "bf16" if config is None else config.precision.product_name

@@ -1,5 +1,6 @@
 """The weights of two sides at the same iterations, tensor by tensor under global names."""
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -15,21 +16,24 @@ from megatron.comparison.side import Side
 from megatron.features.record_tensors.recording import Rectangle, fingerprint
 
 _SHOWN = 12
+_ROUNDED = 2.0**-8
+"""Twice the unit roundoff of bf16."""
 
 
-def model_of(side: Side, iteration: int) -> ChunkedModel:
-    """The weights of a side, readable by rows under the names ``model/...``."""
+def model_of(side: Side, iteration: int, zero_centered: bool = False) -> ChunkedModel:
+    """The weights of a side, readable by rows under the names ``model/...``; those of a model of Hugging Face are
+    ``zero_centered``, gains minus one, if the other side's are."""
     directory = side.checkpoints[iteration]
     if side.kind == "hugging-face":
-        return HuggingFaceImport(directory, None, lambda done: None)
+        return HuggingFaceImport(directory, None, lambda done: None, zero_centered)
     if side.kind == "megatron-lm":  # with the padding of the vocabulary
         return MegatronImport(MegatronCheckpoint(directory), None, None, lambda done: None)
     return AveragedModel([SavedTensors(directory.parent, iteration)], [1.0], lambda done: None)
 
 
-def tensors_of(side: Side, iteration: int) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(side: Side, iteration: int, zero_centered: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The whole weights under their global names."""
-    model = model_of(side, iteration)
+    model = model_of(side, iteration, zero_centered)
     for name in model.tensors:
         yield name.removeprefix(MODEL), torch.cat([model.read(name, rows) for rows in model.chunks[name]])
 
@@ -51,8 +55,10 @@ def compare_weights(a: Side, b: Side) -> Comparison:
     found: list[Difference] = []
     for iteration, other in pairs:
         is_initial = iteration == 0 or iteration != other or other == 0
-        rows = list(_differences(model_of(a, iteration), model_of(b, other)))
-        for name, sides, remark in rows[: _SHOWN if is_initial else 1]:
+        zero_centered = any(side.config is not None and side.config.model.apply_layernorm_1p for side in (a, b))
+        models = [model_of(side, one, zero_centered) for side, one in ((a, iteration), (b, other))]
+        rows = sorted(_differences(models[0], models[1], is_initial), key=lambda row: -row[3])
+        for name, sides, remark, _ in rows[: _SHOWN if is_initial else 1]:
             more = "" if is_initial else f"; {len(rows)} tensors differ, as the steps before do"
             where = f"iteration {iteration}: {remark}{more}"
             found.append(Difference("weights", name.removeprefix(MODEL), *sides, where, changes_loss=is_initial))
@@ -66,42 +72,45 @@ def _iterations(side: Side) -> str:
     return ", ".join(map(str, sorted(side.checkpoints))) or "no checkpoint"
 
 
-def _differences(a: ChunkedModel, b: ChunkedModel) -> Iterator[tuple[str, tuple[str, str], str]]:
-    """Name, both sides and the difference of every tensor that differs by more than its dtypes round."""
+def _differences(
+    a: ChunkedModel, b: ChunkedModel, is_initial: bool
+) -> Iterator[tuple[str, tuple[str, str], str, float]]:
+    """Name, both sides, difference and its size of every tensor that differs by more than its dtypes round."""
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
         one, other = a.tensors.get(name), b.tensors.get(name)
         if one is None or other is None:
             sides = "missing" if one is None else "present", "missing" if other is None else "present"
-            yield name, sides, "one side has no such tensor"
+            yield name, sides, "one side has no such tensor", math.inf
             continue
         (rows, *rest), (rows_b, *rest_b) = one.shape, other.shape
         if rest != rest_b or (rows != rows_b and not is_vocabulary(name)):
-            yield name, (str(list(one.shape)), str(list(other.shape))), "other shapes"
+            yield name, (str(list(one.shape)), str(list(other.shape))), "other shapes", math.inf
             continue
-        differs = _difference(a, b, name, min(rows, rows_b), rest)
+        differs = _difference(a, b, name, min(rows, rows_b), rest, is_initial)
         if differs is not None:
+            sides, remark, distance = differs
             text = "" if rows == rows_b else f"; the common {min(rows, rows_b)} of {rows} and {rows_b} rows"
-            yield name, differs[0], differs[1] + text
+            yield name, sides, remark + text, distance
 
 
 def _difference(
-    a: ChunkedModel, b: ChunkedModel, name: str, rows: int, rest: list[int]
-) -> tuple[tuple[str, str], str] | None:
-    """The norms of a tensor and how they differ; None if they differ by no more than rounding."""
+    a: ChunkedModel, b: ChunkedModel, name: str, rows: int, rest: list[int], is_initial: bool
+) -> tuple[tuple[str, str], str, float] | None:
+    """The norms of a tensor, how they differ, and by how much; None if they differ by no more than rounding: every
+    element of initial weights, which one side may have in bf16."""
     width = rest[0] if rest else 1
-    chunks = [slice(one.start, min(one.stop, rows)) for one in a.chunks[name] if one.start < rows]
-    prints = []
-    squares = 0.0
-    for rows_ in chunks:
-        one, other = (model.read(name, rows_).reshape(-1, width).double() for model in (a, b))
+    prints, squares, is_rounded = [], 0.0, True
+    for chunk in [slice(one.start, min(one.stop, rows)) for one in a.chunks[name] if one.start < rows]:
+        one, other = (model.read(name, chunk).reshape(-1, width).double() for model in (a, b))
+        is_rounded = is_rounded and bool(((one - other).abs() <= _ROUNDED * one.abs().maximum(other.abs())).all())
         squares += float((one - other).square().sum())
-        place = Rectangle(torch.arange(rows_.start, rows_.stop), torch.arange(width), (rows, width))
+        place = Rectangle(torch.arange(chunk.start, chunk.stop), torch.arange(width), (rows, width))
         prints.append([fingerprint(matrix, place) for matrix in (one, other)])
     left, right = (sum(parts[1:], start=parts[0]) for parts in zip(*prints))
     distance = squares**0.5 / max(left.norm, right.norm, 1e-300)
-    dtypes = [model.tensors[name].dtype for model in (a, b)]
-    if distance <= max(torch.finfo(dtype).eps for dtype in dtypes):
+    if is_rounded or (not is_initial and distance <= _ROUNDED):
         return None
     where_rows, where_columns = left.largest_cell(right)
     where = f"rows {span(where_rows)}, columns {span(where_columns)}"
-    return (f"norm {left.norm:.6g}", f"norm {right.norm:.6g}"), f"{distance:.1e} of the norm, most in {where}"
+    sides = f"norm {left.norm:.6g}", f"norm {right.norm:.6g}"
+    return sides, f"{distance:.1e} of the norm, most in {where}", distance
