@@ -11,7 +11,7 @@ from megatron.comparison.batch import Batch
 from megatron.comparison.bisection import first_beyond, rows
 from megatron.comparison.curves import compare_curves
 from megatron.comparison.data import compare_data
-from megatron.comparison.experiment import ExperimentError, Request, batches_of, with_values_of
+from megatron.comparison.experiment import MASKS, ExperimentError, Request, batches_of, with_values_of
 from megatron.comparison.finding import Comparison, Verdict
 from megatron.comparison.flags import changes_model, compare_flags, compare_surroundings, config_for
 from megatron.comparison.layouts import small_layout
@@ -60,7 +60,7 @@ def experiments(
     foreign = [side for side in (a, b) if side.kind == "hugging-face" or (side.kind == "megatron-lm" and megatron_core)]
     if len(foreign) == 2:
         raise ExperimentError("neither side has flags of this code, with which samples are read: name one that has.")
-    sides = [runnable(side, most_ranks) for side in (a, b) if side not in foreign]
+    sides = [runnable(side, other, most_ranks) for side, other in ((a, b), (b, a)) if side not in foreign]
     if foreign:
         search = Search(runner, directory, sides[0], sides[0], flags.differences)
         return beside(search, foreign[0], "B" if foreign[0] is a else "A", megatron_core)
@@ -105,9 +105,13 @@ def beside(search: Search, other: Side, label: str, megatron_core: Path | None) 
     return Found(operations, search.blame([theirs], same) or operations.differences)
 
 
-def runnable(side: Side, most_ranks: int) -> tuple[RunConfig, int]:
-    """The flags of a side for an experiment, and its number of ranks."""
+def runnable(side: Side, other: Side, most_ranks: int) -> tuple[RunConfig, int]:
+    """The flags of a side for an experiment, and its number of ranks; a side of Megatron-LM reads the samples of the
+    ``other``, and masks them as its own flags say."""
     config = config_for(side)
+    if side.kind == "megatron-lm" and config is not None and other.config is not None:
+        masks = {name: getattr(config.data, name) for name in MASKS}
+        config = replace(config, data=replace(other.config.data, **masks), tokenizer=other.config.tokenizer)
     if config is None:
         raise ExperimentError(f"the flags of {side.label} are not known: name its run directory or a checkpoint.")
     if config.data.seq_length is None or config.training.micro_batch_size is None:

@@ -39,6 +39,8 @@ from megatron.training.loop.trainer import Listener, Trainer
 
 STEPS = (1, 2)
 """The recorded iterations. Clipping and weight decay show in the second one: Adam's first update has no scale."""
+MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking")
+"""The fields of the data that say what of a sample counts."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +145,13 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
     """The flags of a side's experiment: its model, layout, optimizer and schedules, in its precision or in fp64."""
     data = replace(config.data, num_workers=0, new_data_stage=None)
     if request.batches is not None:
-        kept = ("seq_length", "eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-        data = DataConfig(**{name: getattr(data, name) for name in kept}, num_workers=0)
-        # For the checks; the request gives the samples.
-        data = replace(data, data_module="RunParts:build_loader")
-        data = replace(data, dataloader_inter_document_masking=config.data.dataloader_inter_document_masking)
+        # The request gives the samples; the name is for the checks.
+        data = DataConfig(
+            data_module="RunParts:build_loader",
+            num_workers=0,
+            seq_length=data.seq_length,
+            **{name: getattr(data, name) for name in MASKS},
+        )
     return replace(
         config,
         data=data,

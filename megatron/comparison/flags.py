@@ -194,7 +194,8 @@ def _fixed_here(side: Side) -> Iterator[Difference]:
         value = side.foreign.get(name)
         if effect_of("compatibility", name) == "loss" and value is not None and value != getattr(ours, name):
             here, there = f"{_shown(getattr(ours, name))} in this code", _shown(value)
-            yield Difference("flags", flag_of(name), *((there, here) if side.label == "A" else (here, there)))
+            sides = (there, here) if side.label == "A" else (here, there)
+            yield Difference("flags", flag_of(name), *sides, "not tried: this code has no other value")
 
 
 def refused_architecture(side: Side) -> str | None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import lcm
 from typing import Any
 
+from megatron.comparison.experiment import MASKS
 from megatron.config.checks import check_run
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.dry_run import DryRunConfig
@@ -78,8 +79,7 @@ def small_model(config: RunConfig, world_size: int) -> RunConfig:
         max_position_embeddings=None,
         **experts,
     )
-    masks = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking")
-    kept = {name: getattr(config.data, name) for name in masks}
+    kept = {name: getattr(config.data, name) for name in MASKS}
     training = replace(
         config.training,
         micro_batch_size=min(config.training.micro_batch_size or 1, 2),

@@ -91,6 +91,46 @@ def test_a_model_of_transformers(runs: Path, tmp_path: Path) -> None:
     assert [one.what for one in verdict.causes] == ["--norm-epsilon"] and verdict.exit_code == 3
 
 
+MEGATRON_LOG = """
+------------------------ arguments ------------------------
+  attention_dropout ............................... 0.1
+  bf16 ............................................ True
+  clip_grad ....................................... 50.0
+  ffn_hidden_size ................................. 64
+  global_batch_size ............................... 4
+  group_query_attention ........................... True
+  hidden_size ..................................... 32
+  lr .............................................. 0.001
+  max_position_embeddings ......................... 16
+  micro_batch_size ................................ 2
+  num_attention_heads ............................. 4
+  num_layers ...................................... 2
+  num_query_groups ................................ 2
+  normalization ................................... RMSNorm
+  padded_vocab_size ............................... 128
+  position_embedding_type ......................... rope
+  rotary_base ..................................... 5000
+  seq_length ...................................... 16
+  swiglu .......................................... True
+  add_bias_linear ................................. False
+  train_iters ..................................... 3
+  untie_embeddings_and_output_weights ............. True
+-------------------- end of arguments ---------------------
+ [2026-11-28 10:00:00.000000] iteration        1/       3 | consumed samples:            4 | lm loss: 3.400000E+00 |
+"""
+
+
+def test_a_log_of_megatron_beside_a_run(runs: Path, tmp_path: Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(MEGATRON_LOG)
+    verdict = compare((str(log), str(runs / "base")), InProcess({}), tmp_path, 8, lambda text: None)
+    assert [(one.what, one.a, one.b) for one in verdict.causes] == [("--rotary-base", "5000", "500000")]
+    assert [(one.what, one.remark) for one in verdict.others] == [
+        ("--attention-dropout", "not tried: this code has no other value")
+    ]
+    assert "are not compared" in verdict.parts[0].compared
+
+
 def test_without_experiments_nothing_is_said_to_explain(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
