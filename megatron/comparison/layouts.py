@@ -32,7 +32,11 @@ def small_layout(config: RunConfig, world_size: int, most: int) -> tuple[RunConf
                 changed: dict[str, Any] = {f"{axis}_parallel_size": fewer}
                 layout = replace(layout, **changed) if getattr(layout, f"{axis}_parallel_size") > fewer else layout
     if layout != config.parallel:
-        layout = replace(layout, expert_tensor_parallel_size=None, hierarchical_context_parallel_sizes=())
+        layout = replace(layout, expert_tensor_parallel_size=None)
+    if layout.context_parallel_size < config.parallel.context_parallel_size:
+        # Two levels need four ranks.
+        kinds = tuple("p2p" if kind == "a2a+p2p" else kind for kind in layout.cp_comm_type)
+        layout = replace(layout, cp_comm_type=kinds, hierarchical_context_parallel_sizes=())
     world_size = layout.model_parallel_size * replicas
     in_stage = world_size // layout.pipeline_model_parallel_size
     experts = layout.expert_model_parallel_size
