@@ -76,6 +76,7 @@ def test_no_hook_remains_outside_of_recorded_steps(tmp_path: Path, monkeypatch: 
                 modules = [module for chunk in run.chunks for module in chunk.modules()]
                 assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
                 assert executor.recorder is None and executor.token_losses == losses
+                assert run._trainer.data.train.kept is None
         return found
 
     off = trained("")

@@ -94,6 +94,7 @@ class TensorRecorder(Listener):
         shards = self._counted(trainer) if weights else []
         step.add_shards("update", shards, [one.weight - before for one, before in zip(shards, weights)])
         batch = step.add_batch(trainer.data.train.kept or [])
+        trainer.data.train.kept = None
         gathered = trainer.context.control.all_gather_object((step.recording, batch))
         run_on_rank0(trainer.context.control, lambda: self._write(trainer, outcome, step.place, gathered))
 
