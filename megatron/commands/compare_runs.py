@@ -101,7 +101,7 @@ def diff(config: DiffConfig) -> int:
         runner = Processes(code) if config.experiments else None
         say = partial(print, file=sys.stderr, flush=True)
         python = config.megatron_core_python
-        core = None if python is None else Path(python).absolute()  # a link: its place is that of the environment
+        core = None if python is None else Path(python).absolute()  # not resolved: the link is in its environment
         verdict = compare(names, runner, directory, config.max_ranks, say, core)
     print(to_text(verdict, names))
     for flag, path, content in (("--html", config.html, to_page), ("--json", config.json, to_json)):
@@ -128,7 +128,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """The experiment; all other flags are those of training."""
+    """The flags of check-layouts itself; all others are those of training."""
 
     max_ranks: int = 8
     """Processes of the layout. A larger one is made smaller: fewer replicas first."""

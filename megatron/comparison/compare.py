@@ -62,14 +62,15 @@ def experiments(
         raise ExperimentError("neither side has flags of this code, with which samples are read: name one that has.")
     sides = [runnable(side, other, most_ranks) for side, other in ((a, b), (b, a)) if side not in foreign]
     if foreign:
-        search = Search(runner, directory, sides[0], sides[0], flags.differences)
-        return beside(search, foreign[0], "B" if foreign[0] is a else "A", megatron_core)
+        search = Search(runner, directory, sides[0], sides[0], flags.differences, moved="B" if foreign[0] is a else "A")
+        return beside(search, foreign[0], megatron_core)
     return Search(runner, directory, sides[0], sides[1], flags.differences)()
 
 
-def beside(search: Search, other: Side, label: str, megatron_core: Path | None) -> Found:
-    """The search for the first operation in which a side of this code, ``label``, differs from a model that
-    transformers or megatron-core computes, from the weights of its first checkpoint."""
+def beside(search: Search, other: Side, megatron_core: Path | None) -> Found:
+    """The search for the first operation in which a side of this code differs from a model that transformers or
+    megatron-core computes, from the weights of its first checkpoint."""
+    label = search.moved
     weights, config = search.directory / "weights.safetensors", config_for(other)
     if config is None:
         raise ExperimentError(f"the architecture of {other.label} is not known: name a checkpoint.")

@@ -72,8 +72,8 @@ def compare_curves(a: Side, b: Side) -> Comparison:
 
 
 def _losses(side: Side) -> dict[int, tuple[int, float]]:
-    """By iteration of a record: that of the record before, and the loss, of the last process that wrote one; NaN where
-    a record has none."""
+    """The mean loss of each record, with the iteration of the record before it, by iteration; of a resumed run the
+    later record counts. NaN: a record without a loss."""
     assert side.curve is not None
     found: dict[int, tuple[int, float]] = {}
     before = 0

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from megatron.config.precision import KernelConfig, PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.run_parser import RUN_PARSER
 from megatron.config.run_yaml import run_yaml
-from megatron.config.training import ValidationConfig
+from megatron.config.training import OptimizerConfig, ValidationConfig
 from megatron.core.control import run_on_rank0
 from megatron.core.parameter import ParameterInfo, flat_range_boxes
 from megatron.data.data_module import DataContext
@@ -78,7 +78,7 @@ def given_samples(batches: Sequence[str], context: DataContext) -> Iterator[Any]
 
 
 class GivenWeights(Listener):
-    """Replaces the initial weights by those of a file."""
+    """Loads the initial weights from a file of whole tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._is_done = path, False
@@ -110,7 +110,7 @@ def _fill(flat: Tensor, info: ParameterInfo, start: int, source: Any) -> None:
 
 
 class SavedWeights(Listener):
-    """Writes the initial weights as whole tensors on rank 0; a collective."""
+    """Saves the initial weights to a file of whole tensors; a collective."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,8 +152,10 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
             seq_length=data.seq_length,
             **{name: getattr(data, name) for name in MASKS},
         )
+    # The run was perhaps on another machine.
+    device: Literal["auto", "cpu"] = "cpu" if config.training.device == "cpu" else "auto"
     return replace(
-        config,
+        as_fp64(config) if fp64 else config,
         data=data,
         checkpoint=CheckpointConfig(),
         operation=OperationConfig(),
@@ -161,12 +163,25 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
             log_interval=1, record_tensors=str(directory), record_tensors_iterations=STEPS, peak_tflops=1.0
         ),
         validation=ValidationConfig(),
-        training=replace(config.training, exit_interval=STEPS[-1], exit_duration_in_mins=None),
-        precision=PrecisionConfig(fp64=True) if fp64 else config.precision,
-        kernels=KernelConfig() if fp64 else config.kernels,
+        training=replace(config.training, exit_interval=STEPS[-1], exit_duration_in_mins=None, device=device),
+        parallel=replace(config.parallel, distributed_backend=None),
         dry_run=DryRunConfig(),
         plan=PlanConfig(),
         flag_files=FlagFileConfig(),
+    )
+
+
+def as_fp64(config: RunConfig) -> RunConfig:
+    """The flags in fp64, which kernels of other packages and narrower optimizer states exclude."""
+    states = ("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    defaults: dict[str, Any] = {name: getattr(OptimizerConfig(), name) for name in states}
+    return replace(
+        config,
+        model=replace(config.model, transformer_impl="local", attention_backend="auto"),
+        moe=replace(config.moe, moe_router_dtype=None),
+        optimizer=replace(config.optimizer, **defaults),
+        precision=PrecisionConfig(fp64=True),
+        kernels=KernelConfig(),
     )
 
 

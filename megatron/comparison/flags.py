@@ -119,8 +119,8 @@ def changes_model(flag: str) -> bool:
 
 
 def config_for(side: Side) -> RunConfig | None:
-    """The flags of a side of this code, those of Megatron-LM as flags of this code, or the architecture of a model of
-    Hugging Face; None if they are not known."""
+    """The flags of a side: its own, the equivalent of Megatron-LM's arguments, or of a model of Hugging Face those of
+    the architecture; None if they are not known."""
     if side.config is not None or side.foreign is None:
         return side.config
     if side.kind == "hugging-face":

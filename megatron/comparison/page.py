@@ -38,13 +38,9 @@ def to_text(verdict: Verdict, names: tuple[str, str]) -> str:
     lines = [f"A  {names[0]}", f"B  {names[1]}", "", verdict.sentence, ""]
     for part in verdict.parts:
         count = len(part.differences)
-        state = (
-            f"{count} difference{'s' * (count != 1)}"
-            if count
-            else "no difference"
-            if part.is_complete
-            else "not compared"
-        )
+        state = "no difference" if part.is_complete else "not compared"
+        if count:
+            state = f"{count} difference{'s' * (count != 1)}"
         lines.append(f"{part.part:12} {state:15} {part.compared}")
     harmless = [one for part in verdict.parts for one in part.differences if not one.changes_loss]
     headings: dict[str, Sequence[Difference]] = {

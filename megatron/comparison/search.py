@@ -13,12 +13,13 @@ A difference explains only if both sides are equal without it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from safetensors.torch import load_file
 
 from megatron.comparison.bisection import Expected, Row, described, first_beyond, in_fp64, measured_error, rows
 from megatron.comparison.experiment import (
+    ExperimentError,
     Request,
     batches_of,
     read_steps,
@@ -68,6 +69,8 @@ class Search:
     """The flags that differ."""
     weights: str | None = None
     """Weights that both sides begin with; None: their own initial weights."""
+    moved: Literal["A", "B"] = "B"
+    """The side whose flags are moved, and whose code runs then."""
     facts: dict[str, Any] = field(default_factory=dict, init=False)
     _count: int = field(default=0, init=False)
 
@@ -112,8 +115,13 @@ class Search:
         if self.a[0].precision.fp64 and self.b[0].precision.fp64:
             operations = operations_of(exact, None, self.facts, "in fp64")
             return Found(operations, (), _kernels(exact_a[0], exact_b[0]), is_bitwise=_same_bits(exact))
-        own_a = self.run("A", "A-own", self.a, same, fp64=False)
-        own_b = self.run("B", "B-own", self.b, same, fp64=False)
+        try:
+            own_a = self.run("A", "A-own", self.a, same, fp64=False)
+            own_b = self.run("B", "B-own", self.b, same, fp64=False)
+        except UserError as error:  # such as kernels of another machine
+            operations = operations_of(exact, None, self.facts, "in fp64")
+            text = f"{operations.compared} Not in their own precision: {error}"
+            return Found(replace(operations, compared=text, is_complete=False))
         kernels = _kernels(own_a[0], own_b[0])
         expected = measured_error((exact_a, exact_b), (own_a, own_b))
         found = list(rows(own_a, own_b, expected))
@@ -136,7 +144,7 @@ class Search:
             side = config, self.a[1] if any(not one.changes_loss for one in moved) else self.b[1]
             self._count += 1
             try:
-                steps = self.run("B", f"B-moved-{self._count}", side, start, fp64)
+                steps = self.run(self.moved, f"{self.moved}-moved-{self._count}", side, start, fp64)
             except (UserError, AssertionError):  # a combination that the checks refuse is none that is equal
                 return False
             return first_beyond(rows(wanted, steps, expected)) is None
@@ -192,6 +200,8 @@ def _same_bits(found: Sequence[Row]) -> bool:
 
 def operations_of(found: Sequence[Row], first: Row | None, facts: dict[str, Any], precision: str) -> Comparison:
     """The comparison of all recorded tensors of the first step, for the page."""
+    if not found:
+        raise ExperimentError("no tensor was recorded on both sides, so that no operation can be compared.")
     shown = [row for row in found if row.step == (0 if first is None else first.step)]
     listed = [
         {"direction": one.tensor.direction, "name": one.tensor.name, "distance": one.distance, "expected": one.expected}

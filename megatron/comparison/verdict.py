@@ -28,6 +28,8 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
         )
         return Verdict("unclear", sentence, (), differing, whole)
     what = found.operations.compared
+    if not found.operations.is_complete:
+        return Verdict("unclear", f"Nothing differs as far as it was compared: {what}", (), differing, whole)
     if found.is_bitwise and not differing:
         return Verdict(
             "equal", f"Equal: the losses of two steps have the same bits. Compared were {what}", (), (), whole
