@@ -161,7 +161,8 @@ def described(row: Row, facts: Mapping[str, object]) -> Difference:
     named = [one if one.startswith("--") else f"kernel {one} ({kernels.get(one, 'unknown')})" for one in touching]
     times = f"{row.ratio:.0f}" if row.ratio < 1e4 else f"{row.ratio:.0e}"
     where = place_of(row, facts)
-    remark = f"step {row.step + 1}, {where}: {row.distance:.1e} of its norm, {times} times the expected error"
+    step = int(str(facts.get("iteration", 1))) + row.step
+    remark = f"step {step}, {where}: {row.distance:.1e} of its norm, {times} times the expected error"
     if named:
         remark += f"; touched by {', '.join(named)}"
     direction = row.tensor.direction.removeprefix("weight_")

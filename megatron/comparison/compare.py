@@ -11,7 +11,7 @@ from megatron.comparison.batch import Batch
 from megatron.comparison.bisection import first_beyond, rows
 from megatron.comparison.curves import compare_curves
 from megatron.comparison.data import compare_data
-from megatron.comparison.experiment import MASKS, ExperimentError, Request, batches_of, with_values_of
+from megatron.comparison.experiment import MASKS, STEPS, ExperimentError, Request, with_values_of
 from megatron.comparison.finding import Comparison, Verdict
 from megatron.comparison.flags import changes_model, compare_flags, compare_surroundings, config_for
 from megatron.comparison.layouts import small_layout
@@ -23,6 +23,7 @@ from megatron.comparison.verdict import judge
 from megatron.comparison.weights import compare_weights, is_vocabulary, tensors_of
 from megatron.config.run import RunConfig
 from megatron.errors import UserError
+from megatron.training.batch_schedule import build_batches
 from megatron.training.build.vocabulary import planned_vocabulary
 
 
@@ -46,15 +47,23 @@ def compare(
         return judge(parts, None, "--no-experiments was given.")
     say("running the first steps of both sides, recorded ...")
     try:
-        return judge(parts, experiments(a, b, flags, runner, directory, most_ranks, megatron_core))
+        return judge(parts, experiments(a, b, flags, first, runner, directory, most_ranks, megatron_core))
     except UserError as error:
         return judge(parts, None, str(error))
 
 
 def experiments(
-    a: Side, b: Side, flags: Comparison, runner: Runner, directory: Path, most_ranks: int, megatron_core: Path | None
+    a: Side,
+    b: Side,
+    flags: Comparison,
+    first: int | None,
+    runner: Runner,
+    directory: Path,
+    most_ranks: int,
+    megatron_core: Path | None,
 ) -> Found:
-    """What experiments on both sides find. Raises :class:`UserError` if they cannot be made.
+    """What experiments on both sides find; ``first`` is the iteration at which the curves begin to differ. Raises
+    :class:`UserError` if they cannot be made.
 
     A side of Megatron-LM without ``megatron_core`` is computed by this code with its flags."""
     foreign = [side for side in (a, b) if side.kind == "hugging-face" or (side.kind == "megatron-lm" and megatron_core)]
@@ -64,7 +73,25 @@ def experiments(
     if foreign:
         search = Search(runner, directory, sides[0], sides[0], flags.differences, moved="B" if foreign[0] is a else "A")
         return beside(search, foreign[0], megatron_core)
-    return Search(runner, directory, sides[0], sides[1], flags.differences)()
+    found = Search(runner, directory, sides[0], sides[1], flags.differences)()
+    is_open = found.operations.is_complete and not found.causes and not found.operations.differences
+    if not is_open or not (first or any(one.changes_loss for one in flags.differences)):
+        return found
+    # Schedules and samples may differ later: the same at the first iteration that differs, else at the end.
+    last = min(map(last_iteration, sides)) - STEPS
+    done = min(first - 1, last) if first else last
+    if done < STEPS:
+        return found
+    later = Search(runner, directory / "later", sides[0], sides[1], flags.differences, done=done)()
+    compared = f"{found.operations.compared} {later.operations.compared}"
+    is_bitwise = found.is_bitwise and later.is_bitwise
+    return replace(later, operations=replace(later.operations, compared=compared), is_bitwise=is_bitwise)
+
+
+def last_iteration(side: tuple[RunConfig, int]) -> int:
+    """The last iteration of a run."""
+    training, batches = side[0].training, build_batches(side[0], side[0].parallel.data_parallel_size(side[1]))
+    return training.train_iters or batches.iterations_for_samples(training.train_samples or 0)
 
 
 def beside(search: Search, other: Side, megatron_core: Path | None) -> Found:
@@ -83,7 +110,7 @@ def beside(search: Search, other: Side, megatron_core: Path | None) -> Found:
     start = Request(weights=search.weights, save_weights=None if other.checkpoints else str(weights))
     ours = search.run(label, f"{label}-fp64", search.a, start, fp64=True)[:1]
     search.facts = ours[0].facts
-    batch = Path(batches_of(search.directory / f"{label}-fp64" / "records")[0])
+    batch = Path(search.batches(f"{label}-fp64")[0])
     if other.kind == "megatron-lm" and not config.data.masks_documents:
         samples, batch = Batch.load(batch), search.directory / "without-documents.safetensors"
         replace(samples, document_starts=None).save(batch)
@@ -102,7 +129,7 @@ def beside(search: Search, other: Side, megatron_core: Path | None) -> Found:
     search.flags = [one for one in search.flags if changes_model(one.what)]
     search.b, names = search.a, [one.what for one in search.flags]
     search.a = with_values_of(search.a[0], config, names), search.a[1]
-    same = Request(batches_of(search.directory / f"{label}-fp64" / "records"), str(weights))
+    same = Request(search.batches(f"{label}-fp64"), str(weights))
     return Found(operations, search.blame([theirs], same) or operations.differences)
 
 

@@ -1,6 +1,6 @@
 """The data of two sides: tokenizer, corpora, order of the samples, and the first token that differs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from megatron.training.build.vocabulary import planned_vocabulary
 
 _ITERATIONS, _BEFORE, _NEIGHBOURS = 20, 3, 8
 _MOST_SAMPLES = 1 << 14
+
+Found = tuple[Difference, dict[str, Any]]
+"""A difference, and the tokens around it for the page."""
 
 
 @dataclass(frozen=True)
@@ -113,28 +116,35 @@ def open_samples(config: RunConfig, world_size: int | None) -> Samples:
     return Samples(dataset, batches)
 
 
-def first_difference(a: Samples, b: Samples, iterations: list[int]) -> tuple[Difference, dict[str, Any]] | None:
-    """The first token that differs in these iterations, with its neighbours."""
+def first_difference(a: Samples, b: Samples, iterations: list[int]) -> Found | None:
+    """The first token that differs in these iterations."""
     for number in iterations:
         left, right = a.iteration(number), b.iteration(number)
         if left != right:
             text = [f"samples {one.start} to {one.stop - 1}" for one in (left, right)]
             return Difference("data", "samples", text[0], text[1], f"iteration {number}"), {}
         for place, index in enumerate(left):
-            one, other = a.dataset[index], b.dataset[index]
-            for name in ("tokens", "labels", "loss_mask", "document_starts"):
-                if name not in one or name not in other:
-                    continue
-                mine, theirs = np.asarray(one[name]), np.asarray(other[name])
-                if mine.shape != theirs.shape:
-                    return Difference("data", name, str(len(mine)), str(len(theirs)), "length of a sample"), {}
-                places = np.nonzero(mine != theirs)[0]
-                if len(places):
-                    at = int(places[0])
-                    remark = f"iteration {number}, sample {place}, position {at}; {len(places)} of this sample"
-                    near = slice(max(at - _NEIGHBOURS, 0), at + _NEIGHBOURS + 1)
-                    shown = {"a": mine[near].tolist(), "b": theirs[near].tolist()}
-                    where = {"iteration": number, "sample": place, "position": at, "first": near.start}
-                    values = f"{mine[at]:g}", f"{theirs[at]:g}"
-                    return Difference("data", name, *values, remark), {"tokens": {**where, **shown}}
+            if found := difference_of(a.dataset[index], b.dataset[index], number, place):
+                return found
+    return None
+
+
+def difference_of(a: Mapping[str, Any], b: Mapping[str, Any], iteration: int, first: int = 0) -> Found | None:
+    """The first token that differs in samples ``[length]`` or ``[samples, length]``, from the sample ``first`` of an
+    iteration on."""
+    for name in ("tokens", "labels", "loss_mask", "document_starts"):
+        if name not in a or name not in b:
+            continue
+        one, other = (np.atleast_2d(np.asarray(side[name])) for side in (a, b))
+        if one.shape != other.shape:
+            sizes = [f"{samples} of {length} tokens" for samples, length in (one.shape, other.shape)]
+            return Difference("data", name, sizes[0], sizes[1], f"iteration {iteration}, samples"), {}
+        places = np.argwhere(one != other)
+        if len(places):
+            sample, at = places[0].tolist()
+            remark = f"iteration {iteration}, sample {first + sample}, position {at}; {len(places)} in all"
+            near = slice(max(at - _NEIGHBOURS, 0), at + _NEIGHBOURS + 1)
+            shown = {"first": near.start, "a": one[sample, near].tolist(), "b": other[sample, near].tolist()}
+            values = f"{one[sample, at]:g}", f"{other[sample, at]:g}"
+            return Difference("data", name, *values, remark), {"tokens": shown}
     return None

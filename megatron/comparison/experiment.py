@@ -35,10 +35,11 @@ from megatron.data.data_module import DataContext
 from megatron.errors import UserError
 from megatron.features.record_tensors.recording import Recording, load_recording
 from megatron.training.build.run import RunParts
+from megatron.training.checkpoints.saved_run import Progress
 from megatron.training.loop.trainer import Listener, Trainer
 
-STEPS = (1, 2)
-"""The recorded iterations. Clipping and weight decay show in the second one: Adam's first update has no scale."""
+STEPS = 2
+"""Recorded iterations. Clipping and weight decay show in the second one: Adam's first update has no scale."""
 MASKS = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking")
 """The fields of the data that say what of a sample counts."""
 
@@ -53,6 +54,8 @@ class Request:
     """File of the initial weights, by global name."""
     save_weights: str | None = None
     """File that receives the initial weights."""
+    progress: tuple[int, int] = (0, 0)
+    """Iterations and samples that schedules and samples count as done."""
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -62,7 +65,7 @@ class Request:
         given = None if self.batches is None else lambda context: given_samples(self.batches or (), context)
         listeners: list[Listener] = [] if self.weights is None else [GivenWeights(Path(self.weights))]
         listeners += [] if self.save_weights is None else [SavedWeights(Path(self.save_weights))]
-        return RunParts(build_loader=given, listeners=listeners)
+        return RunParts(build_loader=given, listeners=listeners, progress=Progress(*self.progress))
 
 
 def given_samples(batches: Sequence[str], context: DataContext) -> Iterator[Any]:
@@ -152,6 +155,7 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
             seq_length=data.seq_length,
             **{name: getattr(data, name) for name in MASKS},
         )
+    steps = steps_from(request.progress[0])
     # The run was perhaps on another machine.
     device: Literal["auto", "cpu"] = "cpu" if config.training.device == "cpu" else "auto"
     return replace(
@@ -160,10 +164,10 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
         checkpoint=CheckpointConfig(),
         operation=OperationConfig(),
         logging=LoggingConfig(
-            log_interval=1, record_tensors=str(directory), record_tensors_iterations=STEPS, peak_tflops=1.0
+            log_interval=1, record_tensors=str(directory), record_tensors_iterations=steps, peak_tflops=1.0
         ),
         validation=ValidationConfig(),
-        training=replace(config.training, exit_interval=STEPS[-1], exit_duration_in_mins=None, device=device),
+        training=replace(config.training, exit_interval=steps[-1], exit_duration_in_mins=None, device=device),
         parallel=replace(config.parallel, distributed_backend=None),
         dry_run=DryRunConfig(),
         plan=PlanConfig(),
@@ -229,7 +233,7 @@ class Processes:
         command = [sys.executable, *(launcher if world_size > 1 else ()), *words]
         done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
         (directory / "log.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
-        if not (directory / "records" / f"iter_{STEPS[-1]:07d}.safetensors").exists():
+        if not (directory / "records" / f"iter_{steps_from(request.progress[0])[-1]:07d}.safetensors").exists():
             text = done.stderr.rpartition("ERROR: ")[2] if "ERROR: " in done.stderr else f"exit code {done.returncode}"
             reason = " ".join(line for line in text.split("\n\n")[0].splitlines()[:8])
             raise ExperimentError(
@@ -237,11 +241,16 @@ class Processes:
             )
 
 
-def read_steps(directory: Path) -> list[Recording]:
+def steps_from(done: int) -> tuple[int, ...]:
+    """The iterations of an experiment after those that are done."""
+    return tuple(range(done + 1, done + 1 + STEPS))
+
+
+def read_steps(directory: Path, done: int = 0) -> list[Recording]:
     """The recordings of an experiment."""
-    return [load_recording(directory / f"iter_{step:07d}.safetensors") for step in STEPS]
+    return [load_recording(directory / f"iter_{step:07d}.safetensors") for step in steps_from(done)]
 
 
-def batches_of(directory: Path) -> list[str]:
+def batches_of(directory: Path, done: int = 0) -> list[str]:
     """The files of the samples of an experiment."""
-    return [str(directory / f"iter_{step:07d}.batch.safetensors") for step in STEPS]
+    return [str(directory / f"iter_{step:07d}.batch.safetensors") for step in steps_from(done)]

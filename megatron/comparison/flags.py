@@ -1,4 +1,4 @@
-"""The flags of two sides by their meaning, and what surrounds the runs: versions, environment, kernels."""
+"""The flags of two sides by their meaning, and what surrounds the runs: versions, environment."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -263,12 +263,11 @@ def _shown(value: Any) -> str:
 
 
 def compare_surroundings(a: Side, b: Side) -> list[Comparison]:
-    """Versions, environment and kernels, where both sides recorded them."""
+    """Versions and environment, where both sides recorded them."""
     found: list[Comparison] = []
     sections: tuple[tuple[Part, Callable[[Side], Mapping[str, Any] | None]], ...] = (
         ("versions", lambda side: (side.environment or {}).get("versions")),
         ("environment", _environment),
-        ("kernels", lambda side: side.kernels),
     )
     for part, read in sections:
         one, other = read(a), read(b)
@@ -276,7 +275,7 @@ def compare_surroundings(a: Side, b: Side) -> list[Comparison]:
             missing = " and ".join(side.label for side, values in ((a, one), (b, other)) if not values)
             found.append(Comparison(part, f"Not recorded for {missing}.", is_complete=False))
             continue
-        # They may change rounding; experiments on this machine have one environment, and show it for kernels.
+        # They may change rounding; experiments on this machine have one environment.
         differences = tuple(
             Difference(part, name, _shown(one.get(name)), _shown(other.get(name)), "", changes_loss=False)
             for name in sorted(one.keys() | other.keys())

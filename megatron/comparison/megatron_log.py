@@ -41,23 +41,12 @@ _OUR_FIELD = "tokens/s per GPU:"
 
 
 @dataclass(frozen=True)
-class PrintedHistory(History):
-    """The records of a log, whose numbers are rounded: ``lm loss`` to 7 digits, ``grad norm`` to 3 decimals."""
-
-    def resolution(self, key: str, value: float) -> float:
-        """The largest distance of the number from the printed ``value``."""
-        if key == "grad_norm":
-            return 0.5e-3
-        return 0.5 * 10.0 ** (math.floor(math.log10(abs(value))) - 6) if value else 0.0
-
-
-@dataclass(frozen=True)
 class Log:
     """What a log says."""
 
     arguments: dict[str, Any]
     """The arguments by name, as values of Python; the text of what is none, such as ``torch.bfloat16``."""
-    history: PrintedHistory
+    history: History
     is_ours: bool
     """Whether this code wrote the lines of iterations."""
 
@@ -88,7 +77,7 @@ def parse_log(lines: Iterable[str]) -> Log:
             is_ours = is_ours or _OUR_FIELD in line
         elif (found := _ARGUMENT.search(line)) is not None and len(found[1] + found[2]) >= _ARGUMENT_COLUMNS:
             arguments[found[1]] = _value(found[3].strip())
-    return Log(arguments, PrintedHistory(records, (), None), is_ours)
+    return Log(arguments, History(records, (), None), is_ours)
 
 
 def _fields(text: str) -> dict[str, Any]:

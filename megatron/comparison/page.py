@@ -135,10 +135,7 @@ def _curves(figures: Mapping[str, Any]) -> str:
     x = Scale(min(places), max(max(places), min(places) + 1))
     y = _axis([value for _, value in points + band])
     shapes = [curve(band, x, y.scale, _HEIGHT, "expected"), curve(points, x, y.scale, _HEIGHT, "line")]
-    # As compare_curves: NaN on one side is beyond, NaN on both sides is not.
-    both = [math.isnan(a) and math.isnan(b) for a, b in zip(figures["a"], figures["b"])]
-    beyond = (place for (place, value), (_, most), nan in zip(points, band, both) if not (value <= most or nan))
-    if (first := next(beyond, None)) is not None:
+    if (first := figures.get("first")) is not None:
         shapes.append(vertical(x.percent(first), 0, _HEIGHT, "first", f"iteration {first:g}: the first beyond"))
     across = Axis(x, [(tick, f"{tick:g}") for tick in nice_ticks(x.low, x.high) if tick.is_integer()], "iteration")
     chart = plane(across, y, _HEIGHT, shapes, "relative difference of the losses")

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from megatron.comparison.bisection import Expected, Row, described, first_beyond, in_fp64, measured_error, rows
+from megatron.comparison.data import difference_of
 from megatron.comparison.experiment import (
     ExperimentError,
     Request,
@@ -31,6 +32,7 @@ from megatron.comparison.finding import Comparison, Difference
 from megatron.config.run import RunConfig
 from megatron.errors import UserError
 from megatron.features.record_tensors.recording import Recording
+from megatron.training.batch_schedule import build_batches
 
 _MOST_FLAGS = 16
 """Flags that are left out in turn."""
@@ -71,17 +73,25 @@ class Search:
     """Weights that both sides begin with; None: their own initial weights."""
     moved: Literal["A", "B"] = "B"
     """The side whose flags are moved, and whose code runs then."""
+    done: int = 0
+    """Iterations that schedules and samples count as done before the recorded ones; weights are initial ones."""
     facts: dict[str, Any] = field(default_factory=dict, init=False)
     _count: int = field(default=0, init=False)
 
     def run(self, label: str, name: str, side: tuple[RunConfig, int], request: Request, fp64: bool) -> list[Recording]:
         """The recorded steps of an experiment."""
         directory = self.directory / name
+        batches = build_batches(side[0], side[0].parallel.data_parallel_size(side[1]))
+        request = replace(request, progress=(self.done, batches.total_samples(self.done) if self.done else 0))
         config = recorded(side[0], directory / "records", request, fp64=fp64)
         if request.batches is not None:
             config = with_batch_size(config, self.facts["samples"])
         self.runner(label, config, side[1], request, directory)
-        return read_steps(directory / "records")
+        return read_steps(directory / "records", self.done)
+
+    def batches(self, name: str) -> list[str]:
+        """The files of the samples of an experiment."""
+        return batches_of(self.directory / name / "records", self.done)
 
     def __call__(self) -> Found:
         saved = str(self.directory / "weights.safetensors") if self.weights is None else None
@@ -89,7 +99,7 @@ class Search:
         exact_a = self.run("A", "A-fp64", self.a, replace(start, save_weights=saved), fp64=True)
         exact_b = self.run("B", "B-fp64", self.b, start, fp64=True)
         self.facts = exact_a[0].facts
-        same = Request(batches_of(self.directory / "A-fp64" / "records"), self.weights or saved)
+        same = Request(self.batches("A-fp64"), self.weights or saved)
         data, weights = self.samples(), first_beyond(_of("weight", exact_a, exact_b))
         begun = [] if data is None else [data]
         begun += [] if weights is None else [described(weights, self.facts)]
@@ -162,21 +172,10 @@ class Search:
 
     def samples(self) -> Difference | None:
         """The first token that differs in the samples of the first steps."""
-        sides = [batches_of(self.directory / name / "records") for name in ("A-fp64", "B-fp64")]
-        for step, (one, other) in enumerate(zip(*(map(load_file, files) for files in sides)), start=1):
-            for name in ("tokens", "labels", "loss_mask", "document_starts"):
-                if name not in one or name not in other:
-                    continue
-                left, right = one[name], other[name]
-                if left.shape != right.shape:
-                    sizes = [f"{shape[0]} samples of {shape[1]}" for shape in (left.shape, right.shape)]
-                    return Difference("data", name, sizes[0], sizes[1], f"iteration {step}")
-                places = (left != right).nonzero()
-                if len(places):
-                    sample, position = places[0].tolist()
-                    values = f"{left[sample, position]:g}", f"{right[sample, position]:g}"
-                    where = f"iteration {step}, sample {sample}, position {position}; {len(places)} in all"
-                    return Difference("data", name, *values, where)
+        sides = [map(load_file, self.batches(name)) for name in ("A-fp64", "B-fp64")]
+        for step, (one, other) in enumerate(zip(*sides), start=self.done + 1):
+            if found := difference_of(one, other, step):
+                return found[0]
         return None
 
 
@@ -209,7 +208,8 @@ def operations_of(found: Sequence[Row], first: Row | None, facts: dict[str, Any]
     ]
     figures = {"rows": listed, "first": None if first is None else shown.index(first)}
     count, steps = len({row.tensor for row in found}), len({row.step for row in found})
-    many = "two steps" if steps > 1 else "a step"
+    begin = int(facts["iteration"])
+    many = f"iterations {begin} and {begin + 1}" if steps > 1 else "a step"
     compared = f"{count} tensors of {many} from the same weights and samples, {precision}"
     differences = () if first is None else (described(first, facts),)
     return Comparison("operations", f"{compared}.", differences, figures=figures)

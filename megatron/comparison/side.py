@@ -49,8 +49,6 @@ class Side:
     """Megatron-LM's arguments by name, or the fields of ``config.json``."""
     environment: Mapping[str, Any] | None = None
     """``environment.json`` of the run directory."""
-    kernels: Mapping[str, str] | None = None
-    """The implementation of each operation, from the log."""
     checkpoints: Mapping[int, Path] = field(default_factory=dict)
     """By iteration, the directories of the checkpoints; a model of Hugging Face is one of iteration 0."""
     curve: History | None = None

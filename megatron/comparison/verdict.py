@@ -12,8 +12,7 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
     differing = tuple(one for part in parts if part.part != "curves" for one in part.differences if one.changes_loss)
     if found is None:
         return _without_experiments(differing, curves, tuple(parts), why_not)
-    known = [found.kernels if one.part == "kernels" and found.kernels is not None else one for one in parts]
-    whole = (*known, found.operations)
+    whole = (*parts, *((found.kernels,) if found.kernels is not None else ()), found.operations)
     # Samples that differ after the recorded steps: with A's samples both sides agree.
     later = tuple(one for one in differing if one.part == "data" and one.what != "record")
     if causes := tuple(_with_values(one, differing) for one in found.causes or later):
@@ -23,8 +22,8 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
     if curves is not None and curves.differences:
         one = curves.differences[0]
         sentence = (
-            f"The first steps agree, and the curves differ by more than rounding: {one.what}, {one.remark}. "
-            "Compare the checkpoints around it, or record that iteration on both sides (--record-tensors)."
+            f"The curves differ by more than rounding: {one.what}, {one.remark}. Steps from initial weights agree: "
+            f"{found.operations.compared} Compare the checkpoints around it, or the logs."
         )
         return Verdict("unclear", sentence, (), differing, whole)
     what = found.operations.compared

@@ -18,6 +18,7 @@ def verdict() -> Verdict:
         "a": [math.nan, 8.0, 7.0],
         "b": [math.nan, math.nan, 8.0],
         "expected": [1e-3] * 3,
+        "first": 2,
     }
     tokens = {"first": 4, "a": [17, 5], "b": [17, 6]}
     parts = (

@@ -136,3 +136,9 @@ def test_what_is_no_recording_is_refused_in_one_sentence(tmp_path: Path) -> None
             load_recording(path)
         sentence = str(refused.value)
         assert str(path) in sentence and "recording" in sentence and "\n" not in sentence and sentence[-1] == "."
+
+
+def test_equal_bits_are_equal_also_where_numbers_are_not_finite() -> None:
+    matrix = torch.tensor([[1.0, float("nan")], [2.0, 3.0]])
+    assert whole(matrix).distance(whole(matrix.clone())) == 0
+    assert not whole(matrix).distance(whole(torch.tensor([[1.0, 4.0], [2.0, 3.0]]))) <= 1

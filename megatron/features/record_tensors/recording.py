@@ -123,7 +123,8 @@ class Fingerprint:
         a number is not finite. inf for other shapes."""
         if self.shape != other.shape:
             return math.inf
-        if self.digest == other.digest and self.squares == other.squares:
+        both_nan = math.isnan(self.squares) and math.isnan(other.squares)
+        if self.digest == other.digest and (self.squares == other.squares or both_nan):
             return 0.0
         scale = max(self.norm, other.norm)
         difference = float(np.linalg.norm(self.sketch - other.sketch))

@@ -35,7 +35,12 @@ from megatron.training.build.data import OwnData, build_data, find_own_data
 from megatron.training.build.description import describe_run
 from megatron.training.build.plan import RunPlan, build_learning_rate, plan_run
 from megatron.training.build.vocabulary import Vocabulary, load_vocabulary
-from megatron.training.checkpoints.saved_run import check_nothing_is_abandoned, find_start, with_train_epochs
+from megatron.training.checkpoints.saved_run import (
+    Progress,
+    check_nothing_is_abandoned,
+    find_start,
+    with_train_epochs,
+)
 from megatron.training.checkpoints.saver import Saver, keep_tokenizer
 from megatron.training.checkpoints.state import RunState, resume, seed_random
 from megatron.training.context import RunContext, TrainModule
@@ -88,6 +93,8 @@ def build_trainer(
     vocabulary = run_on_all_ranks(control, lambda: load_vocabulary(config))
     with context.heartbeat.section(Section.LOAD):
         start = find_start(config.checkpoint, control) if returned is None else returned.start
+    if parts.progress is not None:
+        start = dataclasses.replace(start, beginning=parts.progress)
     if not config.validation.skip_train and returned is None:
         run_on_rank0(control, lambda: check_nothing_is_abandoned(config.checkpoint, start))
     own = run_on_all_ranks(control, lambda: find_own_data(config.data, parts.build_loader))
@@ -274,4 +281,6 @@ class RunParts:
     build_data: Callable[[RunContext, Vocabulary, RunPlan, OwnData | None], Data] = build_data
     open_writers: Callable[[RunContext, RunPlan], list[MetricsWriter]] = open_writers
     layers: OwnLayers | None = None
+    progress: Progress | None = None
+    """The progress at which a run without a checkpoint begins, in schedules and samples; None: the first iteration."""
     listeners: Sequence[Listener] = ()

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -177,6 +177,8 @@ class Start:
     saved: SavedRun | None
     is_resumed: bool
     """Whether it is a checkpoint of this run, so that its progress is loaded, too."""
+    beginning: Progress = field(default_factory=Progress)
+    """The progress of a run that resumes no checkpoint."""
 
     @property
     def resumed(self) -> SavedRun | None:
@@ -185,7 +187,7 @@ class Start:
 
     @property
     def progress(self) -> Progress:
-        return Progress() if self.resumed is None else self.resumed.progress
+        return self.beginning if self.resumed is None else self.resumed.progress
 
 
 def find_start(config: CheckpointConfig, control: ControlGroup) -> Start:
