@@ -50,7 +50,7 @@ _READ_BY = {
     "final_layernorm": "logits", "logits": "loss",
 }  # fmt: skip
 """The operation whose backward pass computes the gradient of a result: the one that reads it."""
-_OF_UPDATE = ("--lr", "--lr-warmup-iters", "--weight-decay", "--clip-grad",
+_OF_UPDATE = ("--lr", "--lr-warmup-iters", "--lr-decay-iters", "--lr-decay-style", "--weight-decay", "--clip-grad",
               "--adam-beta1", "--adam-beta2", "--adam-eps", "--optimizer")  # fmt: skip
 
 
