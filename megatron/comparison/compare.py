@@ -77,13 +77,22 @@ def experiments(
     is_open = found.operations.is_complete and not found.causes and not found.operations.differences
     if not is_open or not (first or any(one.changes_loss for one in flags.differences)):
         return found
-    # Schedules and samples may differ later: the same at the first iteration that differs, else at the end.
+    # Schedules, samples and what trained weights do may differ later: the same at the first iteration that differs,
+    # else at the end, from A's newest checkpoint before it.
     last = min(map(last_iteration, sides)) - STEPS
     done = min(first - 1, last) if first else last
     if done < STEPS:
         return found
-    later = Search(runner, directory / "later", sides[0], sides[1], flags.differences, done=done)()
-    compared = f"{found.operations.compared} {later.operations.compared}"
+    begun = max((one for one in a.checkpoints if 0 < one <= done), default=None) if a.config else None
+    trained = None if begun is None else str(a.checkpoints[begun].resolve())
+    weights = "initial weights" if begun is None else f"A's weights of iteration {begun}"
+    where = directory / "later"
+    try:
+        later = Search(runner, where, sides[0], sides[1], flags.differences, done=done, checkpoint=trained)()
+    except UserError as error:
+        compared = f"{found.operations.compared} From {weights}, none: {error}"
+        return replace(found, operations=replace(found.operations, compared=compared, is_complete=False))
+    compared = f"{found.operations.compared} From {weights}: {later.operations.compared}"
     is_bitwise = found.is_bitwise and later.is_bitwise
     return replace(later, operations=replace(later.operations, compared=compared), is_bitwise=is_bitwise)
 

@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron.checkpoint.directory import iteration_of
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.dry_run import DryRunConfig, FlagFileConfig, PlanConfig
@@ -52,6 +53,8 @@ class Request:
     """Files of the samples of each iteration, as a recorder writes them."""
     weights: str | None = None
     """File of the initial weights, by global name."""
+    checkpoint: str | None = None
+    """Checkpoint of this code with the initial weights."""
     save_weights: str | None = None
     """File that receives the initial weights."""
     progress: tuple[int, int] = (0, 0)
@@ -161,7 +164,7 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
     return replace(
         as_fp64(config) if fp64 else config,
         data=data,
-        checkpoint=CheckpointConfig(),
+        checkpoint=CheckpointConfig() if request.checkpoint is None else weights_of(Path(request.checkpoint)),
         operation=OperationConfig(),
         logging=LoggingConfig(
             log_interval=1, record_tensors=str(directory), record_tensors_iterations=steps, peak_tflops=1.0
@@ -173,6 +176,12 @@ def recorded(config: RunConfig, directory: Path, request: Request, *, fp64: bool
         plan=PlanConfig(),
         flag_files=FlagFileConfig(),
     )
+
+
+def weights_of(checkpoint: Path) -> CheckpointConfig:
+    """The flags that load the weights of a checkpoint."""
+    step = iteration_of(checkpoint)
+    return CheckpointConfig(load=str(checkpoint.parent), ckpt_step=step, finetune=True, checkpoint_fallback=False)
 
 
 def as_fp64(config: RunConfig) -> RunConfig:

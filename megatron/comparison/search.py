@@ -74,7 +74,9 @@ class Search:
     moved: Literal["A", "B"] = "B"
     """The side whose flags are moved, and whose code runs then."""
     done: int = 0
-    """Iterations that schedules and samples count as done before the recorded ones; weights are initial ones."""
+    """Iterations that schedules and samples count as done before the recorded ones."""
+    checkpoint: str | None = None
+    """Checkpoint of A from whose weights both sides begin; None: ``weights``."""
     facts: dict[str, Any] = field(default_factory=dict, init=False)
     _count: int = field(default=0, init=False)
 
@@ -95,7 +97,7 @@ class Search:
 
     def __call__(self) -> Found:
         saved = str(self.directory / "weights.safetensors") if self.weights is None else None
-        start = Request(weights=self.weights)
+        start = Request(weights=self.weights, checkpoint=self.checkpoint)
         exact_a = self.run("A", "A-fp64", self.a, replace(start, save_weights=saved), fp64=True)
         exact_b = self.run("B", "B-fp64", self.b, start, fp64=True)
         self.facts = exact_a[0].facts

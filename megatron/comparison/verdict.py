@@ -22,8 +22,8 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
     if curves is not None and curves.differences:
         one = curves.differences[0]
         sentence = (
-            f"The curves differ by more than rounding: {one.what}, {one.remark}. Steps from initial weights agree: "
-            f"{found.operations.compared} Compare the checkpoints around it, or the logs."
+            f"The curves differ by more than rounding: {one.what}, {one.remark}. These agree: "
+            f"{found.operations.compared} What is left depends on the state of the optimizer: compare the logs."
         )
         return Verdict("unclear", sentence, (), differing, whole)
     what = found.operations.compared

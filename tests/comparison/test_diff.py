@@ -9,8 +9,10 @@ import pytest
 
 from megatron.commands import compare_runs
 from megatron.comparison.compare import compare
+from megatron.comparison.experiment import ExperimentError, Request
 from megatron.comparison.finding import Verdict
 from megatron.comparison.page import to_json, to_page, to_text
+from megatron.config.run import RunConfig
 from tests.comparison.in_process import InProcess
 from tests.end_to_end.converted import to_hf
 from tests.end_to_end.run_process import call_training, words_of
@@ -32,6 +34,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "epsilon": {"norm_epsilon": 1e-2, "clip_grad": 100.0},
         "seed": {"seed": 7},
         "microbatch": {"micro_batch_size": 4},
+        "long": {"train_iters": 8, "save_interval": 4, "lr_warmup_iters": 2, "min_lr": 1e-5},
+        "decay": {"train_iters": 8, "save_interval": 4, "lr_warmup_iters": 2, "lr_decay_iters": 5, "min_lr": 1e-5},
     }
     for name, changed in more.items():
         places = {"save": root / name, "metrics_jsonl": root / name / "metrics.jsonl"}
@@ -66,6 +70,22 @@ def test_another_seed_explains_samples_and_weights(runs: Path, tmp_path: Path) -
     tokens = next(one for one in verdict.parts if one.part == "data")
     assert tokens.differences[0].what == "tokens" and tokens.figures is not None
     assert to_page(verdict, ("a", "b")).count("badge bad") >= 2
+
+
+def test_a_shorter_decay_shows_in_the_last_steps_from_trained_weights(runs: Path, tmp_path: Path) -> None:
+    verdict = verdict_on(runs, "long", "decay", tmp_path)
+    assert verdict.kind == "cause" and [one.what for one in verdict.causes] == ["--lr-decay-iters"]
+    compared = verdict.parts[-1].compared
+    assert "From A's weights of iteration 4: " in compared and "iterations 7 and 8" in compared
+
+    def without_checkpoints(label: str, config: RunConfig, world_size: int, request: Request, directory: Path) -> None:
+        if request.checkpoint is not None:
+            raise ExperimentError("It cannot be loaded.")
+        InProcess({})(label, config, world_size, request, directory)
+
+    names = str(runs / "long"), str(runs / "decay")
+    verdict = compare(names, without_checkpoints, tmp_path / "without", 8, lambda text: None)
+    assert verdict.kind == "unclear" and verdict.parts[-1].compared.endswith("none: It cannot be loaded.")
 
 
 def test_another_microbatch_is_rounding(runs: Path, tmp_path: Path) -> None:
