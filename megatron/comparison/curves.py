@@ -40,9 +40,17 @@ def compare_curves(a: Side, b: Side) -> Comparison:
     one, other = _losses(a), _losses(b)
     # A record has the mean of the iterations since the record before.
     common = sorted(iteration for iteration in one.keys() & other.keys() if one[iteration][0] == other[iteration][0])
+    precision = max(map(_precision, (a, b)), key=lambda name: SPREAD[name])
+    ended = ""
+    if precision == "fp16":
+        # Rounding decides whether a gradient near the largest number overflows, and an update is skipped.
+        skips = [{one["iteration"] for one in curve.iterations if one.get("skipped")} for curve in (a.curve, b.curve)]
+        alone = min((skips[0] ^ skips[1]) & set(common), default=None)
+        if alone is not None:
+            common = [iteration for iteration in common if iteration < alone]
+            ended = f", up to iteration {alone}, which one side alone skipped"
     if not common:
         return Comparison("curves", "No record of both curves is of the same iterations.", is_complete=False)
-    precision = max(map(_precision, (a, b)), key=lambda name: SPREAD[name])
     resolution = PRINTED if "megatron-lm" in (a.kind, b.kind) else 0.0
     expected = [max(expected_spread(precision, iteration), resolution) for iteration in common]
     figures = {
@@ -52,7 +60,8 @@ def compare_curves(a: Side, b: Side) -> Comparison:
         "expected": expected,
     }
     compared = (
-        f"{len(common)} iterations, beside {MARGIN:g} times the measured spread of two summation orders in {precision}"
+        f"{len(common)} iterations{ended}, beside {MARGIN:g} times the measured spread of two summation orders in "
+        f"{precision}"
     )
     sizes = [_samples(side) for side in (a, b)]
     differing = [iteration for iteration in common if sizes[0].get(iteration) != sizes[1].get(iteration)]

@@ -54,6 +54,15 @@ def test_losses_that_are_missing_on_both_sides_agree() -> None:
     assert math.isfinite(expected_spread("fp64", 10**6))
 
 
+def test_curves_in_fp16_end_where_one_side_skips_an_update() -> None:
+    fp16 = RunConfig(precision=PrecisionConfig(fp16=True))
+    a, losses = curve("A", {1: 2.0, 2: 1.5, 3: 1.0}, fp16), {1: 2.0, 2: None, 3: 1.5}
+    assert [one.remark[:11] for one in compare_curves(a, curve("B", losses, fp16)).differences] == ["iteration 2"]
+    records = [{"iteration": one, "lm_loss": loss, "skipped": int(loss is None)} for one, loss in losses.items()]
+    result = compare_curves(a, Side("B", Path("B"), "run", config=fp16, curve=History(records, [], None)))
+    assert not result.differences and "1 iterations, up to iteration 2, which one side alone skipped" in result.compared
+
+
 def test_other_batches_are_said() -> None:
     (found,) = compare_curves(
         curve("A", {1: 2.0}, consumed_samples=4), curve("B", {1: 2.0}, consumed_samples=8)
