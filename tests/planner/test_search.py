@@ -224,6 +224,8 @@ def test_what_the_times_rest_on_is_said_until_a_run_is_measured() -> None:
 
 
 def test_a_search_that_finds_nothing_says_what_to_change() -> None:
+    with pytest.raises(ConfigError, match=r"^--expert-model-parallel-size needs --num-experts"):
+        job((*TINY, "--expert-model-parallel-size", "4"), 8)
     with pytest.raises(ConfigError, match=r"No layout on --num-gpus 8 .* flags: remove one that fixes the layout\.$"):
         find_layouts(job((*TINY, "--tensor-model-parallel-size", "3"), 8), Level())
     with pytest.raises(ConfigError, match=r"No layout on --num-gpus 6 .* the layout, or use 4 or 8 GPUs\.$"):

@@ -16,6 +16,7 @@ from megatron.config.command_line import CommandLine
 from megatron.config.parallel import ShardingStrategy
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import changed_flags, require_flag
 from megatron.operation.run_summary import GPU_HOURS_PER_FAILURE
 from megatron.planner.step_time.prices import load_fitted
 from megatron.planner.step_time.workload import Cluster
@@ -217,6 +218,8 @@ class Job:
         ):
             if value is None:
                 raise ConfigError(f"{flag} is missing: set it.")
+        expert_parallel = changed_flags(config.parallel, "expert_model_parallel_size")
+        require_flag("--num-experts", config.architecture.num_experts is not None, expert_parallel)
         if num_gpus < 1:
             raise ConfigError(f"--num-gpus {num_gpus} is below 1: set the number of GPUs of the run.")
         given = line.fields
