@@ -1,4 +1,4 @@
-"""The process that checks an answer: ``python -m megatron_llama.course NUMBER ANSWER SECONDS DIRECTORY``.
+"""The process that checks an answer: ``python -m megatron_llama.course NAME ANSWER SECONDS DIRECTORY``.
 
 It writes its verdict to ``DIRECTORY/verdict.json``, or after ``SECONDS`` where its threads stand to
 ``DIRECTORY/stacks.txt``, and ends.
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from megatron.commands.tool import exit_at_once
-from megatron_llama.course.lesson import HOLE, LESSONS, Wrong
+from megatron_llama.course.lesson import HOLE, Wrong
 
 
 def load(file: Path) -> ModuleType:
@@ -49,18 +49,23 @@ def sentence_of(error: BaseException, file: Path) -> str:
     return f"{place}: {name}{f': {text}' if text else ''}."
 
 
+def verdict(name: str, file: Path) -> tuple[bool, str]:
+    """Whether the answer in ``file`` to the lesson ``name`` is right, and the sentence about it."""
+    check = import_module(f"megatron_llama.course.{name}").check
+    try:
+        return True, check(load(file))
+    except BaseException as error:  # also SystemExit, which an answer may raise
+        return False, sentence_of(error, file)
+
+
 def main() -> None:
-    number, answer, seconds, directory = sys.argv[1:]
-    file, place = Path(answer), Path(directory)
+    name, answer, seconds, directory = sys.argv[1:]
+    place = Path(directory)
     with (place / "stacks.txt").open("w") as stacks:
         faulthandler.dump_traceback_later(float(seconds), file=stacks, exit=True)
-        try:
-            check = import_module(f"megatron_llama.course.{LESSONS[int(number) - 1].name}").check
-            verdict = {"right": True, "sentence": check(load(file))}
-        except BaseException as error:  # also SystemExit, which an answer may raise
-            verdict = {"right": False, "sentence": sentence_of(error, file)}
+        found = verdict(name, Path(answer))
         faulthandler.cancel_dump_traceback_later()
-    (place / "verdict.json").write_text(json.dumps(verdict), encoding="utf-8")
+    (place / "verdict.json").write_text(json.dumps(found), encoding="utf-8")
     exit_at_once(0)  # a thread of the answer that still waits would keep the process alive
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.core.communication import CollectiveRecord
 from megatron_llama.course.lesson import Wrong, require_tensor
-from megatron_llama.course.ranks import MESSAGES, Ran, ThreadCommunicator, run_ranks
+from megatron_llama.course.ranks import MESSAGES, Ran, Sent, ThreadCommunicator, run_ranks
 
 CASES = ((4, 12), (3, 7), (8, 5), (2, 9), (1, 3))
 """Ranks, and length of the vectors; ranks need not divide it."""
@@ -66,21 +66,36 @@ def check_reduce_scatter(function: Answer, vectors: Sequence[Tensor]) -> None:
 
 
 def missing_parts(function: Answer, rank: int, size: int, length: int) -> str:
-    """What is wrong with a sum, from numbers that count the ranks: rank r has 9^r everywhere, the digits of the sum in
-    base 9 are how often each rank is in it."""
-    ran = run("reduce_scatter", function, [torch.full([length], 9.0**one, dtype=torch.float64) for one in range(size)])
-    total = round(ran.results[rank].flatten()[0].item())
-    times = [total // 9**one % 9 for one in range(size)]
-    if times == [one == rank for one in range(size)]:
+    """What is wrong with the result of ``rank``, from numbers that count: where chunk c has 9^c on every rank, or all
+    chunks of rank r have 9^r, the digits of a sum in base 9 say how often each is in it."""
+
+    def counts(vectors: Sequence[Tensor]) -> list[int]:
+        first = round(run("reduce_scatter", function, vectors).results[rank][0].item())
+        return [first // 9**place % 9 for place in range(size)]
+
+    def filled(numbers: Sequence[int]) -> Tensor:
+        parts = torch.empty(length, dtype=torch.float64).tensor_split(size)
+        return torch.cat([torch.full_like(part, 9.0**number) for part, number in zip(parts, numbers)])
+
+    of_chunks = {chunk: n for chunk, n in enumerate(counts([filled(range(size))] * size)) if n}
+    if len(of_chunks) > 1:
+        return f"adds numbers of the chunks {[*of_chunks]}: add what arrives to the chunk that the other rank has sent."
+    if rank not in of_chunks:
+        chunk, times = next(iter(of_chunks.items()), (None, 0))
+        return (
+            f"returns chunk {chunk} with the numbers of {times} ranks: return the chunk whose last sum was made here."
+        )
+    of_ranks = counts([filled([one] * size) for one in range(size)])
+    if of_ranks == [one == rank for one in range(size)]:
         return "returns its own numbers, without those of other ranks: add what arrives to the chunk that is sent next."
-    if sum(times) == 1:
-        return f"returns the numbers of rank {times.index(1)} alone: add what arrives, where it now overwrites."
-    if max(times) > 1:
-        return f"adds rank {times.index(max(times))} {max(times)} times: each chunk passes each rank once."
-    absent = ", ".join(str(one) for one, count in enumerate(times) if not count)
+    if sum(of_ranks) == 1:
+        return f"has the numbers of rank {of_ranks.index(1)} alone: add what arrives, where it now overwrites."
+    if max(of_ranks) > 1:
+        return f"adds rank {of_ranks.index(max(of_ranks))} {max(of_ranks)} times: each chunk passes each rank once."
+    absent = ", ".join(str(one) for one, count in enumerate(of_ranks) if not count)
     if absent:
         return f"returns a sum without rank {absent}: a chunk needs n - 1 steps to pass all ranks."
-    return "returns numbers of several chunks mixed: what arrives must be added to the same chunk that was sent."
+    return "returns a sum that is not exact: compute in the dtype of the vector."
 
 
 def check_all_reduce(function: Answer, vectors: Sequence[Tensor]) -> None:
@@ -113,11 +128,10 @@ def run(name: str, function: Answer, vectors: Sequence[Tensor]) -> Ran[Tensor]:
     kinds = {one.kind for records in ran.records for one in records} - MESSAGES
     if kinds:
         raise Wrong(f"{name} calls {kinds.pop()} of the communicator: make it of start_send and start_receive.")
-    if ran.network.unfinished:
-        raise Wrong(
-            f"{name} returns before it has waited for {len(ran.network.unfinished)} of its sends: until then the "
-            "memory of a send may not be written, and the caller does not know of it."
-        )
+    for one in ran.network.unfinished:
+        reason = "their memory may not be written" if isinstance(one, Sent) else "their memory is not written yet"
+        kind = "sends" if isinstance(one, Sent) else "receives"
+        raise Wrong(f"{name} does not wait for all of its {kind}: {reason} before the wait, so wait for each of them.")
     left = [pair for pair, box in ran.network.mail.items() if box]
     if left:
         source, target = left[0]

@@ -85,7 +85,7 @@ def course(config: CourseConfig) -> int:
 def checked(lesson: Lesson, file: Path, seconds: float) -> tuple[bool, str]:
     """Whether the answer in ``file`` is right, and the sentence about it; after ``seconds`` at most, and a margin."""
     with tempfile.TemporaryDirectory() as directory:
-        words = map(str, (lesson.number, file, seconds, directory))
+        words = map(str, (lesson.name, file, seconds, directory))
         command = [sys.executable, "-m", "megatron_llama.course", *words]
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -100,8 +100,8 @@ def checked(lesson: Lesson, file: Path, seconds: float) -> tuple[bool, str]:
             child.wait()
         verdict, stacks = (Path(directory, name) for name in ("verdict.json", "stacks.txt"))
         if verdict.exists():
-            found = json.loads(verdict.read_text(encoding="utf-8"))
-            return found["right"], found["sentence"]
+            is_right, sentence = json.loads(verdict.read_text(encoding="utf-8"))
+            return is_right, sentence
         stack = stacks.read_text(encoding="utf-8") if stacks.exists() else ""
         if code is None or stack:
             return False, hang(stack, file, seconds)

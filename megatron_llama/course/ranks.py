@@ -31,8 +31,8 @@ class Network:
         self.size = size
         self.mail: defaultdict[tuple[int, int], deque[tuple[str, Tensor]]] = defaultdict(deque)
         """What was sent from one rank to another and not received: the kind of collective, and the tensor."""
-        self.unfinished: list[Sent] = []
-        """Sends that were not waited for."""
+        self.unfinished: list[Sent | Received] = []
+        """Messages that were not waited for."""
         self._awaited: dict[int, int] = {}  # a rank that waits, and the rank whose message it waits for
         self._ended: set[int] = set()
         self._changed = threading.Condition()
@@ -117,18 +117,19 @@ class Sent:
 class Received:
     """A message that :meth:`wait` copies into ``target``, which is NaN until then."""
 
-    def __init__(self, receive: Callable[[], Tensor], target: Tensor) -> None:
-        self._receive, self._target, self._is_done = receive, target.detach(), False
+    def __init__(self, network: Network, receive: Callable[[], Tensor], target: Tensor) -> None:
+        self._network, self._receive, self._target = network, receive, target.detach()
+        network.unfinished.append(self)
         if target.is_floating_point():
             self._target.fill_(torch.nan)
 
     def is_completed(self) -> bool:
-        return self._is_done
+        return self not in self._network.unfinished
 
     def wait(self) -> None:
-        if not self._is_done:
+        if self in self._network.unfinished:
             self._target.copy_(self._receive())
-            self._is_done = True
+            self._network.unfinished.remove(self)
 
 
 class MemoryTransport(Transport):
@@ -143,7 +144,7 @@ class MemoryTransport(Transport):
 
     def receive(self, tensor: Tensor, source: int) -> Received:
         rank, kind = self._communicator.rank, self._communicator.kind
-        return Received(lambda: self._network.receive(source, rank, kind, tensor), tensor)
+        return Received(self._network, lambda: self._network.receive(source, rank, kind, tensor), tensor)
 
     def exchange(self, messages: Sequence[Message]) -> Sequence[Any]:
         return [(self.send if kind == "send" else self.receive)(tensor, peer) for kind, tensor, peer in messages]
