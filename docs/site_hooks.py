@@ -47,15 +47,19 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links to files outside docs/ to their pages."""
-    return markdown if page.file.generated_by else links_of_the_site(markdown, "../", "")
+    if page.file.generated_by:
+        return markdown
+    to_site = "../" * page.file.src_uri.count("/")
+    return links_of_the_site(markdown, f"{to_site}../", "", to_site)
 
 
-def links_of_the_site(text: str, to_top: str, to_docs: str) -> str:
-    """``text`` with links for the site; ``to_top`` and ``to_docs`` are its ways to the repository and to docs/."""
+def links_of_the_site(text: str, to_top: str, to_docs: str, to_site: str = "") -> str:
+    """``text`` with links for the site; ``to_top`` and ``to_docs`` are its ways to the repository and to docs/, and
+    ``to_site`` is the way of its page to the site's top."""
     outside = re.sub(
         rf"\]\({re.escape(to_top)}({'|'.join(map(re.escape, OUTSIDE))})(?=[)#])",
-        lambda link: f"]({OUTSIDE[link[1]]}",
+        lambda link: f"]({to_site}{OUTSIDE[link[1]]}",
         text,
     )
     inside = outside.replace(f"]({to_docs}", "](") if to_docs else outside
-    return inside.replace(f"]({INDEX}", f"]({INDEX_ON_SITE}")
+    return inside.replace(f"]({to_site}{INDEX}", f"]({to_site}{INDEX_ON_SITE}")

@@ -23,9 +23,9 @@ class Entry(NamedTuple):
 
 
 def entry_of(script: Path) -> Entry:
-    """What ``script`` imports from ``megatron.commands``."""
+    """What ``script`` imports from ``megatron.commands``, or from ``megatron_llama``."""
     body = ast.parse(script.read_text(encoding="utf-8")).body
-    imports = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron.")]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron")]
     assert len(imports) == 1 and len(imports[0].names) == 1, script
     return Entry(str(imports[0].module), imports[0].names[0].name)
 

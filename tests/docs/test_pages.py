@@ -29,12 +29,13 @@ from megatron.schedules.catalog import SCHEDULES
 from tests.tool_entries import command_lines
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md")])
+PAGES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("docs/**/*.md")])
 SCRIPTS = sorted(path for suffix in ("sh", "sbatch") for path in REPOSITORY.glob(f"examples/**/*.{suffix}"))
 PROGRAMS = {path.stem: path for place in ("tools", "benchmarks") for path in REPOSITORY.glob(f"{place}/*.py")}
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: path.name)
+NAMES = {page: str(page.relative_to(REPOSITORY)).removeprefix("docs/") for page in PAGES}
+every_page = pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
+every_text = pytest.mark.parametrize("text", [*PAGES, *SCRIPTS], ids=lambda path: NAMES.get(path, path.name))
 
 _TORCHRUN = """--nnodes --nproc-per-node --node-rank --standalone --rdzv-id --rdzv-backend --rdzv-endpoint --rdzv-conf
     --master-addr --master-port --max-restarts --shutdown-timeout --signals-to-handle --numa-binding --log-dir --tee
@@ -62,9 +63,12 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
 
 
 def test_every_page_and_every_tool_is_in_the_index() -> None:
-    index = (REPOSITORY / "docs/README.md").read_text(encoding="utf-8")
-    linked = set(re.findall(r"\]\((\w+\.md)\)", index))
-    assert {page.name for page in PAGES} - {"README.md"} <= linked
+    indices = [page for page in PAGES if page.name == "README.md"]
+    texts = {page.parent: page.read_text(encoding="utf-8") for page in indices}
+    links = [(place, link) for place, text in texts.items() for link in re.findall(r"\]\(([\w/]+\.md)\)", text)]
+    linked = {place / link for place, link in links}
+    index = texts[REPOSITORY / "docs"]
+    assert {*PAGES} - {REPOSITORY / "README.md"} <= linked
     assert not [path.name for path in REPOSITORY.glob("tools/*.py") if f"`{path.name}`" not in index]
 
 
@@ -265,8 +269,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def page_of(site: Path, source: Path) -> str:
     """The HTML of a page."""
-    on_site = {REPOSITORY / "README.md": ".", REPOSITORY / "docs/README.md": "pages"}
-    return (site / on_site.get(source, source.stem) / "index.html").read_text(encoding="utf-8")
+    on_site = {"README.md": ".", "docs/README.md": "pages", "docs/course/README.md": "course"}
+    name = str(source.relative_to(REPOSITORY))
+    return (site / on_site.get(name, NAMES[source].removesuffix(".md")) / "index.html").read_text(encoding="utf-8")
 
 
 def elements(html: str) -> Counter[str]:
@@ -274,7 +279,7 @@ def elements(html: str) -> Counter[str]:
     return Counter(tag for tag in re.findall(r"<([a-z]+\d?)\b", html) if tag in TAGS)
 
 
-@pytest.mark.parametrize("source", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", PAGES, ids=NAMES.get)
 def test_a_page_has_the_lists_and_tables_that_github_shows(site: Path, source: Path) -> None:
     """Python's Markdown reads some lists and tables in another way; markdown-it follows CommonMark."""
     (shown,) = re.findall(r'<article class="md-content__inner.*?>(.*?)</article>', page_of(site, source), re.DOTALL)

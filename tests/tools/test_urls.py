@@ -33,6 +33,7 @@ NEEDED = {
     "convert_checkpoint from-megatron": "--load a --save b",
     "convert_checkpoint to-hf": "--load a --hf b",
     "convert_checkpoint upcycle": "--load a --save b --num-experts 8",
+    "course": "check 1",
     "diff_runs": "a b",
     "diff_runs a": URL,
     "diff_runs b": "a",
