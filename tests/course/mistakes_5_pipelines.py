@@ -5,7 +5,7 @@ COOLDOWN = "range(num_microbatches - warm_up, num_microbatches)"
 
 MISTAKES = (
     (WARM_UP, "num_microbatches", "is GPipe: it is right"),
-    (WARM_UP, "min(max(num_stages - stage - 2, 0), num_microbatches)", "of the time instead of .* run dry"),
+    (WARM_UP, "min(max(num_stages - stage - 2, 0), num_microbatches)", "run dry"),
     (WARM_UP, "min(num_stages - stage, num_microbatches)", "holds activations of 5 passes, not 4"),
     (WARM_UP, "min(num_stages - 1, num_microbatches)", "the same warm-up everywhere, so that all stages hold 4"),
     (WARM_UP, "min(stage, num_microbatches)", "deadlocks: stage 0 before B0.0"),
