@@ -1,16 +1,21 @@
-"""The right answers to exercises 5 to 8 are right, and every planted mistake has a sentence of its own."""
+"""The right answers to exercises 5 to 8 are right, every planted mistake has a sentence of its own, and the pages show
+what is printed."""
 
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from megatron_llama.commands import command
 from megatron_llama.course.lesson import Wrong
 
 ANSWERS = Path(__file__).parent / "answers"
-EXERCISES = Path(__file__).parents[2] / "docs" / "course" / "exercises"
+PAGES = Path(__file__).parents[2] / "docs" / "course"
+EXERCISES = PAGES / "exercises"
+BLOCK = re.compile(r"^```bash\nmegatron-llama (.*?)\n```\n\n```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LESSONS = ("5_pipelines", "6_context_parallel", "7_experts", "8_failures")
 MISTAKES = [
     (lesson, *mistake) for lesson in LESSONS for mistake in import_module(f"tests.course.mistakes_{lesson}").MISTAKES
@@ -47,3 +52,16 @@ def test_a_mistake_is_explained(lesson: str, right: str, wrong: str, words: str)
     assert said.endswith(".") and "\n" not in said
     others = {other for number, _, _, other in MISTAKES if number == lesson and other != words}
     assert not [other for other in others if other in said]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_a_page_shows_what_its_commands_print(lesson: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (PAGES / f"{lesson}.md").read_text(encoding="utf-8")
+    blocks = BLOCK.findall(page)
+    for words, output in blocks:
+        command(*shlex.split(words))
+        printed = capsys.readouterr().out.splitlines()
+        assert not [line for line in output.splitlines() if line != "…" and line not in printed]
+    assert blocks
+    crashes = re.findall(r"\d+ crashes", page)
+    assert not crashes or crashes[0] in sentence(lesson, (ANSWERS / f"{lesson}.py").read_text())
