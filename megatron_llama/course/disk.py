@@ -41,6 +41,7 @@ class Crash:
     """Whether deletions alone survive without a sync."""
 
 
+MOST_STEPS = 1_000
 CRASHES = (
     Crash("a kill of the process", loses_contents=False, loses_names=False),
     Crash(
@@ -121,6 +122,8 @@ class Disk:
         self._step(f"remove({path})")
 
     def _step(self, name: str) -> None:
+        if len(self.steps) == MOST_STEPS:
+            raise OSError(f"a save of more than {MOST_STEPS:,} steps does not end")
         self.steps.append(name)
         self._moment()
 
