@@ -1,7 +1,8 @@
 """A file system in memory that can crash: what survives at each moment, by what was synced.
 
 POSIX says little about what is on a disk before fsync. Here the content of a file survives a power failure once the
-file was synced, and a name in a directory once the directory was synced. Until then either may be there or not.
+file was synced, and a name in a directory once the directory was synced. Until then either may be there or not, and a
+later change of names without an earlier one.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,6 @@ class _Node:
     stable_content: bytes = b""
     stable_entries: dict[str, "_Node"] = field(default_factory=dict)
     written: int = 0
-    is_deleted: bool = False
 
     def sync(self) -> None:
         self.stable_content, self.stable_entries = self.content or b"", dict(self.entries)
@@ -37,8 +37,8 @@ class Crash:
     """Whether files lose what was written after their last sync."""
     loses_names: bool
     """Whether directories lose the changes after their last sync."""
-    keeps_deletions: bool = False
-    """Whether deletions alone survive without a sync."""
+    keeps_last_rename: bool = False
+    """Whether the last rename survives without a sync: changes of names may reach the disk in another order."""
 
 
 MOST_STEPS = 1_000
@@ -50,7 +50,7 @@ CRASHES = (
         loses_names=False,
     ),
     Crash("a power failure that keeps only what was synced", loses_contents=True, loses_names=True),
-    Crash("a power failure that keeps what was synced, and all deletions,", True, True, keeps_deletions=True),
+    Crash("a power failure that keeps what was synced, and the last rename,", True, True, keeps_last_rename=True),
 )
 
 
@@ -64,6 +64,8 @@ class Disk:
         """A disk after a reboot: what ``tree`` has is on stable storage."""
         self._root = _Node()
         self.steps: list[str] = []
+        self._renamed: tuple[_Node, str, _Node, str, _Node] | None = None
+        """The last rename: the directory and the name before, those after, and what has the name."""
         self.moments: list[list[Tree]] = []
         """What each of :data:`CRASHES` would leave, before the first step and after each."""
         for path, (content, written) in sorted((tree or {}).items()):
@@ -109,6 +111,7 @@ class Disk:
             raise FileExistsError(f"there is already a {target}")
         new_parent.entries[new_name] = node
         del parent.entries[name]
+        self._renamed = parent, name, new_parent, new_name, node
         self._step(f"rename({source}, {target})")
 
     def remove(self, path: str) -> None:
@@ -118,7 +121,7 @@ class Disk:
         # The order of a system's deletions is not defined, so it is the worst one here.
         for child in sorted(node.entries, key=lambda child: child == MANIFEST):
             self.remove(f"{path}/{child}")
-        parent.entries.pop(name).is_deleted = True
+        del parent.entries[name]
         self._step(f"remove({path})")
 
     def _step(self, name: str) -> None:
@@ -132,9 +135,14 @@ class Disk:
 
     def _left(self, node: _Node, prefix: str, crash: Crash) -> Iterator[tuple[str, tuple[bytes | None, int]]]:
         """The files and directories that ``crash`` leaves below ``node``."""
-        for name, child in (node.stable_entries if crash.loses_names else node.entries).items():
-            if crash.keeps_deletions and child.is_deleted:
-                continue
+        entries = dict(node.stable_entries if crash.loses_names else node.entries)
+        if crash.keeps_last_rename and self._renamed is not None:
+            parent, old_name, new_parent, new_name, renamed = self._renamed
+            if node is parent and entries.get(old_name) is renamed:
+                del entries[old_name]
+            if node is new_parent:
+                entries[new_name] = renamed
+        for name, child in entries.items():
             if child.content is None:
                 yield prefix + name, (None, child.written)
                 yield from self._left(child, f"{prefix}{name}/", crash)

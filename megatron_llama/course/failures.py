@@ -108,18 +108,16 @@ class After:
 
     def check(self, old: int | None) -> int | None:
         """The iteration that a reader finds; raises :class:`Wrong`."""
-        # The rename that hides a checkpoint may be lost where its deletion is not: then the next one must be there.
-        if not self.crash.keeps_deletions:
-            self._check_names()
+        self._check_names()
         try:
             found = newest(self.tree)
         except CheckpointError:
             found = None
         if found not in (old, NEW):
-            hint = "delete the earlier checkpoint only when the new one has its final name"
-            if self.crash.keeps_deletions:
-                hint = "a deletion may reach the disk before an earlier rename does, so sync the root between the two"
-            raise Wrong(f"{self} no checkpoint to load: {hint}.")
+            raise Wrong(
+                f"{self} no checkpoint to load: delete the earlier one only when the new one has its final name, on "
+                "stable storage."
+            )
         self._check_tracker()
         return found
 
@@ -160,15 +158,15 @@ class After:
             raise Wrong(f"{self} an empty tracker: its draft needs a sync before the rename, like any file.")
         if content not in (str(OLD).encode(), str(NEW).encode()):
             raise Wrong(
-                f"{self} a tracker with the content {content.decode()!r}: write a draft and rename it, because a file "
-                "that is overwritten is neither the old nor the new one for a while."
+                f"{self} a tracker with the content {content.decode(errors='replace')!r}: write a draft and rename it, "
+                "because a file that is overwritten is neither the old nor the new one for a while."
             )
         if iteration_directory(Path(), int(content)).name not in self.tree:
             hint = "other programs load what it names, so commit the checkpoint first"
             if int(content) == OLD:
                 hint = "move it on before the earlier checkpoint is deleted"
-                if self.crash.keeps_deletions:
-                    hint = "the deletion has reached the disk before its rename, so sync the root between the two"
+            if self.crash.keeps_last_rename:
+                hint = f"{self.steps[-1]} may reach the disk before the rename before it, so sync the root between"
             raise Wrong(f"{self} a tracker with {int(content)}, which is not there: {hint}.")
 
 

@@ -32,11 +32,7 @@ MISTAKES = (
         "it is written before the rename, which is the commit",
     ),
     (COMMIT + OF_TRACKER + TRACKER, TRACKER + COMMIT, "commit the checkpoint first"),
-    (
-        COMMIT + OF_TRACKER + TRACKER + OF_REMOVAL + REMOVAL,
-        (COMMIT + TRACKER).replace(SYNC, "") + REMOVAL + SYNC,
-        "a deletion may reach the disk before an earlier rename does",
-    ),
+    (COMMIT, COMMIT.removesuffix(SYNC), "latest_checkpointed_iteration.txt) may reach the disk before"),
     (OF_TRACKER + TRACKER + OF_REMOVAL + REMOVAL, REMOVAL + TRACKER, "move it on before the earlier checkpoint is"),
     (TRACKER, TRACKER.replace('    disk.sync(f".{TRACKER}")\n', ""), "an empty tracker"),
     (
@@ -44,7 +40,7 @@ MISTAKES = (
         '    disk.write(TRACKER, str(iteration).encode())\n    disk.sync(TRACKER)\n    disk.sync(".")\n',
         "is neither",
     ),
-    (TRACKER, TRACKER.removesuffix(SYNC), "the deletion has reached the disk before its rename"),
+    (TRACKER, TRACKER.removesuffix(SYNC), ".removing-00000000) may reach the disk before"),
     (
         TRACKER + OF_REMOVAL + REMOVAL,
         TRACKER.removesuffix(SYNC) + REMOVAL.replace("            removed", f"        {SYNC}            removed"),
