@@ -1,5 +1,6 @@
 """Planted mistakes in the right answers of the course: each has a sentence of its own."""
 
+import re
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +10,7 @@ import pytest
 from megatron_llama.course.__main__ import verdict
 
 ANSWERS = Path(__file__).parent / "answers"
+EXERCISES = Path(__file__).parents[2] / "docs" / "course" / "exercises"
 
 
 class Mistake(NamedTuple):
@@ -43,3 +45,11 @@ def test_a_planted_mistake_has_its_sentence(mistake: Mistake, tmp_path: Path) ->
 def test_every_lesson_has_ten_mistakes() -> None:
     lessons = [mistake.lesson for mistake in MISTAKES]
     assert all(lessons.count(answer.stem) >= 10 for answer in ANSWERS.glob("*.py"))
+
+
+@pytest.mark.parametrize("answer", sorted(ANSWERS.glob("*.py")), ids=lambda one: one.stem)
+def test_an_answer_fills_the_holes_of_its_exercise_and_changes_nothing_else(answer: Path) -> None:
+    text, exercise = answer.read_text(encoding="utf-8"), (EXERCISES / answer.name).read_text(encoding="utf-8")
+    position, hole = 0, re.compile(r" *raise NotImplementedError\([^)]*\)\n")
+    for part in hole.split(exercise):
+        position = text.index(part, position) + len(part)
