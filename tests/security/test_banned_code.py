@@ -35,6 +35,7 @@ ATTRIBUTES = {
         "subprocess": "getoutput getstatusoutput",
         "pandas": "read_pickle",
         "runpy": "run_path run_module",
+        "importlib.util": "spec_from_file_location",
         "torch.distributed": "all_gather_object gather_object scatter_object_list broadcast_object_list "
         "send_object_list recv_object_list",
     }.items()
@@ -58,6 +59,8 @@ ALLOWED = {
     ("megatron/operation/warm.py", "runpy.run_path"): "the program that the launcher was given",
     ("megatron/operation/warm.py", "runpy.run_module"): "the program that the launcher was given",
     ("megatron_llama/commands.py", COMPUTED_IMPORT): "imports the modules of its own table",
+    ("megatron_llama/course/__main__.py", COMPUTED_IMPORT): "imports the check of a lesson of its own table",
+    ("megatron_llama/course/__main__.py", "importlib.util.spec_from_file_location"): "the answer that the user checks",
     ("megatron_llama/__init__.py", COMPUTED_IMPORT): "imports the modules of its own table",
     ("megatron/core/device.py", COMPUTED_IMPORT): "its callers name optional packages by literals",
     ("megatron/schedules/catalog/__init__.py", COMPUTED_IMPORT): "imports the modules of its own catalog",
