@@ -1,0 +1,369 @@
+"""Simulate a run that fails and restarts: days, effective time, lost GPU-hours by cause, and what a minute is worth.
+
+python tools/simulate_run.py --gpus 16384 --days 54
+python tools/simulate_run.py --gpus 1024 --step-s 8 --steps 250000 --elastic-min-nodes 120 --html simulated.html
+python tools/simulate_run.py --from runs/llama/checkpoints --gpus 2048 --days 30
+
+Every input is printed with its source. --from estimates them from the records of a run, and replays what ended its
+attempts (docs/effective_time.md).
+"""
+
+import json
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, quantiles
+from typing import Annotated, Any
+
+from megatron.command_line.flag import flags_of
+from megatron.command_line.parser import Parser, parse
+from megatron.command_line.words import split_words
+from megatron.commands.tool import run_tool, write_file
+from megatron.errors import ConfigError, DataError
+from megatron.flags import Argument, require_at_least, require_fraction, require_positive, values_of
+from megatron.operation import run_summary
+from megatron.operation.attempts import account
+from megatron.operation.recorded_run import estimate, lost_gpu_seconds
+from megatron.operation.simulated_run import (
+    LLAMA_3,
+    FailureTable,
+    Losses,
+    RunModel,
+    random_events,
+    read_table,
+    simulate,
+)
+from megatron.planner.arithmetic import written
+from megatron.reports import page as html
+from megatron.reports import svg
+from megatron.urls import refuse_urls
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateRunConfig(RunModel):
+    """The run, and what to write."""
+
+    causes: str | None = None
+    """TOML file of interruptions by cause, like megatron/operation/llama3_failures.toml, which is the default."""
+    gpu_hours_per_failure: float | None = None
+    """GPU-hours between failures (default: those of the table of causes)."""
+    gpu_hours_per_straggler: float | None = None
+    """GPU-hours until a node becomes slow (default: none does)."""
+    from_: str | None = None
+    """Run directory: its records give the defaults of the inputs, and are replayed."""
+    seeds: int = 20
+    """Simulated runs."""
+    json: Annotated[str | None, Argument(alone="-")] = None
+    """Print one JSON object instead of text, or write it to this file."""
+    html: str | None = None
+    """Write a page: one file without references to others."""
+
+    def check(self) -> None:
+        refuse_urls({"--from": self.from_}, "copy the files to a local directory")
+        refuse_urls({"--causes": self.causes, "--json": self.json, "--html": self.html}, "name a local file")
+        numbers = {flag.name: value for flag in flags_of(type(self)) for value in [getattr(self, flag.field.name)]}
+        may_be_zero = {name for name in numbers if name.endswith(("-s", "-share", "--spares")) and name != "--step-s"}
+        require_at_least(0, {name: numbers[name] for name in may_be_zero})
+        require_positive(
+            {name: value for name, value in numbers.items() if name not in may_be_zero and not isinstance(value, str)}
+        )
+        require_fraction(values_of(self, "correlated_share"), with_one=True)
+        require_at_least(1, values_of(self, "straggler_factor"))
+        if (self.days is None) == (self.steps is None):
+            raise ConfigError("The run has no end, or two: give either --days or --steps.")
+        if self.nodes * self.gpus_per_node != self.gpus and self.nodes > 1:
+            raise ConfigError(f"--gpus {self.gpus} is no multiple of --gpus-per-node {self.gpus_per_node}: change one.")
+        if self.nodes % self.nodes_per_replica or (self.elastic_min_nodes or 1) > self.nodes:
+            raise ConfigError(
+                f"--gpus {self.gpus} are {self.nodes} nodes: --nodes-per-replica {self.nodes_per_replica} must divide "
+                "them, and --elastic-min-nodes must not be more."
+            )
+        if not self.save_interval_s and not self.save_s:
+            raise ConfigError("--save-s 0 has no best save interval: set --save-interval-s.")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Simulated runs."""
+
+    values: Mapping[str, Sequence[float]]
+    """A value for each seed."""
+    lost: Mapping[tuple[str, str], float]
+    """Mean GPU-hours by cause and part."""
+    events: Mapping[str, float]
+    """Mean number of events by cause."""
+
+    @property
+    def lost_hours(self) -> float:
+        """Mean wall time without the work that was done."""
+        return 24.0 * (fmean(self.values["days"]) - fmean(self.values["days of work"]))
+
+
+def figures(run: RunModel, table: FailureTable, seeds: int) -> Figures:
+    """The figures of ``seeds`` runs; the events of a seed are the same whatever the other inputs are."""
+    run = run.with_interval(table)
+    values, lost, events = defaultdict[str, list[float]](list), Losses(float), defaultdict[str, float](float)
+    for seed in range(seeds):
+        found = simulate(run, random_events(run, table, seed))
+        time, losses = account(found.attempts), lost_gpu_seconds(found.attempts, run.gpus)
+        for (cause, part), gpu_s in found.hidden.items():
+            losses[cause, part] += gpu_s
+            losses[cause, "between attempts"] -= gpu_s * (part == "waiting")
+        values["days"].append(time.wall_s / 86400.0)
+        values["days of work"].append((time.wall_s - sum(losses.values()) / run.gpus) / 86400.0)
+        values["effective time"].append(time.effective_time or 0.0)
+        values["interruptions"].append(sum(one.cause is not None for one in found.attempts))
+        values["unexpected"].append(sum(one.is_failure for one in found.attempts))
+        losses["spare nodes", "spare nodes"] = time.wall_s * run.spares * run.gpus_per_node
+        values["lost GPU-hours"].append(sum(losses.values()) / 3600.0)
+        for key, gpu_s in losses.items():
+            lost[key] += gpu_s / 3600.0 / seeds
+        for one in found.attempts:
+            events[one.cause or ""] += 1.0 / seeds
+    return Figures(values, lost, events)
+
+
+def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, Any]]]:
+    """(name, the share of failures that are left, changed inputs): one input better by a minute, or by another unit."""
+    minutes: tuple[str, ...] = ("notice", "hang", "decide", "start", "load", "warm_up", "commit")
+    minutes += ("local_load",) * (config.local_interval_s > 0)
+    minutes += ("straggler",) * (config.gpu_hours_per_straggler is not None)
+    for name in minutes:
+        value = getattr(config, f"{name}_s")
+        if less := min(60.0, value):
+            words = "1 minute" if less == 60.0 else f"all {less:.3g} s"
+            yield f"{words} less of --{name.replace('_', '-')}-s {value:.4g}", 1.0, {f"{name}_s": value - less}
+    yield f"half of --save-s {config.save_s:.4g}", 1.0, {"save_s": config.save_s / 2}
+    if config.save_interval_s:
+        yield "the best save interval", 1.0, {"save_interval_s": 0.0}
+    if not config.local_interval_s:
+        yield "local copies every minute", 1.0, {"local_interval_s": 60.0}
+    yield "10 % fewer failures", 0.9, {}
+    yield "one more spare node", 1.0, {"spares": config.spares + 1}
+    yield "nodes repaired an hour sooner", 1.0, {"repair_s": max(0.0, config.repair_s - 3600.0)}
+
+
+Gain = tuple[str, float, float]
+"""A change, and the mean hours and GPU-hours of the run that it gains."""
+
+
+def gains(config: SimulateRunConfig, table: FailureTable, base: Figures) -> list[Gain]:
+    """What each change is worth, the most first."""
+    found = []
+    for name, left, changed in changes(config):
+        other = figures(replace(config, **changed), table.scaled(left), config.seeds)
+        hours, days = base.lost_hours - other.lost_hours, fmean(other.values["days"])
+        spares = (changed.get("spares", config.spares) - config.spares) * config.gpus_per_node * days * 24.0
+        found.append((name, hours, hours * config.gpus - spares))
+    return sorted(found, key=lambda one: -one[2])
+
+
+# --- tables of text and page ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """A simulated run, with everything that is shown."""
+
+    config: SimulateRunConfig
+    inputs: Sequence[tuple[str, str, str]]
+    """Name, value and source."""
+    figures: Figures
+    gains: Sequence[Gain]
+    compared: Mapping[str, float]
+    """Effective time by a formula, of the records, of their replay."""
+
+    @property
+    def best_minute(self) -> str:
+        """A sentence; empty if no minute is worth anything."""
+        minutes = [one for one in self.gains if one[0].startswith("1 minute") and one[1] > 0]
+        return f"Worth most: {minutes[0][0]}, {written(minutes[0][2])} GPU-hours." if minutes else ""
+
+    def tables(self) -> Iterator[tuple[str, ...] | None]:
+        """Rows of four cells at most; None between two tables."""
+        found = self.figures
+        yield "input", "", "source"
+        yield from self.inputs
+        yield None
+        yield f"{self.config.seeds} runs", "median", "5 %", "95 %"
+        for name, values in found.values.items():
+            cuts = quantiles(list(values) * 2, n=20, method="inclusive")
+            yield name, *(shown(name, cuts[index]) for index in (9, 0, 18))
+        for name, value in self.compared.items():
+            yield name, shown(name, value)
+        for index, heading in enumerate(("cause", "part")):
+            sums = summed(found.lost, index)
+            yield None
+            yield f"lost by {heading}", "GPU-hours", "share", "events" * (index == 0)
+            for name, hours in sums.items():
+                events = f"{found.events[name]:.1f}" if not index and name in found.events else ""
+                yield name, written(hours), f"{100 * hours / sum(sums.values()):.1f} %", events
+        yield None
+        yield "gained by", "hours", "GPU-hours"
+        for name, hours, gpu_hours in self.gains:
+            yield name, written(round(hours, 6)), written(round(gpu_hours, 6))
+
+
+def shown(name: str, value: float) -> str:
+    return f"{100 * value:.2f} %" if "effective time" in name else written(value)
+
+
+def summed(lost: Mapping[tuple[str, str], float], index: int) -> dict[str, float]:
+    """GPU-hours by cause (0) or by part (1), the most first."""
+    sums = defaultdict[str, float](float)
+    for key, hours in lost.items():
+        sums[key[index]] += hours
+    return {name: sums[name] for name in sorted(sums, key=lambda name: -sums[name]) if sums[name] > 1e-6}
+
+
+def as_text(report: Report) -> str:
+    lines = []
+    for row in report.tables():
+        first, second, *rest = row or ("", "")
+        # A source is the only text in the third column.
+        cells = [f"{cell:>12}" if len(cell) < 12 else f"  {cell}" for cell in rest]
+        lines.append(f"{first:<40}{second:>12}{''.join(cells)}".rstrip())
+    return "\n".join([*lines, "", report.best_minute]).rstrip()
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+_COLOURS = {
+    "repeated steps": "red", "hang": "orange", "end of processes": "sand", "between attempts": "slate",
+    "waiting": "brown", "start": "blue", "load": "sky", "warm-up": "mint", "slow steps": "rose",
+    "fewer GPUs": "lilac", "saves": "teal", "data and evaluation": "grey", "spare nodes": "violet",
+}  # fmt: skip
+
+
+def simulation_page(report: Report) -> str:
+    config, found = report.config, report.figures
+    tables: list[list[tuple[str, ...]]] = [[]]
+    for row in report.tables():
+        tables[-1].append(row) if row is not None else tables.append([])
+    of_inputs, of_runs, *_, of_gains = [
+        html.table(head, [[html.Cell(row[0]), *(html.Cell(cell, is_number=True) for cell in row[1:])] for row in rows])
+        for head, *rows in tables
+    ]
+    middle = {row[0]: row[1] for row in tables[1]}
+    measure = "days" if config.days is None else "effective time"
+    tiles = [html.Tile(name, middle[name], "median", is_main=name == measure) for name in found.values]
+    end = f"{config.days:g} days" if config.days is not None else f"{config.steps:,} steps"
+    parts = [
+        html.tiles(tiles),
+        html.section("Runs", histogram(measure, found.values[measure]), of_runs),
+        html.section("Lost GPU-hours by cause", lost_figure(found.lost), note="Means of the runs."),
+        html.section("What changes are worth", gains_figure(report.gains), of_gains, note=report.best_minute),
+        html.section("Inputs", of_inputs),
+    ]
+    return html.page(f"{config.gpus:,} GPUs, {end}, simulated", f"{config.seeds} runs with random failures", parts)
+
+
+def histogram(name: str, values: Sequence[float], count: int = 12) -> str:
+    low, high = min(values), max(values) + 1e-9
+    bins = Counter(min(count - 1, int((value - low) / (high - low) * count)) for value in values)
+    x, most, height = svg.Scale(low, high), max(bins.values()), 150.0
+    ticks = [(tick, shown(name, tick)) for tick in svg.nice_ticks(low, high)]
+    y = svg.Axis(svg.Scale(0.0, most), [(tick, f"{tick:g}") for tick in svg.nice_ticks(0.0, most, 3)], "runs")
+    shapes = []
+    for place, number in bins.items():
+        start, top = low + place * (high - low) / count, y.scale.pixel(number, height)
+        width = x.width(start, start + (high - low) / count)
+        shapes.append(svg.rect(x.percent(start), top, width, height - top, "pass teal", f"{number} runs"))
+    return html.figure(svg.plane(svg.Axis(x, ticks, name), y, height, shapes, f"{name} of {len(values)} runs"))
+
+
+def bars_figure(rows: Mapping[str, Mapping[str, float]], legend: bool) -> str:
+    """Stacked bars of GPU-hours by name and part."""
+    sums = {name: sum(parts.values()) for name, parts in rows.items()}
+    end = max(1.0, *sums.values())
+    bars = [
+        svg.Bar(name, "", svg.short(max(0.0, sums[name])), [
+            svg.Part(part, _COLOURS.get(part, "teal"), hours, f"{name}, {part}: {written(hours)} GPU-hours")
+            for part, hours in parts.items()
+        ])
+        for name, parts in rows.items()
+    ]  # fmt: skip
+    ticks = [(tick, svg.short(tick) if tick else "0") for tick in svg.nice_ticks(0.0, end)]
+    used = {part for parts in rows.values() for part, hours in parts.items() if hours > 0}
+    keys = [(colour, part) for part, colour in _COLOURS.items() if part in used and legend]
+    return html.figure(svg.stacked_bars(bars, ticks, end), html.legend(keys))
+
+
+def lost_figure(lost: Mapping[tuple[str, str], float]) -> str:
+    rows = {name: {part: hours for (cause, part), hours in lost.items() if cause == name} for name in summed(lost, 0)}
+    return bars_figure(rows, True)
+
+
+def gains_figure(found: Sequence[Gain]) -> str:
+    return bars_figure({name: {"gain": max(0.0, hours)} for name, _, hours in found}, False)
+
+
+# --- the command ---------------------------------------------------------------------------------------------
+
+
+def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
+    """Simulate; with ``--from`` with the inputs that its records show, and that ``words`` do not give."""
+    given = Parser(SimulateRunConfig, "").read(split_words(words)).of_field
+    compared, sources, table = dict[str, float](), dict[str, str](), None
+    if config.from_ is not None:
+        refuse_urls({"--from": config.from_}, "copy the files to a local directory")
+        records = run_summary.read_run(Path(config.from_))
+        if not records.attempts:
+            raise DataError(
+                f"--from {config.from_} has no record of an attempt (attempts.jsonl): name the directory that the "
+                "training got as --run-dir, or as --save."
+            )
+        known, time = estimate(records), account(records.attempts)
+        sources = {name: f"{config.from_}: {text}" for name, text in {**known.sources, "days": "wall time"}.items()}
+        compared["effective time, recorded"] = time.effective_time or 0.0
+        replayed = account(simulate(known.run, known.events).attempts)
+        compared["effective time, replayed"] = replayed.effective_time or 0.0
+        days = None if "steps" in given else time.wall_s / 86400.0
+        config = parse(SimulateRunConfig, None, words, SimulateRunConfig(**{**vars(known.run), "days": days}))
+        table = known.table if known.table.causes and config.causes is None else None
+    config.check()
+    table = table or read_table(config.causes or LLAMA_3)
+    hours = table.mtbf_s(1) / 3600.0
+    table = table.scaled(hours / (config.gpu_hours_per_failure or hours))
+    if config.gpu_hours_per_straggler is not None:
+        table = table.with_straggler(config.gpu_hours_per_straggler)
+    ready = config.with_interval(table)
+    inputs = []
+    for flag in flags_of(RunModel):
+        name, value = flag.field.name, getattr(ready, flag.field.name)
+        source = "given" if name in given else sources.get(name, flag.help.partition("Source: ")[2].rstrip("."))
+        inputs.append((flag.name, "-" if value is None else written(value), source))
+    source = "given" if config.gpu_hours_per_failure else table.source
+    inputs.append(("GPU-hours per failure", written(table.mtbf_s(1) / 3600), source))
+    counts = [sum(one.count for one in table.causes if one.is_failure is kind) for kind in (True, False)]
+    source = f"in {written(table.gpu_hours)} GPU-hours"
+    inputs.append(("failures, other interruptions", ", ".join(map(written, counts)), source))
+    restart = config.notice_s + config.decide_s + config.start_s + config.load_s
+    costs = run_summary.Costs(ready.failure_s(table), restart, config.save_s)
+    compared["effective time, Daly's formula"] = run_summary.effective_time(ready.save_interval_s, costs)
+    base = figures(config, table, config.seeds)
+    return Report(config, inputs, base, gains(config, table, base), compared)
+
+
+def simulate_run(arguments: Sequence[str] | None, config: SimulateRunConfig) -> None:
+    """Print the figures, and write them as JSON and as a page."""
+    report = build_report(config, sys.argv[1:] if arguments is None else arguments)
+    text = as_text(report)
+    if report.config.html is not None:
+        write_file("--html", report.config.html, simulation_page(report))
+    if report.config.json is not None:
+        found = asdict(report) | {"best_minute": report.best_minute}
+        found["figures"]["lost"] = [[*key, hours] for key, hours in report.figures.lost.items()]
+        text = json.dumps(found, indent=1, allow_nan=False)
+    if report.config.json in (None, "-"):
+        print(text)
+    else:
+        write_file("--json", str(report.config.json), text + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Simulate; the exit code."""
+    return run_tool(SimulateRunConfig, partial(simulate_run, arguments), __doc__, arguments)
