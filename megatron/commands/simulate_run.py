@@ -117,13 +117,13 @@ def figures(run: RunModel, table: FailureTable, seeds: int) -> Figures:
         values["effective time"].append(time.effective_time or 0.0)
         values["interruptions"].append(sum(one.cause is not None for one in found.attempts))
         values["unexpected"].append(sum(one.is_failure for one in found.attempts))
-        losses["spare nodes", "spare nodes"] = time.wall_s * run.spares * run.gpus_per_node
+        losses["spare nodes", "spare nodes"] = time.wall_s * run.num_spares * run.gpus_per_node
         values["lost GPU-hours"].append(sum(losses.values()) / 3600.0)
         for key, gpu_s in losses.items():
             lost[key] += gpu_s / 3600.0 / seeds
         for one in found.attempts:
             events[one.cause or ""] += 1.0 / seeds
-    return Figures(values, lost, events)
+    return Figures(dict(values), dict(lost), dict(events))
 
 
 def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, Any]]]:
@@ -142,7 +142,7 @@ def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, A
     if not config.local_interval_s:
         yield "local copies every minute", 1.0, {"local_interval_s": 60.0}
     yield "10 % fewer failures", 0.9, {}
-    yield "one more spare node", 1.0, {"spares": config.spares + 1}
+    yield "one more spare node", 1.0, {"spares": config.num_spares + 1}
     yield "nodes repaired an hour sooner", 1.0, {"repair_s": max(0.0, config.repair_s - 3600.0)}
 
 
@@ -156,7 +156,7 @@ def gains(config: SimulateRunConfig, table: FailureTable, base: Figures) -> list
     for name, left, changed in changes(config):
         other = figures(replace(config, **changed), table.scaled(left), config.seeds)
         hours, days = base.lost_hours - other.lost_hours, fmean(other.values["days"])
-        spares = (changed.get("spares", config.spares) - config.spares) * config.gpus_per_node * days * 24.0
+        spares = (changed.get("spares", config.num_spares) - config.num_spares) * config.gpus_per_node * days * 24.0
         found.append((name, hours, hours * config.gpus - spares))
     return sorted(found, key=lambda one: -one[2])
 
@@ -330,7 +330,7 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
     table = table.scaled(hours / (config.gpu_hours_per_failure or hours))
     if config.gpu_hours_per_straggler is not None:
         table = table.with_straggler(config.gpu_hours_per_straggler)
-    ready = config.with_interval(table)
+    ready = replace(config.with_interval(table), spares=config.num_spares)
     inputs = []
     for flag in flags_of(RunModel):
         name, value = flag.field.name, getattr(ready, flag.field.name)

@@ -140,8 +140,8 @@ class RunModel:
     data_share: float = 0.0
     """Waits for data and evaluations, as a share of the steps' time. Source: none assumed."""
 
-    spares: int = 16
-    """Spare nodes. Source: assumed, one for 128 nodes."""
+    spares: int | None = None
+    """Spare nodes. Source: one for 128 nodes assumed."""
     repair_s: float = 86400.0
     """Seconds until a node that was lost is back. Source: assumed."""
     elastic_min_nodes: int | None = None
@@ -160,6 +160,10 @@ class RunModel:
     @property
     def nodes(self) -> int:
         return math.ceil(self.gpus / self.gpus_per_node)
+
+    @property
+    def num_spares(self) -> int:
+        return math.ceil(self.nodes / 128) if self.spares is None else self.spares
 
     def failure_s(self, table: FailureTable) -> float:
         """Mean time between failures; finite."""
@@ -329,7 +333,7 @@ class _Simulator:
 
     def _free(self) -> int:
         self.repairs = sorted(back for back in self.repairs if back > self.now)
-        return self.run.nodes + self.run.spares - len(self.repairs)
+        return self.run.nodes + self.run.num_spares - len(self.repairs)
 
     def _allocate(self) -> int:
         """The nodes of the next attempt; waits until they are enough."""
