@@ -9,14 +9,15 @@ attempts (docs/effective_time.md).
 """
 
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, quantiles
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from megatron.command_line.flag import flags_of
 from megatron.command_line.parser import Parser, parse
@@ -64,12 +65,11 @@ class SimulateRunConfig(RunModel):
     def check(self) -> None:
         refuse_urls({"--from": self.from_}, "copy the files to a local directory")
         refuse_urls({"--causes": self.causes, "--json": self.json, "--html": self.html}, "name a local file")
-        numbers = {flag.name: value for flag in flags_of(type(self)) for value in [getattr(self, flag.field.name)]}
+        values = {flag.name: getattr(self, flag.field.name) for flag in flags_of(type(self))}
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
         may_be_zero = {name for name in numbers if name.endswith(("-s", "-share", "--spares")) and name != "--step-s"}
-        require_at_least(0, {name: numbers[name] for name in may_be_zero})
-        require_positive(
-            {name: value for name, value in numbers.items() if name not in may_be_zero and not isinstance(value, str)}
-        )
+        require_at_least(0, {name: numbers.pop(name) for name in may_be_zero})
+        require_positive(numbers)
         require_fraction(values_of(self, "correlated_share"), with_one=True)
         require_at_least(1, values_of(self, "straggler_factor"))
         if (self.days is None) == (self.steps is None):
@@ -85,21 +85,15 @@ class SimulateRunConfig(RunModel):
             raise ConfigError("--save-s 0 has no best save interval: set --save-interval-s.")
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Simulated runs."""
+class Figures(NamedTuple):
+    """By name a value for each seed; mean GPU-hours by cause and part; mean number of events by cause."""
 
     values: Mapping[str, Sequence[float]]
-    """A value for each seed."""
     lost: Mapping[tuple[str, str], float]
-    """Mean GPU-hours by cause and part."""
     events: Mapping[str, float]
-    """Mean number of events by cause."""
 
-    @property
-    def lost_hours(self) -> float:
-        """Mean wall time without the work that was done."""
-        return 24.0 * (fmean(self.values["days"]) - fmean(self.values["days of work"]))
+    def mean(self, name: str) -> float:
+        return fmean(self.values[name])
 
 
 def figures(run: RunModel, table: FailureTable, seeds: int) -> Figures:
@@ -128,9 +122,8 @@ def figures(run: RunModel, table: FailureTable, seeds: int) -> Figures:
 
 def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, Any]]]:
     """(name, the share of failures that are left, changed inputs): one input better by a minute, or by another unit."""
-    minutes: tuple[str, ...] = ("notice", "hang", "decide", "start", "load", "warm_up", "commit")
-    minutes += ("local_load",) * (config.local_interval_s > 0)
-    minutes += ("straggler",) * (config.gpu_hours_per_straggler is not None)
+    minutes = ["notice", "hang", "decide", "start", "load", "warm_up", "commit"]
+    minutes += ["local_load"] * (config.local_interval_s > 0) + ["straggler"] * bool(config.gpu_hours_per_straggler)
     for name in minutes:
         value = getattr(config, f"{name}_s")
         if less := min(60.0, value):
@@ -154,14 +147,12 @@ def gains(config: SimulateRunConfig, table: FailureTable, base: Figures) -> list
     """What each change is worth, the most first."""
     found = []
     for name, left, changed in changes(config):
-        other = figures(replace(config, **changed), table.scaled(left), config.seeds)
-        hours, days = base.lost_hours - other.lost_hours, fmean(other.values["days"])
-        spares = (changed.get("spares", config.num_spares) - config.num_spares) * config.gpus_per_node * days * 24.0
+        other = figures(replace(config, **changed), table.changed(left), config.seeds)
+        # One of the two is fixed: a shorter run with the same work, or more work in the same days.
+        hours = 24.0 * (other.mean("days of work") - base.mean("days of work") - other.mean("days") + base.mean("days"))
+        spares = 24.0 * other.mean("days") * config.gpus_per_node * ("spares" in changed)
         found.append((name, hours, hours * config.gpus - spares))
     return sorted(found, key=lambda one: -one[2])
-
-
-# --- tables of text and page ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,29 +173,22 @@ class Report:
         minutes = [one for one in self.gains if one[0].startswith("1 minute") and one[1] > 0]
         return f"Worth most: {minutes[0][0]}, {written(minutes[0][2])} GPU-hours." if minutes else ""
 
-    def tables(self) -> Iterator[tuple[str, ...] | None]:
-        """Rows of four cells at most; None between two tables."""
-        found = self.figures
-        yield "input", "", "source"
-        yield from self.inputs
-        yield None
-        yield f"{self.config.seeds} runs", "median", "5 %", "95 %"
-        for name, values in found.values.items():
+    def tables(self) -> list[list[tuple[str, ...]]]:
+        """Inputs, runs, losses by cause and by part, gains: rows of cells, the first of them headings."""
+        runs: list[tuple[str, ...]] = [(f"{self.config.seeds} runs", "median", "5 %", "95 %")]
+        for name, values in self.figures.values.items():
             cuts = quantiles(list(values) * 2, n=20, method="inclusive")
-            yield name, *(shown(name, cuts[index]) for index in (9, 0, 18))
-        for name, value in self.compared.items():
-            yield name, shown(name, value)
-        for index, heading in enumerate(("cause", "part")):
-            sums = summed(found.lost, index)
-            yield None
-            yield f"lost by {heading}", "GPU-hours", "share", "events" * (index == 0)
-            for name, hours in sums.items():
-                events = f"{found.events[name]:.1f}" if not index and name in found.events else ""
-                yield name, written(hours), f"{100 * hours / sum(sums.values()):.1f} %", events
-        yield None
-        yield "gained by", "hours", "GPU-hours"
-        for name, hours, gpu_hours in self.gains:
-            yield name, written(round(hours, 6)), written(round(gpu_hours, 6))
+            runs.append((name, shown(name, cuts[9]), shown(name, cuts[0]), shown(name, cuts[18])))
+        runs += [(name, shown(name, value), "", "") for name, value in self.compared.items()]
+        lost: list[list[tuple[str, ...]]] = []
+        for index, heading in enumerate(("lost by cause", "lost by part")):
+            sums = summed(self.figures.lost, index)
+            shares = {name: f"{100 * hours / sum(sums.values()):.1f} %" for name, hours in sums.items()}
+            counts = {name: f"{number:.1f}" for name, number in self.figures.events.items() if not index}
+            rows = [(name, written(hours), shares[name], counts.get(name, "")) for name, hours in sums.items()]
+            lost.append([(heading, "GPU-hours", "share", "" if index else "events"), *rows])
+        worth = [(name, *(written(round(one, 6)) for one in gained)) for name, *gained in self.gains]
+        return [[("input", "", "source"), *self.inputs], runs, *lost, [("gained by", "hours", "GPU-hours"), *worth]]
 
 
 def shown(name: str, value: float) -> str:
@@ -221,12 +205,13 @@ def summed(lost: Mapping[tuple[str, str], float], index: int) -> dict[str, float
 
 def as_text(report: Report) -> str:
     lines = []
-    for row in report.tables():
-        first, second, *rest = row or ("", "")
-        # A source is the only text in the third column.
-        cells = [f"{cell:>12}" if len(cell) < 12 else f"  {cell}" for cell in rest]
-        lines.append(f"{first:<40}{second:>12}{''.join(cells)}".rstrip())
-    return "\n".join([*lines, "", report.best_minute]).rstrip()
+    for table in report.tables():
+        for first, second, *rest in table:
+            # A source is longer than any number.
+            cells = [f"{cell:>12}" if len(cell) < 12 else f"  {cell}" for cell in rest]
+            lines.append(f"{first:<40}{second:>12}{''.join(cells)}".rstrip())
+        lines.append("")
+    return "\n".join([*lines, report.best_minute]).rstrip()
 
 
 # --- the page ------------------------------------------------------------------------------------------------
@@ -239,66 +224,55 @@ _COLOURS = {
 
 
 def simulation_page(report: Report) -> str:
-    config, found = report.config, report.figures
-    tables: list[list[tuple[str, ...]]] = [[]]
-    for row in report.tables():
-        tables[-1].append(row) if row is not None else tables.append([])
+    config, found, tables = report.config, report.figures, report.tables()
     of_inputs, of_runs, *_, of_gains = [
         html.table(head, [[html.Cell(row[0]), *(html.Cell(cell, is_number=True) for cell in row[1:])] for row in rows])
         for head, *rows in tables
     ]
-    middle = {row[0]: row[1] for row in tables[1]}
     measure = "days" if config.days is None else "effective time"
-    tiles = [html.Tile(name, middle[name], "median", is_main=name == measure) for name in found.values]
+    tiles = [html.Tile(name, value, "median", is_main=name == measure) for name, value, *_ in tables[1][1:7]]
+    lost: dict[str, dict[str, float]] = {name: {} for name in summed(found.lost, 0)}
+    for (name, part), hours in found.lost.items():
+        if name in lost:
+            lost[name][part] = hours
+    worth = {name: {"gain": max(0.0, gpu_hours)} for name, _, gpu_hours in report.gains}
+    sums = summed(found.lost, 1)
+    used = [(colour, part) for part, colour in _COLOURS.items() if part in sums]
     end = f"{config.days:g} days" if config.days is not None else f"{config.steps:,} steps"
+    note = "Means of the runs, in GPU-hours."
     parts = [
         html.tiles(tiles),
-        html.section("Runs", histogram(measure, found.values[measure]), of_runs),
-        html.section("Lost GPU-hours by cause", lost_figure(found.lost), note="Means of the runs."),
-        html.section("What changes are worth", gains_figure(report.gains), of_gains, note=report.best_minute),
+        html.section("Runs", html.figure(histogram(measure, found.values[measure])), of_runs),
+        html.section("Lost GPU-hours by cause", html.figure(bars(lost), html.legend(used)), note=note),
+        html.section("What changes are worth", html.figure(bars(worth)), of_gains, note=f"{note} {report.best_minute}"),
         html.section("Inputs", of_inputs),
     ]
     return html.page(f"{config.gpus:,} GPUs, {end}, simulated", f"{config.seeds} runs with random failures", parts)
 
 
 def histogram(name: str, values: Sequence[float], count: int = 12) -> str:
-    low, high = min(values), max(values) + 1e-9
-    bins = Counter(min(count - 1, int((value - low) / (high - low) * count)) for value in values)
-    x, most, height = svg.Scale(low, high), max(bins.values()), 150.0
-    ticks = [(tick, shown(name, tick)) for tick in svg.nice_ticks(low, high)]
-    y = svg.Axis(svg.Scale(0.0, most), [(tick, f"{tick:g}") for tick in svg.nice_ticks(0.0, most, 3)], "runs")
+    low, high, height = min(values), max(values) + 1e-9, 150.0
+    width = (high - low) / count
+    bins = Counter(min(count - 1, int((value - low) / width)) for value in values)
+    x = svg.Axis(svg.Scale(low, high), [(tick, shown(name, tick)) for tick in svg.nice_ticks(low, high)], name)
+    ticks = [(tick, f"{tick:g}") for tick in svg.nice_ticks(0.0, max(bins.values()), 3)]
+    y = svg.Axis(svg.Scale(0.0, max(bins.values())), ticks, "runs")
     shapes = []
     for place, number in bins.items():
-        start, top = low + place * (high - low) / count, y.scale.pixel(number, height)
-        width = x.width(start, start + (high - low) / count)
-        shapes.append(svg.rect(x.percent(start), top, width, height - top, "pass teal", f"{number} runs"))
-    return html.figure(svg.plane(svg.Axis(x, ticks, name), y, height, shapes, f"{name} of {len(values)} runs"))
+        start, top = low + place * width, y.scale.pixel(number, height)
+        sizes = (x.scale.percent(start), top, x.scale.width(start, start + width), height - top)
+        shapes.append(svg.rect(*sizes, "pass teal", f"{number} runs"))
+    return svg.plane(x, y, height, shapes, f"{name} of {len(values)} runs")
 
 
-def bars_figure(rows: Mapping[str, Mapping[str, float]], legend: bool) -> str:
+def bars(rows: Mapping[str, Mapping[str, float]]) -> str:
     """Stacked bars of GPU-hours by name and part."""
-    sums = {name: sum(parts.values()) for name, parts in rows.items()}
-    end = max(1.0, *sums.values())
-    bars = [
-        svg.Bar(name, "", svg.short(max(0.0, sums[name])), [
-            svg.Part(part, _COLOURS.get(part, "teal"), hours, f"{name}, {part}: {written(hours)} GPU-hours")
-            for part, hours in parts.items()
-        ])
-        for name, parts in rows.items()
-    ]  # fmt: skip
-    ticks = [(tick, svg.short(tick) if tick else "0") for tick in svg.nice_ticks(0.0, end)]
-    used = {part for parts in rows.values() for part, hours in parts.items() if hours > 0}
-    keys = [(colour, part) for part, colour in _COLOURS.items() if part in used and legend]
-    return html.figure(svg.stacked_bars(bars, ticks, end), html.legend(keys))
-
-
-def lost_figure(lost: Mapping[tuple[str, str], float]) -> str:
-    rows = {name: {part: hours for (cause, part), hours in lost.items() if cause == name} for name in summed(lost, 0)}
-    return bars_figure(rows, True)
-
-
-def gains_figure(found: Sequence[Gain]) -> str:
-    return bars_figure({name: {"gain": max(0.0, hours)} for name, _, hours in found}, False)
+    drawn, end = [], max(1.0, *(sum(parts.values()) for parts in rows.values()))
+    for name, parts in rows.items():
+        tips = {part: f"{name}, {part}: {written(hours)} GPU-hours" for part, hours in parts.items()}
+        boxes = [svg.Part(part, _COLOURS.get(part, "teal"), hours, tips[part]) for part, hours in parts.items()]
+        drawn.append(svg.Bar(name, "", svg.short(sum(parts.values())), boxes))
+    return svg.stacked_bars(drawn, [(tick, svg.short(tick)) for tick in svg.nice_ticks(0.0, end)], end)
 
 
 # --- the command ---------------------------------------------------------------------------------------------
@@ -323,26 +297,25 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
         compared["effective time, replayed"] = replayed.effective_time or 0.0
         days = None if "steps" in given else time.wall_s / 86400.0
         config = parse(SimulateRunConfig, None, words, SimulateRunConfig(**{**vars(known.run), "days": days}))
-        table = known.table if known.table.causes and config.causes is None else None
+        # Without a failure, the rate of Llama 3.
+        table = known.table if known.table.mtbf_s(1) < math.inf and config.causes is None else None
     config.check()
     table = table or read_table(config.causes or LLAMA_3)
     hours = table.mtbf_s(1) / 3600.0
-    table = table.scaled(hours / (config.gpu_hours_per_failure or hours))
-    if config.gpu_hours_per_straggler is not None:
-        table = table.with_straggler(config.gpu_hours_per_straggler)
-    ready = replace(config.with_interval(table), spares=config.num_spares)
-    inputs = []
+    slow_nodes = table.gpu_hours / config.gpu_hours_per_straggler if config.gpu_hours_per_straggler else 0.0
+    table = table.changed(hours / (config.gpu_hours_per_failure or hours), slow_nodes)
+    ready, inputs = replace(config.with_interval(table), spares=config.num_spares), []
     for flag in flags_of(RunModel):
         name, value = flag.field.name, getattr(ready, flag.field.name)
         source = "given" if name in given else sources.get(name, flag.help.partition("Source: ")[2].rstrip("."))
         inputs.append((flag.name, "-" if value is None else written(value), source))
     source = "given" if config.gpu_hours_per_failure else table.source
-    inputs.append(("GPU-hours per failure", written(table.mtbf_s(1) / 3600), source))
+    inputs.append(("GPU-hours per failure", written(table.mtbf_s(1) / 3600.0), source))
     counts = [sum(one.count for one in table.causes if one.is_failure is kind) for kind in (True, False)]
     source = f"in {written(table.gpu_hours)} GPU-hours"
     inputs.append(("failures, other interruptions", ", ".join(map(written, counts)), source))
     restart = config.notice_s + config.decide_s + config.start_s + config.load_s
-    costs = run_summary.Costs(ready.failure_s(table), restart, config.save_s)
+    costs = run_summary.Costs(table.mtbf_s(config.gpus), restart, config.save_s)
     compared["effective time, Daly's formula"] = run_summary.effective_time(ready.save_interval_s, costs)
     base = figures(config, table, config.seeds)
     return Report(config, inputs, base, gains(config, table, base), compared)
@@ -355,8 +328,9 @@ def simulate_run(arguments: Sequence[str] | None, config: SimulateRunConfig) -> 
     if report.config.html is not None:
         write_file("--html", report.config.html, simulation_page(report))
     if report.config.json is not None:
-        found = asdict(report) | {"best_minute": report.best_minute}
-        found["figures"]["lost"] = [[*key, hours] for key, hours in report.figures.lost.items()]
+        found = {"flags": vars(report.config), "inputs": report.inputs, "gains": report.gains}
+        found |= {"best_minute": report.best_minute, "compared": report.compared, **report.figures._asdict()}
+        found["lost"] = [[*key, hours] for key, hours in report.figures.lost.items()]
         text = json.dumps(found, indent=1, allow_nan=False)
     if report.config.json in (None, "-"):
         print(text)

@@ -4,8 +4,9 @@ simulator."""
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import linear_regression, median
+from typing import NamedTuple
 
 from megatron.operation.attempts import Attempt, gaps, settle
 from megatron.operation.causes import Cause
@@ -51,16 +52,13 @@ def lost_gpu_seconds(attempts: Sequence[Attempt], gpus: int) -> Losses:
     return found
 
 
-@dataclass(frozen=True)
-class Estimated:
-    """A run as its records show it."""
+class Estimated(NamedTuple):
+    """A run as its records show it: its model, what ended its attempts, and by field from how much it was estimated."""
 
     run: RunModel
     table: FailureTable
     events: Sequence[Event]
-    """What ended its attempts."""
     sources: Mapping[str, str]
-    """By field of the model: from how much the value was estimated."""
 
 
 def estimate(found: RecordedRun) -> Estimated:

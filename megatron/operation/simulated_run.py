@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 from megatron.errors import ConfigError, ExitCode
 from megatron.operation.attempts import Attempt, Outcome, TimeClass
@@ -61,16 +61,11 @@ class FailureTable:
         failures = sum(cause.count for cause in self.causes if cause.is_failure)
         return self.gpu_hours / gpus / failures * 3600.0 if failures else math.inf
 
-    def scaled(self, factor: float) -> "FailureTable":
-        """The table with so many times as many failures."""
-        return replace(
-            self, causes=tuple(replace(one, count=one.count * factor) if one.is_failure else one for one in self.causes)
-        )
-
-    def with_straggler(self, gpu_hours: float) -> "FailureTable":
-        """The table with a node that becomes slow in so many GPU-hours."""
-        slow = FailureCause("slow node", self.gpu_hours / gpu_hours, "slow", True)
-        return replace(self, causes=(*self.causes, slow))
+    def changed(self, factor: float, slow_nodes: float = 0.0) -> "FailureTable":
+        """The table with ``factor`` times as many failures, and more slow nodes."""
+        causes = [replace(one, count=one.count * factor) if one.is_failure else one for one in self.causes]
+        causes += [FailureCause("slow node", slow_nodes, "slow", True)] if slow_nodes else []
+        return replace(self, causes=tuple(causes))
 
 
 def read_table(path: str | Path) -> FailureTable:
@@ -80,14 +75,11 @@ def read_table(path: str | Path) -> FailureTable:
         causes = tuple(FailureCause(**cause) for cause in found["causes"])
         table = FailureTable(causes, float(found["gpu_hours"]), str(found.get("source", path)))
         total, stated = math.fsum(cause.count for cause in causes), float(found["interruptions"])
-        wrong = [cause for cause in causes if cause.kind not in get_args(Kind)[:-1] or cause.count < 0]
+        wrong = [one.name for one in causes if one.kind not in get_args(Kind)[:-1] or one.count < 0]
+        if wrong or not 0 < table.mtbf_s(1) < math.inf:
+            raise ValueError(f"kind or count of {wrong[0]}" if wrong else "no failures, or no hours")
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"--causes {path} is not a table of failures ({error}): write it like {LLAMA_3.name}."
-        ) from error
-    if wrong or table.gpu_hours <= 0:
-        name = wrong[0].name if wrong else "gpu_hours"
-        raise ConfigError(f"--causes {path} has a wrong kind or count of {name}: write it like {LLAMA_3.name}.")
+        raise ConfigError(f"--causes {path} is no table ({error}): write it like {LLAMA_3.name}.") from error
     if not math.isclose(total, stated, rel_tol=1e-3):
         raise ConfigError(
             f"--causes {path} does not add up: its causes have {total:g} interruptions, and it states {stated:g}: "
@@ -165,14 +157,10 @@ class RunModel:
     def num_spares(self) -> int:
         return math.ceil(self.nodes / 128) if self.spares is None else self.spares
 
-    def failure_s(self, table: FailureTable) -> float:
-        """Mean time between failures; finite."""
-        return min(table.mtbf_s(self.gpus), 1e9)
-
     def with_interval(self, table: FailureTable) -> Self:
         """The model with the best save interval, if it has none."""
-        best = daly_interval_s(Costs(self.failure_s(table), 0.0, self.save_s)) if not self.save_interval_s else 0.0
-        return replace(self, save_interval_s=self.save_interval_s or best)
+        costs = Costs(table.mtbf_s(self.gpus), 0.0, self.save_s)
+        return self if self.save_interval_s else replace(self, save_interval_s=daly_interval_s(costs))
 
 
 def of_costs(costs: Costs, interval_s: float, days: float, **others: float) -> tuple[RunModel, FailureTable]:
@@ -217,74 +205,50 @@ def random_events(run: RunModel, table: FailureTable, seed: int) -> Iterator[Eve
 # --- steps and saves -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Progress:
+class _Progress(NamedTuple):
+    """What is done after some time, in seconds of work, and the seconds blocked by saves."""
+
     work: float
-    """Done, in seconds of steps at full size."""
-    blocked: float
-    """Seconds blocked by saves."""
-    local: float
-    """Work up to the newest copy on other nodes."""
-    remote: float
-    """Work up to the newest committed checkpoint."""
+    copied: float  # up to the newest copy on other nodes
     commits: int
     local_saves: int
+    blocked_s: float
 
 
-@dataclass(frozen=True)
 class Cycle:
     """Steps with local saves, then a save to the remote storage; and so on.
 
     |- local_interval -|l|- local_interval -|l|- rest -|save|    of save_interval seconds of work
+
+    A second of work takes ``stretch`` seconds: more than 1 on fewer nodes, or with waits for data.
     """
 
-    run: RunModel
-    stretch: float
-    """Seconds for a second of work: more than 1 on fewer nodes, or with waits for data."""
-
-    @property
-    def num_local(self) -> int:
-        run = self.run
-        return math.ceil(run.save_interval_s / run.local_interval_s - _ROUNDING) - 1 if run.local_interval_s else 0
-
-    @property
-    def local_s(self) -> float:
-        return self.run.local_interval_s * self.stretch + self.run.local_save_s
-
-    @property
-    def whole_s(self) -> float:
-        run = self.run
-        return run.save_interval_s * self.stretch + self.num_local * run.local_save_s + run.save_s
+    def __init__(self, run: RunModel, stretch: float) -> None:
+        self.run, self.stretch, local, self.num_local = run, stretch, run.local_interval_s, 0
+        if local:
+            self.num_local = math.ceil(run.save_interval_s / local - _ROUNDING) - 1
+        self.whole_s = run.save_interval_s * stretch + self.num_local * run.local_save_s + run.save_s
 
     def after(self, seconds: float) -> _Progress:
-        run, count = self.run, self.num_local
+        run, count, local_s = self.run, self.num_local, self.run.local_interval_s * self.stretch + self.run.local_save_s
         cycles = int(seconds // self.whole_s)
         rest = seconds - cycles * self.whole_s
-        locals_ = min(count, int(rest / self.local_s)) if count else 0
-        rest -= locals_ * self.local_s
-        segment = run.local_interval_s if locals_ < count else run.save_interval_s - count * run.local_interval_s
+        copies = min(count, int(rest / local_s)) if count else 0
+        rest -= copies * local_s
+        segment = run.local_interval_s if copies < count else run.save_interval_s - count * run.local_interval_s
         trained = min(rest, segment * self.stretch)
-        work = cycles * run.save_interval_s + locals_ * run.local_interval_s
-        local_saves = cycles * count + locals_
+        copied, local_saves = cycles * run.save_interval_s + copies * run.local_interval_s, cycles * count + copies
         commits = max(0, math.floor((seconds - run.commit_s) / self.whole_s))
-        return _Progress(
-            work=work + trained / self.stretch,
-            blocked=cycles * run.save_s + local_saves * run.local_save_s + rest - trained,
-            local=work,
-            remote=commits * run.save_interval_s,
-            commits=commits,
-            local_saves=local_saves,
-        )
+        blocked_s = cycles * run.save_s + local_saves * run.local_save_s + rest - trained
+        return _Progress(copied + trained / self.stretch, copied, commits, local_saves, blocked_s)
 
     def seconds_to(self, work: float) -> float:
         """The time of so much work, without a save at its end."""
         run = self.run
         cycles = max(0, math.ceil(work / run.save_interval_s - _ROUNDING) - 1)
         rest = work - cycles * run.save_interval_s
-        locals_ = 0
-        if self.num_local:
-            locals_ = max(0, min(self.num_local, math.ceil(rest / run.local_interval_s - _ROUNDING) - 1))
-        return cycles * self.whole_s + rest * self.stretch + locals_ * run.local_save_s
+        copies = max(0, math.ceil(rest / run.local_interval_s - _ROUNDING) - 1) if self.num_local else 0
+        return cycles * self.whole_s + rest * self.stretch + min(self.num_local, copies) * run.local_save_s
 
 
 # --- the simulation ------------------------------------------------------------------------------------------
@@ -306,8 +270,8 @@ def simulate(run: RunModel, events: Iterable[Event], start: float = 0.0) -> Simu
     """
     simulator = _Simulator(run, events, start)
     with suppress(StopIteration):  # the last attempt of a replay may have failed
-        while simulator.run_attempt():
-            pass
+        while simulator.cause.kind != "end":
+            simulator.run_attempt()
     return simulator.found
 
 
@@ -315,13 +279,12 @@ class _Simulator:
     def __init__(self, run: RunModel, events: Iterable[Event], start: float) -> None:
         self.run, self.events, self.start = run, iter(events), start
         self.found = Simulation()
-        self.now, self.load_s = 0.0, run.load_s
-        self.cause = "first start"  # what the next attempt follows
+        self.now, self.load_s, self.end = 0.0, run.load_s, math.inf if run.days is None else run.days * _DAY
+        self.cause = FailureCause("first start")  # what the next attempt follows
         self.work, self.remote = 0.0, 0.0  # where it resumes, and the newest checkpoint on the remote storage
         self.repairs: list[float] = []  # when lost nodes are back
 
-    def run_attempt(self) -> bool:
-        """Simulate one attempt; whether another one follows."""
+    def run_attempt(self) -> None:
         nodes = self._allocate()
         gpus = self.run.gpus * nodes // self.run.nodes
         cycle = Cycle(self.run, self.run.gpus / gpus * (1.0 + self.run.data_share))
@@ -329,7 +292,6 @@ class _Simulator:
         self._record(gpus, cycle, life, slow_s, event)
         self.repairs += [self.now + self.run.repair_s] * event.nodes
         self.now += self.run.decide_s
-        return event.cause.kind != "end"
 
     def _free(self) -> int:
         self.repairs = sorted(back for back in self.repairs if back > self.now)
@@ -337,12 +299,12 @@ class _Simulator:
 
     def _allocate(self) -> int:
         """The nodes of the next attempt; waits until they are enough."""
-        run, begun = self.run, self.now
-        least = run.nodes if run.elastic_min_nodes is None else run.elastic_min_nodes
-        while (nodes := min(run.nodes, self._free() // run.nodes_per_replica * run.nodes_per_replica)) < least:
-            self.now = self.repairs[0]
-        self.found.hidden[self.cause, "waiting"] += (self.now - begun) * run.gpus
-        return nodes
+        run, begun, least, nodes = self.run, self.now, self.run.elastic_min_nodes or self.run.nodes, 0
+        while self.now < self.end and nodes < least:
+            nodes = min(run.nodes, self._free() // run.nodes_per_replica * run.nodes_per_replica)
+            self.now = self.now if nodes >= least else min(self.repairs[0], self.end)
+        self.found.hidden[self.cause.name, "waiting"] += (self.now - begun) * run.gpus
+        return nodes if nodes >= least else run.nodes  # for the attempt without a second that is the end
 
     def _life(self, gpus: int, nodes: int, cycle: Cycle) -> tuple[float, float, Event]:
         """Seconds from the start of the processes to the event that ends the attempt, seconds of them with a slow node,
@@ -367,8 +329,8 @@ class _Simulator:
             left += max(0.0, left - slow_from) * (run.straggler_factor - 1.0)
             if left <= life:
                 life, event = left, Event(0.0, COMPLETE)
-        if run.days is not None and (rest := run.days * _DAY - self.now) <= life:
-            life, event = max(0.0, rest), Event(0.0, CUT)
+        if self.end - self.now <= life:
+            life, event = max(0.0, self.end - self.now), Event(0.0, CUT)
         return life, max(0.0, life - slow_from), event
 
     def _record(self, gpus: int, cycle: Cycle, life: float, slow_s: float, event: Event) -> None:
@@ -382,57 +344,51 @@ class _Simulator:
         done = cycle.after(trained - warm - slow)
         base, saves = self.work, trained > 0.0 and (cause is COMPLETE or cause.kind in ("planned", "slow"))
         if done.commits:
-            self.remote = base + done.remote
+            self.remote = base + done.commits * run.save_interval_s
         if not cause.is_failure:
             self.work = base + done.work
             self.remote = self.work if saves else self.remote
         else:
             has_local = run.local_interval_s > 0.0 and event.nodes <= 1
-            self.work = base + max(done.local, done.remote) if has_local else self.remote
+            self.work = base + done.copied if has_local else self.remote
             self.load_s = run.local_load_s if has_local else run.load_s
         kept = max(0.0, self.work - base)
         stretch, first_s = run.gpus / gpus, warm + slow if kept else 0.0
         if kept:
-            self.found.hidden[self.cause, "warm-up"] += warm * gpus
-            self.found.hidden["straggler", "slow steps"] += slow * gpus
-        tail: dict[TimeClass, float] = {"hang": run.hang_s} if cause.kind == "hang" else {"idle": run.notice_s}
-        if cause is CUT:
-            tail = {}
+            self.found.hidden[self.cause.name, "warm-up"] += warm * gpus
+            self.found.hidden["slow node", "slow steps"] += slow * gpus
+        is_hang = cause.kind == "hang"
         seconds: dict[TimeClass, float] = {
             "start": begun,
             "load": loaded,
             "step": kept * stretch + first_s,
             "lost": (done.work - kept) * stretch + warm + slow - first_s,
             "data": done.work * stretch * run.data_share,
-            "save": done.blocked + (run.save_s + run.commit_s) * saves,
-            **tail,
+            "save": done.blocked_s + (run.save_s + run.commit_s) * saves,
+            "hang": run.hang_s * is_hang,
+            "idle": 0.0 if is_hang or cause is CUT else run.notice_s,
         }
         end = self.now + sum(seconds.values())
         outcome: Outcome = "failed" if cause.is_failure else "complete" if cause is COMPLETE else "stopped"
-        self.found.attempts.append(
-            Attempt(
-                attempt=len(self.found.attempts) + 1,
-                start=self.start + self.now,
-                end=self.start + end,
-                outcome=outcome,
-                seconds=seconds,
-                exit_code=ExitCode.STOPPED if outcome == "stopped" else None,
-                world_size=gpus,
-                first_iteration=self._iteration(base) if trained > 0 else None,
-                last_iteration=self._iteration(base + done.work) if trained > 0 else None,
-                committed_iteration=self._iteration(self.work) if kept or saves else None,
-                saves=done.commits + done.local_saves + saves,
-                commits=tuple(
-                    (
-                        begun + loaded + warm + number * cycle.whole_s + run.commit_s,
-                        self._iteration(base + number * run.save_interval_s),
-                    )
-                    for number in range(1, done.commits + 1)
-                ),
-                cause=None if cause.kind == "end" else cause.name,
-            )
+        after_s = begun + loaded + warm + run.commit_s
+        commits = [(after_s + number * cycle.whole_s, number) for number in range(1, done.commits + 1)]
+        attempt = Attempt(
+            attempt=len(self.found.attempts) + 1,
+            start=self.start + self.now,
+            end=self.start + end,
+            outcome=outcome,
+            seconds=seconds,
+            exit_code=ExitCode.STOPPED if outcome == "stopped" else None,
+            world_size=gpus,
+            first_iteration=self._iteration(base) if trained > 0 else None,
+            last_iteration=self._iteration(base + done.work) if trained > 0 else None,
+            committed_iteration=self._iteration(self.work) if kept or saves else None,
+            saves=done.commits + done.local_saves + saves,
+            commits=tuple((at_s, self._iteration(base + number * run.save_interval_s)) for at_s, number in commits),
+            cause=None if cause.kind == "end" else cause.name,
         )
-        self.now, self.cause = end, cause.name
+        self.found.attempts.append(attempt)
+        self.now, self.cause = end, cause
 
     def _iteration(self, work: float) -> int:
         return int(work / self.run.step_s + 1e-6)

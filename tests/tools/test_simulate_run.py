@@ -23,7 +23,7 @@ def test_changes_are_worth_what_they_should(capsys: pytest.CaptureFixture[str]) 
     words = "--gpus 1024 --steps 400000 --gpu-hours-per-failure 3000 --spares 30 --seeds 3 --json"
     found = json.loads(call(capsys, *words.split()))
     gained = {name: hours for name, hours, _ in found["gains"]}
-    values = found["figures"]["values"]
+    values = found["values"]
     events = sum(values["interruptions"]) / 3
     assert 300 < events < 600 and values["days of work"] == pytest.approx([400_000 * 10 / 86400] * 3, rel=1e-6)
     # A minute of every restart; nothing waits for nodes.
@@ -32,7 +32,7 @@ def test_changes_are_worth_what_they_should(capsys: pytest.CaptureFixture[str]) 
     assert gained["10 % fewer failures"] > gained["1 minute less of --start-s 120"] / 2
     assert found["best_minute"].startswith("Worth most: 1 minute less of --")
     assert [hours for *_, hours in found["gains"]] == sorted((hours for *_, hours in found["gains"]), reverse=True)
-    lost, days = sum(hours for *_, hours in found["figures"]["lost"]), sum(values["days"]) / 3
+    lost, days = sum(hours for *_, hours in found["lost"]), sum(values["days"]) / 3
     assert lost / 24 == pytest.approx((days - 400_000 * 10 / 86400) * 1024 + days * 30 * 8, rel=1e-6)
 
 

@@ -77,7 +77,7 @@ COMMANDS = [
     ("simulate-run", "--days 1 --save-s -1", 2, "--save-s -1.0 must be finite and not negative"),
     ("simulate-run", "--days 1 --save-s 0", 2, "--save-s 0 has no best save interval"),
     ("simulate-run", "--days 1 --gpus 64 --elastic-min-nodes 9", 2, "--gpus 64 are 8 nodes"),
-    ("simulate-run", "--days 1 --causes none.toml", 2, "--causes none.toml is not a table of failures"),
+    ("simulate-run", "--days 1 --causes none.toml", 2, "--causes none.toml is no table"),
     ("simulate-run", "--from none", 2, "--from none has no record of an attempt"),
     ("simulate-run", "--gpus 64 --days 1 --seeds 1", 0, "Worth most: "),
     ("estimate", "--help", 0, "compute"),
