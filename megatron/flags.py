@@ -25,8 +25,8 @@ class Argument:
 
 
 def flag_of(name: str) -> str:
-    """The flag of the field ``name``."""
-    return "--" + name.replace("_", "-")
+    """The flag of the field ``name``; a field ``from_`` cannot have the name of its flag."""
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 def words_of(name: str, value: Any) -> list[str]:

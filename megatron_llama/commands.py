@@ -41,6 +41,7 @@ VERBS = (
     Verb("plan", "megatron.commands.planning", "search the fastest layouts that fit"),
     Verb("explore", "megatron.commands.explore", "write a page in which a layout can be moved"),
     Verb("estimate", "megatron.commands.estimate", "the arithmetic of large runs, each formula with its numbers"),
+    Verb("simulate-run", "megatron.commands.simulate_run", "simulate the failures and restarts of a run"),
     Verb("course", "megatron_llama.course.command", "lessons on distributed training, and checks of their exercises"),
     Verb("report", "megatron.commands.report_run", "report a run: attempts, failures, effective time"),
     Verb("plot", "megatron.commands.loss_curves", "plot the losses of runs", "main_plot"),

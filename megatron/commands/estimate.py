@@ -22,7 +22,7 @@ from megatron.errors import ConfigError
 from megatron.flags import Argument, require_fraction, require_positive, values_of, words_of
 from megatron.operation import run_summary
 from megatron.operation.attempts import account
-from megatron.operation.simulated_job import SimulatedJob, simulate
+from megatron.operation.simulated_run import of_costs, random_events, simulate
 from megatron.planner.arithmetic import Figure, figure, written
 from megatron.planner.search.layout import Job
 from megatron.planner.step_time import prices
@@ -456,8 +456,9 @@ class Failures(OnCluster):
         share = run_summary.effective_time(best, costs)
         yield figure("effective time", formula, "share", source, "", share, T=best, R=costs.restart_s, **cost)
         yield figure("lost GPU-hours", "24 G d (1 - e)", "GPU-hours", DEFINITION, e=share, **run)
-        job, seconds = SimulatedJob(costs, best, step_s=10.0), min(self.days * 86400, 10_000 * costs.mtbf_s)
-        shares = [account(simulate(job, seconds, seed)).effective_time or 0.0 for seed in range(20)]
+        model, table = of_costs(costs, best, min(self.days, 10_000 * costs.mtbf_s / 86400))
+        runs = [simulate(model, random_events(model, table, seed)) for seed in range(20)]
+        shares = [account(one.attempts).effective_time or 0.0 for one in runs]
         source = "20 simulated runs, through the accounting of a real run (docs/effective_time.md)"
         for name, value in (("mean", sum(shares) / len(shares)), ("least", min(shares)), ("most", max(shares))):
             yield Figure(f"effective time, simulated, {name}", value, "share", "", "", source)

@@ -24,7 +24,7 @@ from megatron.operation.run_summary import (
     to_json,
     young_interval_s,
 )
-from megatron.operation.simulated_job import SimulatedJob, simulate
+from megatron.operation.simulated_run import of_costs, random_events, simulate
 
 SETTINGS = ((60.0, 900.0), (5.0, 900.0), (5.0, 300.0), (2.0, 120.0))
 """Seconds for which a save blocks, and of a restart."""
@@ -52,7 +52,8 @@ def test_the_table_of_jobs(num_gpus: int, hours: float, costs: Costs, minutes: f
 @pytest.mark.parametrize(("num_gpus", "hours", "costs", "minutes", "share"), CASES)
 def test_the_formula_is_simulated(num_gpus: int, hours: float, costs: Costs, minutes: float, share: float) -> None:
     interval = young_interval_s(costs)
-    attempts = simulate(SimulatedJob(costs, interval, step_s=10.0), 5000 * costs.mtbf_s, seed=num_gpus)
+    run, table = of_costs(costs, interval, 5000 * costs.mtbf_s / 86400)
+    attempts = simulate(run, random_events(run, table, seed=num_gpus)).attempts
     time = account(attempts)
     assert sum(attempt.wall_s for attempt in attempts) == pytest.approx(5000 * costs.mtbf_s)
     assert time.wall_s == pytest.approx(5000 * costs.mtbf_s)
@@ -171,7 +172,8 @@ def test_a_run_without_saves_has_no_interval() -> None:
 def test_the_summary_of_a_simulated_run_has_the_costs_that_were_simulated() -> None:
     costs = Costs(3.0 * 3600, 300.0, 5.0)
     interval = young_interval_s(costs)
-    attempts = simulate(SimulatedJob(costs, interval, 10.0, world_size=16384), 1500 * costs.mtbf_s, seed=1)
+    run, table = of_costs(costs, interval, 1500 * costs.mtbf_s / 86400)
+    attempts = simulate(run, random_events(run, table, seed=1)).attempts
     summary = summarize(RecordedRun(settle(attempts), {}))
     assert summary.mtbf_s == pytest.approx(costs.mtbf_s, rel=0.08)
     least, most = summary.mtbf_bounds_s

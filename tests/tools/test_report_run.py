@@ -13,7 +13,7 @@ from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
 from megatron.operation.attempts import CURRENT, Attempt, append_attempt, write_current
 from megatron.operation.run_summary import Costs, read_run
-from megatron.operation.simulated_job import SimulatedJob, simulate
+from megatron.operation.simulated_run import of_costs, random_events, simulate
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser
 
 
@@ -21,8 +21,9 @@ from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, l
 def run(tmp_path: Path) -> Path:
     """The records of 5 hours with four failures, and metrics."""
     directory = tmp_path / "run-7"
-    job = SimulatedJob(Costs(2400.0, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
-    attempts = simulate(job, 5 * 3600.0, seed=2, start=1.7e9)
+    model, table = of_costs(Costs(2400.0, 60.0, 4.0), 600.0, days=5 / 24, step_s=2.0, commit_s=5.0)
+    found = simulate(model, random_events(model, table, seed=10), start=1.7e9).attempts
+    attempts = [replace(one, world_size=16) for one in found]
     assert len(attempts) == 5
     for attempt in attempts[:-1]:
         append_attempt(directory, with_failure(attempt))
@@ -140,8 +141,8 @@ def test_the_loss_is_the_first_figure(run: Path, capsys: pytest.CaptureFixture[s
 def test_save_intervals_are_advised_from_an_hour_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], minutes: int, is_advised: bool
 ) -> None:
-    job = SimulatedJob(Costs(1e9, 60.0, 4.0), 600.0, 2.0, world_size=16, commit_s=5.0)
-    for attempt in simulate(job, 60.0 * minutes, seed=2, start=1.7e9):
+    model, table = of_costs(Costs(1e9, 60.0, 4.0), 600.0, days=minutes / 1440, step_s=2.0, commit_s=5.0)
+    for attempt in simulate(model, random_events(model, table, seed=2), start=1.7e9).attempts:
         append_attempt(tmp_path / "run", attempt)
     assert call(tmp_path / "run", "--html", tmp_path / "page.html") == 0
     assert ("Save interval" in (tmp_path / "page.html").read_text()) is is_advised

@@ -15,6 +15,7 @@ from megatron.command_line.words import most_values
 from megatron.commands.convert_checkpoint import COMMANDS
 from megatron.config.run import RunConfig
 from megatron.errors import ConfigError
+from megatron.flags import flag_of
 from megatron.urls import is_url, refuse_urls
 from tests.end_to_end.run_process import REPOSITORY
 from tests.tool_entries import ENTRIES, command_lines
@@ -59,6 +60,7 @@ NEEDED = {
     "rank_groups": "--num-gpus 8",
     "report_run": "a",
     "report_run run": "",
+    "simulate_run": "--days 1 --seeds 1",
     "train_tokenizer": "--input a --vocab-size 300",
 }
 """What a tool, or one of its flags, needs beside the flag."""
@@ -101,7 +103,7 @@ def test_a_flag_that_does_not_take_a_url_says_so(
         places = {name for name, hint in get_type_hints(kind).items() if takes_text(hint) and not name.startswith("_")}
         assert TAKES_A_URL.get(tool, set()) <= places
         for name in sorted(places - NAMES_NO_PLACE - TAKES_A_URL.get(tool, set())):
-            flag = name if (script, name) in POSITIONAL else f"--{name.replace('_', '-')}"
+            flag = name if (script, name) in POSITIONAL else flag_of(name)
             needed = NEEDED.get(f"{script} {flag}", NEEDED.get(tool, "")).split()
             suffix = f".{name}" if name in ("svg", "png") else ""
             named = [flag] if flag.startswith("--") else []  # a word without a flag

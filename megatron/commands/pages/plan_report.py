@@ -253,6 +253,22 @@ def _explorer(result: SearchResult) -> str:
     )
 
 
+def simulation_command(result: SearchResult) -> str:
+    """What simulates the failures and restarts of a run of the best layout."""
+    job, one = result.job, result.best
+    words = f"megatron-llama simulate-run --gpus {job.num_gpus} --gpus-per-node {job.cluster.node_size}"
+    words += f" --step-s {one.step_time_s:.4g} --steps {math.ceil(job.operation.tokens / job.tokens_per_step)}"
+    return f"{words} --save-s {job.operation.save_s:g} --gpu-hours-per-failure {job.gpu_hours_per_failure:g}"
+
+
+def _simulation(result: SearchResult) -> str:
+    return html.fold(
+        "Simulate the failures and restarts of this run",
+        f"<p>{html.link('Open the simulation', 'simulated.html')} once this command has written the page:</p>",
+        html.paragraph(f"{simulation_command(result)} --html simulated.html", "note"),
+    )
+
+
 def _tokens(count: float) -> str:
     return short(count, prefixes="TBMk")
 
@@ -262,7 +278,7 @@ def _choice(result: SearchResult) -> str:
     best = result.best
     parts = [html.paragraph(choices(best), "note"), html.copyable(shlex.join(command(result.job, best)))]
     parts.append(html.paragraph(f"Limited by {best.limits}. To change that: {best.advice}."))
-    parts.append(_explorer(result))
+    parts += [_explorer(result), _simulation(result)]
     if best.layout.reduces_in_bf16:
         parts.append(html.notes(["This layout changes the numerics: gradients are accumulated and reduced in bf16."]))
     others = []
@@ -436,7 +452,7 @@ def _best(result: SearchResult) -> Text:
         f"limited by {one.limits}. To change that: {one.advice}.",
     ]
     rows += [sentence for sentence in [_numerics(result)] if sentence]
-    rows.append("\n" + shlex.join(command(job, one)))
+    rows += ["\n" + shlex.join(command(job, one)), "\nits failures and restarts: " + simulation_command(result)]
     return Text("\n".join(rows))
 
 
