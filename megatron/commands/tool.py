@@ -35,7 +35,12 @@ def run_tool(
         if interrupted:
             # A terminated run, too, removes its incomplete files: the exception passes through their context managers.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-        return work(config) or 0
+        code = work(config) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `head` or a pager has what it wants; what is buffered must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as the shell reports a process that SIGPIPE ended
     except UserError as error:
         report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return error.exit_code

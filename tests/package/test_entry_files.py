@@ -160,3 +160,13 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--version"])
     assert not end.value.code
     assert capsys.readouterr().out == "megatron-llama 0.1.0\n"
+
+
+@pytest.mark.parametrize("words", ["estimate failures --gpus 16384 --days 54", "estimate compute --help"])
+def test_a_reader_that_has_read_enough_is_no_error(words: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        command = [sys.executable, "-m", "megatron_llama", *words.split()]
+        done = subprocess.run(command, cwd=REPOSITORY, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
