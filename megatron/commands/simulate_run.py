@@ -206,9 +206,8 @@ def summed(lost: Mapping[tuple[str, str], float], index: int) -> dict[str, float
 def as_text(report: Report) -> str:
     lines = []
     for table in report.tables():
-        for first, second, *rest in table:
-            # A source is longer than any number.
-            cells = [f"{cell:>12}" if len(cell) < 12 else f"  {cell}" for cell in rest]
+        for number, (first, second, *rest) in enumerate(table):
+            cells = [f"  {cell}" if number and cell[:1].isalpha() else f"{cell:>12}" for cell in rest]
             lines.append(f"{first:<40}{second:>12}{''.join(cells)}".rstrip())
         lines.append("")
     return "\n".join([*lines, report.best_minute]).rstrip()
@@ -225,10 +224,12 @@ _COLOURS = {
 
 def simulation_page(report: Report) -> str:
     config, found, tables = report.config, report.figures, report.tables()
-    of_inputs, of_runs, *_, of_gains = [
-        html.table(head, [[html.Cell(row[0]), *(html.Cell(cell, is_number=True) for cell in row[1:])] for row in rows])
-        for head, *rows in tables
-    ]
+    drawn = []
+    for head, *rows in tables:
+        others = [[html.Cell(cell, is_number=not cell[:1].isalpha()) for cell in row[1:]] for row in rows]
+        cells = [[html.Cell(row[0]), *more] for row, more in zip(rows, others)]
+        drawn.append(html.table(head, cells, is_sortable=False))
+    of_inputs, of_runs, *_, of_gains = drawn
     measure = "days" if config.days is None else "effective time"
     tiles = [html.Tile(name, value, "median", is_main=name == measure) for name, value, *_ in tables[1][1:7]]
     lost: dict[str, dict[str, float]] = {name: {} for name in summed(found.lost, 0)}
