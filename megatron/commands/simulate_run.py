@@ -207,7 +207,7 @@ def as_text(report: Report) -> str:
     lines = []
     for table in report.tables():
         for number, (first, second, *rest) in enumerate(table):
-            cells = [f"  {cell}" if number and cell[:1].isalpha() else f"{cell:>12}" for cell in rest]
+            cells = [f"  {cell}" if number and cell[:1].isalpha() else f"  {cell:>10}" for cell in rest]
             lines.append(f"{first:<40}{second:>12}{''.join(cells)}".rstrip())
         lines.append("")
     return "\n".join([*lines, report.best_minute]).rstrip()

@@ -345,13 +345,13 @@ class _Simulator:
         base, saves = self.work, trained > 0.0 and (cause is COMPLETE or cause.kind in ("planned", "slow"))
         if done.commits:
             self.remote = base + done.commits * run.save_interval_s
-        if not cause.is_failure:
+        has_local = run.local_interval_s > 0.0 and event.nodes <= 1
+        self.load_s = run.local_load_s if has_local else run.load_s
+        if cause.is_failure:
+            self.work = base + done.copied if has_local else self.remote
+        else:
             self.work = base + done.work
             self.remote = self.work if saves else self.remote
-        else:
-            has_local = run.local_interval_s > 0.0 and event.nodes <= 1
-            self.work = base + done.copied if has_local else self.remote
-            self.load_s = run.local_load_s if has_local else run.load_s
         kept = max(0.0, self.work - base)
         stretch, first_s = run.gpus / gpus, warm + slow if kept else 0.0
         if kept:

@@ -72,6 +72,12 @@ def test_every_second_of_a_crash_a_hang_and_a_planned_stop() -> None:
     assert losses["hang", "hang"] == 70 * 32 and losses["first start", "load"] == 50 * 32
 
 
+def test_a_failure_before_the_commit_loses_the_save() -> None:
+    late = simulate(replace(SMALL, commit_s=400.0), [event(2500.0, CRASH), NEVER]).attempts[0]
+    assert (late.committed_iteration, late.saves, late.seconds["save"]) == (100, 1, 20.0)
+    assert late.commits == ((100.0 + 50.0 + 30.0 + 1010.0 + 400.0, 100),)
+
+
 def test_local_copies_save_what_a_lost_rack_does_not() -> None:
     run = replace(SMALL, local_interval_s=100.0, local_save_s=1.0, local_load_s=4.0, spares=9)
     # 150 + 30 s, then 100 s of steps and 1 s of a copy: eight copies after 1,000 s, none of them remote.
@@ -79,6 +85,9 @@ def test_local_copies_save_what_a_lost_rack_does_not() -> None:
     assert (one.committed_iteration, other.first_iteration, other.seconds["load"]) == (80, 80, 4.0)
     assert (after.first_iteration, after.seconds["load"]) == (0, 50.0)
     assert account([one, other, after]).seconds["step"] == pytest.approx(10_030.0)
+    # Nine copies before each remote save: two cycles of 1,019 s, and half an interval of a third.
+    later = simulate(run, [event(180.0 + 2 * 1019.0 + 50.0, CRASH), NEVER]).attempts[0]
+    assert (later.last_iteration, later.committed_iteration, later.seconds["save"]) == (205, 200, 2 * 19.0)
 
 
 @pytest.mark.parametrize(("spares", "least", "expected"), [(1, None, "spare"), (0, None, "waits"), (0, 3, "smaller")])
@@ -99,6 +108,13 @@ def test_a_lost_node_is_replaced_or_waited_for_or_missing(spares: int, least: in
         )
 
 
+def test_two_lost_nodes_need_two_spares() -> None:
+    for spares, gap in ((1, 5000.0), (2, 20.0)):
+        run = replace(SMALL, spares=spares, repair_s=5000.0)
+        first, second = simulate(run, [event(100.0, LOST_NODE, 2), NEVER]).attempts
+        assert second.start - first.end == gap
+
+
 def test_a_slow_node_is_found_and_replaced() -> None:
     run = replace(SMALL, straggler_factor=2.0, straggler_s=600.0, spares=1)
     found = simulate(run, [event(480.0, FailureCause("slow node", kind="slow"), 1), NEVER, NEVER])
@@ -106,6 +122,11 @@ def test_a_slow_node_is_found_and_replaced() -> None:
     assert slow.seconds["start"] + slow.seconds["load"] + slow.seconds["step"] == 480.0 + 600.0
     assert slow.last_iteration == (300 + 300) // 10  # and 300 s of 600 were lost
     assert found.hidden["slow node", "slow steps"] == 300.0 * 32
+    (never,) = simulate(
+        replace(run, straggler_s=1e9), [event(480.0, FailureCause("slow", kind="slow")), NEVER]
+    ).attempts
+    assert (never.outcome, never.last_iteration) == ("complete", 1000)
+    assert never.seconds["step"] > 30.0 + 2 * (10_000.0 - 300.0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"elastic_min_nodes": 40, "repair_s": 2e5}, {"local_interval_s": 300.0}])
@@ -131,6 +152,9 @@ def test_llama_3s_table_and_how_often_its_causes_come() -> None:
     assert table.mtbf_s(1) / 3600 == pytest.approx(50_700, rel=1e-3)
     events = random_events(RunModel(), table, seed=0)
     found = Counter(next(events).cause.name for _ in range(20_000))
+    together = random_events(RunModel(correlated_share=0.25, correlated_nodes=3), table, seed=0)
+    nodes = Counter(one.nodes for one, _ in zip(together, range(5000)) if one.cause.loses_node)
+    assert nodes.keys() == {1, 3} and nodes[3] / nodes.total() == pytest.approx(0.25, abs=0.03)
     assert found["faulty GPU"] / 20_000 == pytest.approx(148 / 466, abs=0.01)
 
 
