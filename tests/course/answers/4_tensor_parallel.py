@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megatron.core.communication import Communicator
 
@@ -85,5 +84,5 @@ def block(
     else:
         y = copy_to_ranks(communicator, rms_norm(x, norm))
     gate, up = (y @ gate_up.T).chunk(2, dim=-1)  # [s, f / n] each
-    partial = (functional.silu(gate) * up) @ down.T  # [s, h], of this rank's part of f
+    partial = (torch.nn.functional.silu(gate) * up) @ down.T  # [s, h], of this rank's part of f
     return x + (scatter_rows if sequence_parallel else reduce_from_ranks)(communicator, partial)
