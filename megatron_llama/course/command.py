@@ -88,7 +88,7 @@ def checked(lesson: Lesson, file: Path, seconds: float) -> tuple[bool, str]:
         words = map(str, (lesson.name, file, seconds, directory))
         command = [sys.executable, "-m", "megatron_llama.course", *words]
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         child = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
         code: int | None = None
         try:
