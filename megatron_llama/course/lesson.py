@@ -47,7 +47,7 @@ LESSONS = tuple(
             ("pipelines", "a pipeline schedule as lists of actions"),
             ("context_parallel", "a split of the causal triangle, and the merge of two partial softmaxes"),
             ("experts", "the dispatch of tokens to experts, and back"),
-            ("failures", "a save that no crash loses"),
+            ("failures", "a checkpoint that no crash loses"),
         ),
         start=1,
     )

@@ -59,7 +59,7 @@ MISTAKES = [
     ),
     (
         "    state.step += 1\n",
-        "    state.step += 1\n    whole = functional.pad(weights, (0, len(padded) - len(weights)))\n"
+        "    state.step += 1\n    whole = torch.nn.functional.pad(weights, (0, len(padded) - len(weights)))\n"
         "    state.master.copy_(communicator.own_part(whole))\n",
         "below their spacing of 1/256",
     ),

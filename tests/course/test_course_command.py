@@ -83,10 +83,10 @@ def test_an_answer_that_hangs_ends_with_the_line_where_it_stood(
 ) -> None:
     answer = changed(tmp_path, line)
     started = time.monotonic()
-    code, said = check(capsys, 2, "--answer", answer, "--time-limit", 8)
+    code, said = check(capsys, 2, "--answer", answer, "--time-limit", 2)
     assert time.monotonic() - started < 20
     place = f"it stood in reduce_scatter, line {number_of(line, answer)}"
-    assert code == 3 and f"No result after 8 s, {place}: look for a loop" in said, said
+    assert code == 3 and f"No result after 2 s, {place}: look for a loop" in said, said
 
 
 def test_a_thread_or_a_process_that_is_left_behind_does_not_delay_the_verdict(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from megatron.core.communication import Communicator
 
@@ -38,7 +37,7 @@ class Adam:
 def start(communicator: Communicator, weights: Tensor, dtype: torch.dtype) -> State:
     """The state of this rank for the model ``weights`` ``[length]``, in ``dtype``, which may be wider than that of the
     weights. ``communicator.own_part(vector)`` is this rank's part of a vector that the ranks divide."""
-    padded = functional.pad(weights.to(dtype), (0, -len(weights) % communicator.size))
+    padded = torch.nn.functional.pad(weights.to(dtype), (0, -len(weights) % communicator.size))
     master = communicator.own_part(padded).clone()
     return State(master, torch.zeros_like(master), torch.zeros_like(master))
 
@@ -49,7 +48,7 @@ def update(communicator: Communicator, weights: Tensor, gradient: Tensor, state:
     ``gradient`` ``[length]`` is that of this rank's samples; the model's is the mean over the ranks. Returns the norm
     of that mean before it is clipped to ``adam.max_norm``.
     """
-    padded = functional.pad(gradient, (0, -len(gradient) % communicator.size))
+    padded = torch.nn.functional.pad(gradient, (0, -len(gradient) % communicator.size))
     shard = communicator.reduce_scatter(padded).to(state.master.dtype) / communicator.size
     norm = communicator.all_reduce(shard.square().sum()).sqrt().item()
     shard = shard * min(1.0, adam.max_norm / (norm + 1e-6))
