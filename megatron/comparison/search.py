@@ -83,8 +83,8 @@ class Search:
     def run(self, label: str, name: str, side: tuple[RunConfig, int], request: Request, fp64: bool) -> list[Recording]:
         """The recorded steps of an experiment."""
         directory = self.directory / name
-        batches = build_batches(side[0], side[0].parallel.data_parallel_size(side[1]))
-        request = replace(request, progress=(self.done, batches.total_samples(self.done) if self.done else 0))
+        schedule = build_batches(side[0], side[0].parallel.data_parallel_size(side[1]))
+        request = replace(request, progress=(self.done, schedule.total_samples(self.done) if self.done else 0))
         config = recorded(side[0], directory / "records", request, fp64=fp64)
         if request.batches is not None:
             config = with_batch_size(config, self.facts["samples"])

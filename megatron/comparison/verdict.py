@@ -23,7 +23,8 @@ def judge(parts: Sequence[Comparison], found: Found | None, why_not: str = "") -
         one = curves.differences[0]
         sentence = (
             f"The curves differ by more than rounding: {one.what}, {one.remark}. These agree: "
-            f"{found.operations.compared} What is left depends on the state of the optimizer: compare the logs."
+            f"{found.operations.compared} What is left needs the weights or the optimizer state of that iteration: "
+            "compare the checkpoints around it."
         )
         return Verdict("unclear", sentence, (), differing, whole)
     what = found.operations.compared
