@@ -83,10 +83,10 @@ def test_an_answer_that_hangs_ends_with_the_line_where_it_stood(
 ) -> None:
     answer = changed(tmp_path, line)
     started = time.monotonic()
-    code, said = check(capsys, 2, "--answer", answer, "--time-limit", 2)
-    assert time.monotonic() - started < 20
+    code, said = check(capsys, 2, "--answer", answer, "--time-limit", 4)
+    assert time.monotonic() - started < 60
     place = f"it stood in reduce_scatter, line {number_of(line, answer)}"
-    assert code == 3 and f"No result after 2 s, {place}: look for a loop" in said, said
+    assert code == 3 and f"No result after 4 s, {place}: look for a loop" in said, said
 
 
 def test_a_thread_or_a_process_that_is_left_behind_does_not_delay_the_verdict(
@@ -96,7 +96,7 @@ def test_a_thread_or_a_process_that_is_left_behind_does_not_delay_the_verdict(
     answer = changed(tmp_path, f"{lines}subprocess.Popen(['sleep', '99'])\n", "from torch import Tensor")
     started = time.monotonic()
     assert check(capsys, 2, "--answer", answer)[0] == 0
-    assert time.monotonic() - started < 40
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
