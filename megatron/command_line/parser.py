@@ -210,7 +210,7 @@ def parse_command(commands: Mapping[str, type[Any]], description: str, arguments
     names, word = one_of(list(commands)), words[0] if words else ""
     if word in _HELP:
         summaries = {name: (kind.__doc__ or "").partition("\n\n")[0] for name, kind in commands.items()}
-        print(commands_help(summaries, description, _program()))
+        print(commands_help(summaries, description, _program()), flush=True)
         raise SystemExit(0)
     if word not in commands:
         nearest = difflib.get_close_matches(word, commands, 1)
@@ -228,7 +228,7 @@ def _split(
     given = split_words(sys.argv[1:] if arguments is None else arguments)
     if any(one.flag in _HELP for one in given):
         if print_messages:
-            print(tool_help(parser.config, description or "", parser.program))
+            print(tool_help(parser.config, description or "", parser.program), flush=True)
         raise SystemExit(0)
     return given
 

@@ -88,11 +88,6 @@ def build_report(config: ReportConfig) -> Report:
     refuse_urls({"--html": config.html, "--json": config.json}, "name a local file")
     directory = Path(config.run)
     run = read_run(directory)
-    if not run.attempts:
-        raise DataError(
-            f"{directory} has no record of an attempt (attempts.jsonl): name the directory that the training got as "
-            "--run-dir, or as --save."
-        )
     history = history_of(config, directory)
     return Report(config.name or name_of(directory, history), run, summarize(run), history)
 

@@ -23,20 +23,12 @@ from megatron.command_line.flag import flags_of
 from megatron.command_line.parser import Parser, parse
 from megatron.command_line.words import split_words
 from megatron.commands.tool import run_tool, write_file
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError
 from megatron.flags import Argument, require_at_least, require_fraction, require_positive, values_of
 from megatron.operation import run_summary
 from megatron.operation.attempts import account
 from megatron.operation.recorded_run import estimate, lost_gpu_seconds
-from megatron.operation.simulated_run import (
-    LLAMA_3,
-    FailureTable,
-    Losses,
-    RunModel,
-    random_events,
-    read_table,
-    simulate,
-)
+from megatron.operation.simulated_run import LLAMA_3, FailureTable, RunModel, random_events, read_table, simulate
 from megatron.planner.arithmetic import written
 from megatron.reports import page as html
 from megatron.reports import svg
@@ -63,7 +55,6 @@ class SimulateRunConfig(RunModel):
     """Write a page: one file without references to others."""
 
     def check(self) -> None:
-        refuse_urls({"--from": self.from_}, "copy the files to a local directory")
         refuse_urls({"--causes": self.causes, "--json": self.json, "--html": self.html}, "name a local file")
         values = {flag.name: getattr(self, flag.field.name) for flag in flags_of(type(self))}
         numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
@@ -99,7 +90,8 @@ class Figures(NamedTuple):
 def figures(run: RunModel, table: FailureTable, seeds: int) -> Figures:
     """The figures of ``seeds`` runs; the events of a seed are the same whatever the other inputs are."""
     run = run.with_interval(table)
-    values, lost, events = defaultdict[str, list[float]](list), Losses(float), defaultdict[str, float](float)
+    values = defaultdict[str, list[float]](list)
+    lost, events = defaultdict[tuple[str, str], float](float), defaultdict[str, float](float)
     for seed in range(seeds):
         found = simulate(run, random_events(run, table, seed))
         time, losses = account(found.attempts), lost_gpu_seconds(found.attempts, run.gpus)
@@ -139,12 +131,8 @@ def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, A
     yield "nodes repaired an hour sooner", 1.0, {"repair_s": max(0.0, config.repair_s - 3600.0)}
 
 
-Gain = tuple[str, float, float]
-"""A change, and the mean hours and GPU-hours of the run that it gains."""
-
-
-def gains(config: SimulateRunConfig, table: FailureTable, base: Figures) -> list[Gain]:
-    """What each change is worth, the most first."""
+def gains(config: SimulateRunConfig, table: FailureTable, base: Figures) -> list[tuple[str, float, float]]:
+    """Each change, and the mean hours and GPU-hours of the run that it gains; the most first."""
     found = []
     for name, left, changed in changes(config):
         other = figures(replace(config, **changed), table.changed(left), config.seeds)
@@ -163,7 +151,7 @@ class Report:
     inputs: Sequence[tuple[str, str, str]]
     """Name, value and source."""
     figures: Figures
-    gains: Sequence[Gain]
+    gains: Sequence[tuple[str, float, float]]
     compared: Mapping[str, float]
     """Effective time by a formula, of the records, of their replay."""
 
@@ -226,54 +214,45 @@ def simulation_page(report: Report) -> str:
     config, found, tables = report.config, report.figures, report.tables()
     drawn = []
     for head, *rows in tables:
-        others = [[html.Cell(cell, is_number=not cell[:1].isalpha()) for cell in row[1:]] for row in rows]
-        cells = [[html.Cell(row[0]), *more] for row, more in zip(rows, others)]
+        cells = [[html.Cell(one, is_number=one is not row[0] and not one[:1].isalpha()) for one in row] for row in rows]
         drawn.append(html.table(head, cells, is_sortable=False))
     of_inputs, of_runs, *_, of_gains = drawn
     measure = "days" if config.days is None else "effective time"
     tiles = [html.Tile(name, value, "median", is_main=name == measure) for name, value, *_ in tables[1][1:7]]
-    lost: dict[str, dict[str, float]] = {name: {} for name in summed(found.lost, 0)}
-    for (name, part), hours in found.lost.items():
-        if name in lost:
-            lost[name][part] = hours
+    causes, used = (list(summed(found.lost, index)) for index in (0, 1))
+    lost = {name: {part: hours for (cause, part), hours in found.lost.items() if cause == name} for name in causes}
     worth = {name: {"gain": max(0.0, gpu_hours)} for name, _, gpu_hours in report.gains}
-    sums = summed(found.lost, 1)
-    used = [(colour, part) for part, colour in _COLOURS.items() if part in sums]
     end = f"{config.days:g} days" if config.days is not None else f"{config.steps:,} steps"
     note = "Means of the runs, in GPU-hours."
+    legend = html.legend((colour, part) for part, colour in _COLOURS.items() if part in used)
     parts = [
         html.tiles(tiles),
-        html.section("Runs", html.figure(histogram(measure, found.values[measure])), of_runs),
-        html.section("Lost GPU-hours by cause", html.figure(bars(lost), html.legend(used)), note=note),
-        html.section("What changes are worth", html.figure(bars(worth)), of_gains, note=f"{note} {report.best_minute}"),
+        html.section(f"Runs by {measure}", bars(binned(measure, found.values[measure])), of_runs),
+        html.section("Lost GPU-hours by cause", bars(lost), legend, note=note),
+        html.section("What changes are worth", bars(worth), of_gains, note=f"{note} {report.best_minute}"),
         html.section("Inputs", of_inputs),
     ]
     return html.page(f"{config.gpus:,} GPUs, {end}, simulated", f"{config.seeds} runs with random failures", parts)
 
 
-def histogram(name: str, values: Sequence[float], count: int = 12) -> str:
-    low, high, height = min(values), max(values) + 1e-9, 150.0
-    width = (high - low) / count
-    bins = Counter(min(count - 1, int((value - low) / width)) for value in values)
-    x = svg.Axis(svg.Scale(low, high), [(tick, shown(name, tick)) for tick in svg.nice_ticks(low, high)], name)
-    ticks = [(tick, f"{tick:g}") for tick in svg.nice_ticks(0.0, max(bins.values()), 3)]
-    y = svg.Axis(svg.Scale(0.0, max(bins.values())), ticks, "runs")
-    shapes = []
-    for place, number in bins.items():
-        start, top = low + place * width, y.scale.pixel(number, height)
-        sizes = (x.scale.percent(start), top, x.scale.width(start, start + width), height - top)
-        shapes.append(svg.rect(*sizes, "pass teal", f"{number} runs"))
-    return svg.plane(x, y, height, shapes, f"{name} of {len(values)} runs")
+def binned(name: str, values: Sequence[float], count: int = 8) -> dict[str, dict[str, float]]:
+    """The number of runs in equal intervals of a figure."""
+    width = (max(values) - min(values)) / count or 1.0
+    bins = Counter(min(count - 1, int((value - min(values)) / width)) for value in values)
+    edges = [shown(name, min(values) + place * width) for place in range(count + 1)]
+    return {f"{edges[place]} to {edges[place + 1]}": {"runs": float(bins[place])} for place in range(max(bins) + 1)}
 
 
 def bars(rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Stacked bars of GPU-hours by name and part."""
+    """Stacked bars by name and part."""
     drawn, end = [], max(1.0, *(sum(parts.values()) for parts in rows.values()))
     for name, parts in rows.items():
-        tips = {part: f"{name}, {part}: {written(hours)} GPU-hours" for part, hours in parts.items()}
-        boxes = [svg.Part(part, _COLOURS.get(part, "teal"), hours, tips[part]) for part, hours in parts.items()]
+        boxes = [
+            svg.Part(part, _COLOURS.get(part, "teal"), size, f"{name}, {part}: {written(size)}")
+            for part, size in parts.items()
+        ]
         drawn.append(svg.Bar(name, "", svg.short(sum(parts.values())), boxes))
-    return svg.stacked_bars(drawn, [(tick, svg.short(tick)) for tick in svg.nice_ticks(0.0, end)], end)
+    return html.figure(svg.stacked_bars(drawn, [(tick, svg.short(tick)) for tick in svg.nice_ticks(0.0, end)], end))
 
 
 # --- the command ---------------------------------------------------------------------------------------------
@@ -286,11 +265,6 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
     if config.from_ is not None:
         refuse_urls({"--from": config.from_}, "copy the files to a local directory")
         records = run_summary.read_run(Path(config.from_))
-        if not records.attempts:
-            raise DataError(
-                f"--from {config.from_} has no record of an attempt (attempts.jsonl): name the directory that the "
-                "training got as --run-dir, or as --save."
-            )
         known, time = estimate(records), account(records.attempts)
         sources = {name: f"{config.from_}: {text}" for name, text in {**known.sources, "days": "wall time"}.items()}
         compared["effective time, recorded"] = time.effective_time or 0.0
@@ -325,18 +299,15 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
 def simulate_run(arguments: Sequence[str] | None, config: SimulateRunConfig) -> None:
     """Print the figures, and write them as JSON and as a page."""
     report = build_report(config, sys.argv[1:] if arguments is None else arguments)
-    text = as_text(report)
     if report.config.html is not None:
         write_file("--html", report.config.html, simulation_page(report))
-    if report.config.json is not None:
-        found = {"flags": vars(report.config), "inputs": report.inputs, "gains": report.gains}
-        found |= {"best_minute": report.best_minute, "compared": report.compared, **report.figures._asdict()}
-        found["lost"] = [[*key, hours] for key, hours in report.figures.lost.items()]
-        text = json.dumps(found, indent=1, allow_nan=False)
-    if report.config.json in (None, "-"):
-        print(text)
-    else:
-        write_file("--json", str(report.config.json), text + "\n")
+    if report.config.json is None:
+        print(as_text(report))
+        return
+    found = {**vars(report), "flags": vars(report.config), "best_minute": report.best_minute}
+    found |= report.figures._asdict() | {"lost": [[*key, hours] for key, hours in report.figures.lost.items()]}
+    text = json.dumps({key: found[key] for key in found if key not in ("config", "figures")}, indent=1, allow_nan=False)
+    print(text) if report.config.json == "-" else write_file("--json", report.config.json, text + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

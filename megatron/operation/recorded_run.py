@@ -2,7 +2,7 @@
 simulator."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import linear_regression, median
@@ -11,27 +11,17 @@ from typing import NamedTuple
 from megatron.operation.attempts import Attempt, gaps, settle
 from megatron.operation.causes import Cause
 from megatron.operation.run_summary import RecordedRun, cause_of, summarize
-from megatron.operation.simulated_run import (
-    COMPLETE,
-    CUT,
-    Cycle,
-    Event,
-    FailureCause,
-    FailureTable,
-    Kind,
-    Losses,
-    RunModel,
-)
+from megatron.operation.simulated_run import COMPLETE, CUT, Cycle, Event, FailureCause, FailureTable, Kind, RunModel
 
 
-def lost_gpu_seconds(attempts: Sequence[Attempt], gpus: int) -> Losses:
+def lost_gpu_seconds(attempts: Sequence[Attempt], gpus: int) -> defaultdict[tuple[str, str], float]:
     """GPU-seconds of a run, or of a simulated one, that were not in kept steps, by cause and part.
 
     What is between two attempts, and the start of the second, belongs to the cause that ended the first. Of ``gpus``
     those that smaller sizes left idle count, too: with the kept steps of each attempt, times its ranks, the sum is the
     wall time of all GPUs.
     """
-    found = Losses(float)
+    found = defaultdict[tuple[str, str], float](float)
     settled, before = settle(attempts), "first start"
     for attempt, gap in zip(settled, [0.0, *gaps(settled)]):
         cause = attempt.cause or "end of the run"

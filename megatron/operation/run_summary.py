@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from megatron.errors import DataError
 from megatron.operation.attempts import Attempt, RunTime, account, gaps, newest_run, read_attempts, read_current, settle
 from megatron.operation.causes import Cause
 from megatron.operation.failure import DIRECTORY, read_failure
@@ -123,10 +124,15 @@ class RecordedRun:
 
 
 def read_run(directory: Path) -> RecordedRun:
-    """The records in ``directory``; empty where there are none."""
+    """The records in ``directory``; raises :class:`DataError` where there are none."""
     attempts, current = read_attempts(directory), read_current(directory)
     if current is not None and all(current.attempt != attempt.attempt for attempt in attempts):
         attempts.append(current)
+    if not attempts:
+        raise DataError(
+            f"{directory} has no record of an attempt (attempts.jsonl): name the directory that the training got as "
+            "--run-dir, or as --save."
+        )
     attempts = newest_run(attempts)
     reports = [read_failure(path) for path in sorted((directory / DIRECTORY).glob("*.json"))]
     whole = [report for report in reports if report is not None and isinstance(report.get("time"), int | float)]

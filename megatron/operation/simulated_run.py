@@ -13,7 +13,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -127,8 +127,7 @@ class RunModel:
     local_load_s: float = 10.0
     """Seconds to load local copies. Source: assumed."""
     warm_up_s: float = 60.0
-    """Seconds by which the first steps of an attempt take longer. Source: assumed; these five add up to the 5 min of
-    estimate failures."""
+    """Seconds by which the first steps of an attempt take longer. Source: assumed; with these five, 5 min a restart."""
     data_share: float = 0.0
     """Waits for data and evaluations, as a share of the steps' time. Source: none assumed."""
 
@@ -224,9 +223,8 @@ class Cycle:
     """
 
     def __init__(self, run: RunModel, stretch: float) -> None:
-        self.run, self.stretch, local, self.num_local = run, stretch, run.local_interval_s, 0
-        if local:
-            self.num_local = math.ceil(run.save_interval_s / local - _ROUNDING) - 1
+        self.run, self.stretch, local = run, stretch, run.local_interval_s
+        self.num_local = math.ceil(run.save_interval_s / local - _ROUNDING) - 1 if local else 0
         self.whole_s = run.save_interval_s * stretch + self.num_local * run.local_save_s + run.save_s
 
     def after(self, seconds: float) -> _Progress:
@@ -254,31 +252,14 @@ class Cycle:
 # --- the simulation ------------------------------------------------------------------------------------------
 
 
-@dataclass
 class Simulation:
-    """A simulated run."""
+    """A simulated run; ``run.save_interval_s`` is set."""
 
-    attempts: list[Attempt] = field(default_factory=list)
-    hidden: Losses = field(default_factory=lambda: Losses(float))
-    """GPU-seconds that no record shows apart: waits for nodes, warm-up and slow nodes."""
-
-
-def simulate(run: RunModel, events: Iterable[Event], start: float = 0.0) -> Simulation:
-    """Simulate until the days are over, the steps done, or an event is the end.
-
-    ``run.save_interval_s`` is set. The steps of an attempt that the end cuts off are kept.
-    """
-    simulator = _Simulator(run, events, start)
-    with suppress(StopIteration):  # the last attempt of a replay may have failed
-        while simulator.cause.kind != "end":
-            simulator.run_attempt()
-    return simulator.found
-
-
-class _Simulator:
-    def __init__(self, run: RunModel, events: Iterable[Event], start: float) -> None:
-        self.run, self.events, self.start = run, iter(events), start
-        self.found = Simulation()
+    def __init__(self, run: RunModel, events: Iterable[Event]) -> None:
+        self.run, self.events = run, iter(events)
+        self.attempts: list[Attempt] = []
+        self.hidden = Losses(float)
+        """GPU-seconds that no record shows apart: waits for nodes, warm-up and slow nodes."""
         self.now, self.load_s, self.end = 0.0, run.load_s, math.inf if run.days is None else run.days * _DAY
         self.cause = FailureCause("first start")  # what the next attempt follows
         self.work, self.remote = 0.0, 0.0  # where it resumes, and the newest checkpoint on the remote storage
@@ -303,7 +284,7 @@ class _Simulator:
         while self.now < self.end and nodes < least:
             nodes = min(run.nodes, self._free() // run.nodes_per_replica * run.nodes_per_replica)
             self.now = self.now if nodes >= least else min(self.repairs[0], self.end)
-        self.found.hidden[self.cause.name, "waiting"] += (self.now - begun) * run.gpus
+        self.hidden[self.cause.name, "waiting"] += (self.now - begun) * run.gpus
         return nodes if nodes >= least else run.nodes  # for the attempt without a second that is the end
 
     def _life(self, gpus: int, nodes: int, cycle: Cycle) -> tuple[float, float, Event]:
@@ -313,13 +294,11 @@ class _Simulator:
         while True:
             event = next(self.events)
             life += event.gpu_s / gpus
-            if straggler is not None and life >= slow_from + run.straggler_s:
-                life, event = slow_from + run.straggler_s, straggler
-                break
             if event.cause.kind != "slow":
                 break
-            if straggler is None:
-                slow_from, straggler = life, event
+            slow_from, straggler = min(slow_from, life), straggler or event
+        if straggler is not None and life >= slow_from + run.straggler_s:
+            life, event = slow_from + run.straggler_s, straggler
         if nodes < run.nodes:  # it restarts as soon as a replica more has its nodes
             missing = nodes + run.nodes_per_replica - self._free()
             if (back := self.repairs[missing - 1] - self.now) < life:
@@ -355,8 +334,8 @@ class _Simulator:
         kept = max(0.0, self.work - base)
         stretch, first_s = run.gpus / gpus, warm + slow if kept else 0.0
         if kept:
-            self.found.hidden[self.cause.name, "warm-up"] += warm * gpus
-            self.found.hidden["slow node", "slow steps"] += slow * gpus
+            self.hidden[self.cause.name, "warm-up"] += warm * gpus
+            self.hidden["slow node", "slow steps"] += slow * gpus
         is_hang = cause.kind == "hang"
         seconds: dict[TimeClass, float] = {
             "start": begun,
@@ -373,9 +352,9 @@ class _Simulator:
         after_s = begun + loaded + warm + run.commit_s
         commits = [(after_s + number * cycle.whole_s, number) for number in range(1, done.commits + 1)]
         attempt = Attempt(
-            attempt=len(self.found.attempts) + 1,
-            start=self.start + self.now,
-            end=self.start + end,
+            attempt=len(self.attempts) + 1,
+            start=self.now,
+            end=end,
             outcome=outcome,
             seconds=seconds,
             exit_code=ExitCode.STOPPED if outcome == "stopped" else None,
@@ -387,8 +366,17 @@ class _Simulator:
             commits=tuple((at_s, self._iteration(base + number * run.save_interval_s)) for at_s, number in commits),
             cause=None if cause.kind == "end" else cause.name,
         )
-        self.found.attempts.append(attempt)
+        self.attempts.append(attempt)
         self.now, self.cause = end, cause
 
     def _iteration(self, work: float) -> int:
         return int(work / self.run.step_s + 1e-6)
+
+
+def simulate(run: RunModel, events: Iterable[Event]) -> Simulation:
+    """Simulate until the days are over, the steps done, or an event is the end, whose steps are kept."""
+    found = Simulation(run, events)
+    with suppress(StopIteration):  # the last attempt of a replay may have failed
+        while found.cause.kind != "end":
+            found.run_attempt()
+    return found

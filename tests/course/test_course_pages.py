@@ -22,7 +22,10 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize(("words", "output"), BLOCKS)
-def test_a_command_prints_what_the_page_shows(words: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_prints_what_the_page_shows(
+    words: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # of the terminal
     command(*shlex.split(words))
     printed, shown = (
         [" ".join(line.split()) for line in text.splitlines()] for text in (capsys.readouterr().out, output)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.errors import DataError
 from megatron.operation.attempts import Attempt, account, append_attempt, settle, write_current
 from megatron.operation.run_summary import (
     Costs,
@@ -202,4 +203,5 @@ def test_reports_of_failures_belong_to_attempts_by_their_time(tmp_path: Path) ->
     assert [one.attempt for one in run.attempts] == [1, 2, 3, 4]
     assert [cause_of(one, run) for one in run.attempts[:3]] == ["hang", "unknown", "disk"]
     assert [host_of(one, run) for one in run.attempts[:3]] == ["b", None, "c"]
-    assert read_run(tmp_path / "missing").attempts == []
+    with pytest.raises(DataError, match="missing has no record of an attempt"):
+        read_run(tmp_path / "missing")

@@ -13,8 +13,14 @@ from megatron.commands.pages.run_charts import interrupted
 from megatron.errors import ExitCode
 from megatron.operation.attempts import CURRENT, Attempt, append_attempt, write_current
 from megatron.operation.run_summary import Costs, read_run
-from megatron.operation.simulated_run import of_costs, random_events, simulate
+from megatron.operation.simulated_run import FailureTable, RunModel, of_costs, random_events, simulate
 from tests.reports.load_page import NASTY, WIDTHS, Page, assert_loads_nothing, load, needs_browser
+
+
+def simulated(model: RunModel, table: FailureTable, seed: int) -> list[Attempt]:
+    """The attempts of a simulated run that begins in November 2023."""
+    found = simulate(model, random_events(model, table, seed)).attempts
+    return [replace(one, start=1.7e9 + one.start, end=1.7e9 + one.end) for one in found]
 
 
 @pytest.fixture
@@ -22,8 +28,7 @@ def run(tmp_path: Path) -> Path:
     """The records of 5 hours with four failures, and metrics."""
     directory = tmp_path / "run-7"
     model, table = of_costs(Costs(2400.0, 60.0, 4.0), 600.0, days=5 / 24, step_s=2.0, commit_s=5.0)
-    found = simulate(model, random_events(model, table, seed=10), start=1.7e9).attempts
-    attempts = [replace(one, world_size=16) for one in found]
+    attempts = [replace(one, world_size=16) for one in simulated(model, table, seed=10)]
     assert len(attempts) == 5
     for attempt in attempts[:-1]:
         append_attempt(directory, with_failure(attempt))
@@ -142,7 +147,7 @@ def test_save_intervals_are_advised_from_an_hour_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], minutes: int, is_advised: bool
 ) -> None:
     model, table = of_costs(Costs(1e9, 60.0, 4.0), 600.0, days=minutes / 1440, step_s=2.0, commit_s=5.0)
-    for attempt in simulate(model, random_events(model, table, seed=2), start=1.7e9).attempts:
+    for attempt in simulated(model, table, seed=2):
         append_attempt(tmp_path / "run", attempt)
     assert call(tmp_path / "run", "--html", tmp_path / "page.html") == 0
     assert ("Save interval" in (tmp_path / "page.html").read_text()) is is_advised

@@ -78,7 +78,7 @@ COMMANDS = [
     ("simulate-run", "--days 1 --save-s 0", 2, "--save-s 0 has no best save interval"),
     ("simulate-run", "--days 1 --gpus 64 --elastic-min-nodes 9", 2, "--gpus 64 are 8 nodes"),
     ("simulate-run", "--days 1 --causes none.toml", 2, "--causes none.toml is no table"),
-    ("simulate-run", "--from none", 2, "--from none has no record of an attempt"),
+    ("simulate-run", "--from none", 2, "none has no record of an attempt"),
     ("simulate-run", "--gpus 64 --days 1 --seeds 1", 0, "Worth most: "),
     ("estimate", "--help", 0, "compute"),
     ("estimate", "compute --help", 0, "--tflops"),

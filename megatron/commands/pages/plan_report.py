@@ -261,14 +261,6 @@ def simulation_command(result: SearchResult) -> str:
     return f"{words} --save-s {job.operation.save_s:g} --gpu-hours-per-failure {job.gpu_hours_per_failure:g}"
 
 
-def _simulation(result: SearchResult) -> str:
-    return html.fold(
-        "Simulate the failures and restarts of this run",
-        f"<p>{html.link('Open the simulation', 'simulated.html')} once this command has written the page:</p>",
-        html.paragraph(f"{simulation_command(result)} --html simulated.html", "note"),
-    )
-
-
 def _tokens(count: float) -> str:
     return short(count, prefixes="TBMk")
 
@@ -278,7 +270,8 @@ def _choice(result: SearchResult) -> str:
     best = result.best
     parts = [html.paragraph(choices(best), "note"), html.copyable(shlex.join(command(result.job, best)))]
     parts.append(html.paragraph(f"Limited by {best.limits}. To change that: {best.advice}."))
-    parts += [_explorer(result), _simulation(result)]
+    simulation = html.copyable(f"{simulation_command(result)} --html simulated.html")
+    parts += [_explorer(result), html.fold("Simulate the failures and restarts of this run", simulation)]
     if best.layout.reduces_in_bf16:
         parts.append(html.notes(["This layout changes the numerics: gradients are accumulated and reduced in bf16."]))
     others = []
