@@ -30,7 +30,7 @@ def load(file: Path) -> ModuleType:
 
 def sentence_of(error: BaseException, file: Path) -> str:
     """What is wrong with an answer that ended with ``error``."""
-    name, text = type(error).__name__, str(error).strip().partition("\n")[0][:300]
+    name, text = type(error).__name__, str(error).strip().partition("\n")[0][:300].rstrip(".")
     if isinstance(error, Wrong):
         return str(error)
     if isinstance(error, SyntaxError) and error.filename == str(file):

@@ -49,6 +49,7 @@ def test_a_hole_that_is_not_filled_is_named(capsys: pytest.CaptureFixture[str]) 
     ("line", "sentence"),
     [
         ("    raise KeyError(7)", "mine.py, line {line}, in reduce_scatter: KeyError: 7."),
+        ("    raise OSError('No.')", "mine.py, line {line}, in reduce_scatter: OSError: No."),
         ("    if (:", "mine.py, line {line}, is not Python (invalid syntax): correct the line."),
         ("    raise SystemExit(0)", "mine.py, line {line}, in reduce_scatter: SystemExit: 0."),
         ("    import os; os._exit(0)", "The answer has ended the process with exit code 0: return from its functions"),
@@ -66,7 +67,7 @@ def test_what_an_answer_does_is_a_sentence(
     answer = changed(tmp_path, line)
     code, said = check(capsys, 2, "--answer", answer)
     sentence = sentence.format(line=number_of(line, answer))
-    assert code == 3 and said.startswith(f"Lesson 2, collectives: not yet. {sentence}"), said
+    assert code == 3 and said.startswith(f"Lesson 2, collectives: not yet. {sentence}") and ".." not in said, said
 
 
 def test_a_function_that_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
