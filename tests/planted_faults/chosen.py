@@ -1143,6 +1143,70 @@ COMPARISON = (
     ),
 )
 
+SIMULATED, TABLES = "operation/test_simulated_run.py", "tools/test_simulate_run.py"
+FAILURES = (
+    Fault(
+        "local copies survive the loss of all nodes that hold them",
+        "has_local = run.local_interval_s > 0.0 and event.nodes <= 1",
+        "has_local = run.local_interval_s > 0.0",
+        (SIMULATED,),
+    ),
+    Fault(
+        "a simulated failure keeps a save that is not committed",
+        "commits = max(0, math.floor((seconds - run.commit_s) / self.whole_s))",
+        "commits = max(0, math.floor(seconds / self.whole_s))",
+        (SIMULATED,),
+    ),
+    Fault(
+        "a simulated run on fewer nodes trains as fast",
+        "Cycle(self.run, self.run.gpus / gpus * (1.0 + self.run.data_share))",
+        "Cycle(self.run, 1.0 + self.run.data_share)",
+        (SIMULATED,),
+    ),
+    Fault(
+        "the time between two attempts belongs to what ends the second",
+        '(before, "between attempts"): gap,',
+        '(cause, "between attempts"): gap,',
+        (SIMULATED,),
+    ),
+    Fault(
+        "a spare node is for nothing",
+        "hours * config.gpus - spares))",
+        "hours * config.gpus))",
+        (TABLES,),
+    ),
+    Fault(
+        "each changed run meets events of its own",
+        "draws, counts = random.Random(seed),",
+        'draws, counts = random.Random(f"{seed} {run}"),',
+        (TABLES,),
+    ),
+    Fault(
+        "a replay forgets the wait for the decision",
+        '"decide_s": (gaps(attempts), ""),',
+        '"decide_s": ([], ""),',
+        (SIMULATED,),
+    ),
+    Fault(
+        "a message of the course may be read before its wait",
+        "            self._target.fill_(torch.nan)",
+        "            self._target.copy_(self._target)",
+        ("course",),
+    ),
+    Fault(
+        "ranks of the course that wait for a rank that has returned wait forever",
+        "len(alive) + len(self._ended) < self.size",
+        "len(alive) < self.size",
+        ("course",),
+    ),
+    Fault(
+        "a crash of the course keeps what was not synced",
+        "(child.stable_content if crash.loses_contents else child.content, child.written)",
+        "(child.content, child.written)",
+        ("course",),
+    ),
+)
+
 CHOSEN: tuple[Fault, ...] = (
     *OWN_DATA,
     *COLLECTIVES,
@@ -1162,4 +1226,5 @@ CHOSEN: tuple[Fault, ...] = (
     *GPU_KERNELS,
     *EXPLORER,
     *COMPARISON,
+    *FAILURES,
 )
