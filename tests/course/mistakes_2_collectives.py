@@ -49,6 +49,12 @@ MISTAKES = [
         "        received += arriving",
         "all of its sends: their memory may not",
     ),
+    (
+        "        communicator.start_receive(arriving, (rank - 1) % size).wait()\n        received += arriving",
+        "        receive = communicator.start_receive(arriving, (rank - 1) % size)\n        received += arriving\n"
+        "        receive.wait()",
+        "memory was read before it was written",
+    ),
     ("% size).wait()\n        received +=", "% size)\n        received +=", "all of its receives: their memory is not"),
     (
         "        received += arriving\n        send.wait()",

@@ -17,7 +17,7 @@ from megatron.command_line.words import Given
 from megatron.commands import planning, pretrain_llama
 from megatron.commands.pages import plan_charts, plan_report
 from megatron.commands.pages.plan_charts import seconds
-from megatron.commands.pages.plan_report import plan_page
+from megatron.commands.pages.plan_report import plan_page, simulation_command
 from megatron.config.command_line import CommandLine, parse_command_line
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import words_of
@@ -54,7 +54,8 @@ def test_layouts_are_marked_and_their_flags_can_be_copied(result: SearchResult) 
     assert text.count('<span class="badge good">tie</span>') == len(result.ties) == 3
     for name in ("chosen simulated", "tie simulated", "tie"):  # the first, the second, and the third
         assert text.count(f'class="{name}"') == 1
-    assert copied(text) == [shlex.join(command(result.job, one)) for one in result.layouts]
+    flags, simulation = [shlex.join(command(result.job, one)) for one in result.layouts], simulation_command(result)
+    assert copied(text) == [flags[0], f"{simulation} --html simulated.html", *flags[1:]]
 
 
 def test_the_timeline_has_the_durations_of_its_units(result: SearchResult, page: Page) -> None:

@@ -30,6 +30,9 @@ def test_changes_are_worth_what_they_should(capsys: pytest.CaptureFixture[str]) 
     assert gained["1 minute less of --start-s 120"] == pytest.approx(events / 60, rel=0.1)
     assert gained["1 minute less of --hang-s 60"] == pytest.approx(events / 60 * 49 / 466, rel=0.3)
     assert gained["10 % fewer failures"] > gained["1 minute less of --start-s 120"] / 2
+    # Eight GPUs more during the run, in which nothing waits for a node.
+    (spare,) = (gpu_hours for name, _, gpu_hours in found["gains"] if name == "one more spare node")
+    assert spare == pytest.approx(-sum(values["days"]) / 3 * 24 * 8)
     assert found["best_minute"].startswith("Worth most: 1 minute less of --")
     assert [hours for *_, hours in found["gains"]] == sorted((hours for *_, hours in found["gains"]), reverse=True)
     lost, days = sum(hours for *_, hours in found["lost"]), sum(values["days"]) / 3
