@@ -124,8 +124,8 @@ def changes(config: SimulateRunConfig) -> Iterator[tuple[str, float, dict[str, A
     yield f"half of --save-s {config.save_s:.4g}", 1.0, {"save_s": config.save_s / 2}
     if config.save_interval_s:
         yield "the best save interval", 1.0, {"save_interval_s": 0.0}
-    if not config.local_interval_s:
-        yield "local copies every minute", 1.0, {"local_interval_s": 60.0}
+    name, interval_s = ("no local copies", 0.0) if config.local_interval_s else ("local copies every minute", 60.0)
+    yield name, 1.0, {"local_interval_s": interval_s}
     yield "10 % fewer failures", 0.9, {}
     yield "one more spare node", 1.0, {"spares": config.num_spares + 1}
     yield "nodes repaired an hour sooner", 1.0, {"repair_s": max(0.0, config.repair_s - 3600.0)}

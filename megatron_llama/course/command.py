@@ -74,7 +74,9 @@ def course(config: CourseConfig) -> int:
     if config.action == "list":
         for lesson in LESSONS:
             print(f"{lesson.number}  {lesson.name:16}  {lesson.exercise}")
-        print(f"\nPages and exercises: {REPOSITORY / 'docs' / 'course'}; to check one: megatron-llama course check 1")
+        pages = REPOSITORY / "docs" / "course"
+        place = pages if pages.is_dir() else "docs/course of a clone (an installed package has none)"
+        print(f"\nPages and exercises: {place}; to check one: megatron-llama course check 1")
         return 0
     lesson, file = config.chosen()
     is_right, sentence = checked(lesson, file, config.time_limit)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_llama.course.command import main
-from megatron_llama.course.lesson import LESSONS
+from megatron_llama.course.lesson import LESSONS, REPOSITORY
 from tests.messages import assert_helpful
 
 ANSWERS = Path(__file__).parent / "answers"
@@ -118,7 +118,12 @@ def test_what_a_person_must_correct(
     assert_helpful(said.strip(), named)
 
 
-def test_the_list_names_every_lesson(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("root", "place"), [(REPOSITORY, f"{REPOSITORY}/docs/course;"), (Path("/"), "of a clone")])
+def test_the_list_names_every_lesson_and_where_the_pages_are(
+    root: Path, place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_llama.course.command.REPOSITORY", root)
     assert main([]) == 0
     said = capsys.readouterr().out
     assert all(f"{lesson.number}  {lesson.name} " in said for lesson in LESSONS)
+    assert "Pages and exercises: " in said and place in said
