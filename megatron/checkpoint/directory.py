@@ -200,6 +200,7 @@ def remove_checkpoint(directory: Path) -> None:
             # Under its own name, its remains after a crash would count as a damaged checkpoint, which stays.
             hidden = hidden_path(directory, "removing")
             os.rename(directory, hidden)
+            sync_directory(directory.parent)  # or a power failure may keep the deletions, and not the name
             directory = hidden
         # The manifest first: without it, the rest of the directory is not a checkpoint.
         (directory / MANIFEST).unlink(missing_ok=True)

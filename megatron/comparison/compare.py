@@ -73,22 +73,26 @@ def experiments(
     if foreign:
         search = Search(runner, directory, sides[0], sides[0], flags.differences, moved="B" if foreign[0] is a else "A")
         return beside(search, foreign[0], megatron_core)
-    found = Search(runner, directory, sides[0], sides[1], flags.differences)()
+    search = Search(runner, directory, sides[0], sides[1], flags.differences)
+    found = search()
     is_open = found.operations.is_complete and not found.causes and not found.operations.differences
-    if not is_open or not (first or any(one.changes_loss for one in flags.differences)):
-        return found
-    # Schedules, samples and what trained weights do may differ later: the same at the first iteration that differs,
-    # else at the end, from A's newest checkpoint before it.
-    last = min(map(last_iteration, sides)) - STEPS
+    if is_open and (first or any(one.changes_loss for one in flags.differences)):
+        return later_steps(a, search, found, first)
+    return found
+
+
+def later_steps(a: Side, search: Search, found: Found, first: int | None) -> Found:
+    """What is ``found``, and by the same search where schedules, samples and what trained weights do may differ: from
+    the ``first`` iteration that differs on, else in the last steps, from A's newest checkpoint before them."""
+    last = min(map(last_iteration, (search.a, search.b))) - STEPS
     done = min(first - 1, last) if first else last
     if done < STEPS:
         return found
     begun = max((one for one in a.checkpoints if 0 < one <= done), default=None) if a.config else None
     trained = None if begun is None else str(a.checkpoints[begun].resolve())
     weights = "initial weights" if begun is None else f"A's weights of iteration {begun}"
-    where = directory / "later"
     try:
-        later = Search(runner, where, sides[0], sides[1], flags.differences, done=done, checkpoint=trained)()
+        later = replace(search, directory=search.directory / "later", done=done, checkpoint=trained)()
     except UserError as error:
         compared = f"{found.operations.compared} From {weights}, none: {error}"
         return replace(found, operations=replace(found.operations, compared=compared, is_complete=False))

@@ -132,6 +132,15 @@ def test_a_half_removed_checkpoint_is_none(tmp_path: Path) -> None:
         assert list_checkpoints(tmp_path) == []
 
 
+def test_a_checkpoint_loses_its_name_on_the_disk_before_its_files(tmp_path: Path) -> None:
+    """A rename and a sync; a power failure may keep later changes without earlier ones that were not synced."""
+    write_checkpoint(tmp_path, 1)
+    whole = names(iteration_directory(tmp_path, 1))
+    assert crashes(2, partial(remove_checkpoint, iteration_directory(tmp_path, 1)))
+    (hidden,) = tmp_path.glob(".iter_*")
+    assert names(hidden) == whole
+
+
 def test_a_half_removed_checkpoint_that_was_replaced_is_not_put_back(tmp_path: Path) -> None:
     """A crash may leave the rest of its files."""
     write_checkpoint(tmp_path, 1)
