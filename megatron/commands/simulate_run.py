@@ -42,7 +42,7 @@ class SimulateRunConfig(RunModel):
     causes: str | None = None
     """TOML file of interruptions by cause, like megatron/operation/llama3_failures.toml, which is the default."""
     gpu_hours_per_failure: float | None = None
-    """GPU-hours between failures (default: those of the table of causes)."""
+    """GPU-hours between failures (default: the rate of the table of causes)."""
     gpu_hours_per_straggler: float | None = None
     """GPU-hours until a node becomes slow (default: none does)."""
     from_: str | None = None

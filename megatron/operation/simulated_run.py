@@ -1,7 +1,7 @@
 """A simulator of a run that fails, saves and restarts: its attempts, as a real run records them.
 
 :func:`megatron.operation.attempts.account` and :mod:`megatron.operation.run_summary` therefore give its figures as they
-give those of a real run; ``recorded_run.py`` makes the model of a real run, and its events, from its records.
+give those of a real run; ``recorded_run.py`` estimates the model and the events of a real run from its records.
 
 Time is divided as the records divide it: processes start, the state is loaded, then steps and saves alternate until an
 event ends the attempt. Nothing fails between attempts. Work is measured in seconds of steps at full size and speed.
@@ -119,7 +119,7 @@ class RunModel:
     hang_s: float = 60.0
     """Seconds from the last progress of a hang to the end of the processes. Source: default of --hang-limit-s."""
     decide_s: float = 45.0
-    """Seconds between the end of the processes and their next start, with a node at hand. Source: assumed."""
+    """Seconds between the end of the processes and their next start, if a spare node is free. Source: assumed."""
     start_s: float = 120.0
     """Seconds from the start of the processes to the load. Source: assumed."""
     load_s: float = 60.0
