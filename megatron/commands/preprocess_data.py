@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.commands.preprocess_work import Counts, EncodeTask, Progress, Work, output_of
-from megatron.commands.tool import run_tool
+from megatron.commands.tool import HeldSignals, run_tool
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_digests import SUFFIX
 from megatron.data.corpus_writer import merge_datasets, warn_of_overwriting
@@ -211,10 +211,11 @@ def _run_together(works: dict[int, Work], at_a_time: int, records: _Records, sho
     """Every partition in a process with workers of its own, some ``at_a_time``; if one fails, the others end, too."""
     context = multiprocessing.get_context("spawn")
     messages: Any = context.Queue()
-    with ExitStack() as stack:
+    with HeldSignals() as signals, ExitStack() as stack:
         processes: dict[int, Any] = {}
         waiting = deque(works.items())
         while processes or waiting:
+            signals.raise_received()
             while waiting and len(processes) < at_a_time:
                 number, work = waiting.popleft()
                 process = context.Process(target=_run_in_process, args=(number, work, messages, os.getpid()))

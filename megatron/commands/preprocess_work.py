@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from megatron.commands.tool import HeldSignals
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_writer import IndexedDatasetWriter
 from megatron.data.indexed_dataset import token_dtype
@@ -249,18 +250,19 @@ class Work(NamedTuple):
         """Write the outputs, one per key, which appear only when complete; ``report`` receives counts by batch."""
         total, start = Counts(), time.monotonic()
         parts = divide_among_workers(self.ranges, self.task.form)
-        with ExitStack() as stack:
+        with HeldSignals() as signals, ExitStack() as stack:
             writers = [
                 stack.enter_context(IndexedDatasetWriter(output_of(self.output_prefix, key), self.vocab_size))
                 for key in self.task.form.keys
             ]
-            batches = map_in_order(functools.partial(encode, task=self.task), parts, self.workers)
+            batches = map_in_order(functools.partial(encode, task=self.task), parts, self.workers, signals)
             for encoded in chain.from_iterable(batches):
                 for writer, key in zip(writers, encoded.keys, strict=True):
                     writer.add_documents(key.tokens, key.lengths)
                 counts = Counts.of(encoded)
                 total.add(counts)
                 report(counts)
+                signals.raise_received()
             total.seconds = time.monotonic() - start
             if not total.tokens and not self.may_be_empty:
                 raise DataError("The inputs have no document with text: check --input and --json-keys.")
@@ -273,9 +275,12 @@ def output_of(prefix: str, key: str) -> str:
 
 
 def map_in_order(
-    encode: Callable[[Batch | SourceRange], list[EncodedBatch]], parts: Iterator[Batch | SourceRange], workers: int
+    encode: Callable[[Batch | SourceRange], list[EncodedBatch]],
+    parts: Iterator[Batch | SourceRange],
+    workers: int,
+    signals: HeldSignals,
 ) -> Iterator[list[EncodedBatch]]:
-    """``map`` over worker processes: results in order, a bounded number of parts in flight."""
+    """``map`` over worker processes: results in order, a bounded number of parts in flight. Raises ``signals``."""
     if workers == 1:
         yield from map(encode, parts)
         return
@@ -283,14 +288,20 @@ def map_in_order(
     method = "fork" if threading.active_count() == 1 else "spawn"
     pool = ProcessPoolExecutor(workers, get_context(method), initializer=_start_worker, initargs=(os.getpid(),))
     pending: deque[Future[list[EncodedBatch]]] = deque()
+
+    def next_result() -> list[EncodedBatch]:
+        while not wait(list(pending)[:1], timeout=0.2).done:
+            signals.raise_received()
+        return pending.popleft().result()
+
     try:
         pool.submit(int).result()  # all are there before reading starts threads
         for part in parts:
             pending.append(pool.submit(encode, part))
             if len(pending) >= workers * _PARTS_PER_WORKER:
-                yield pending.popleft().result()
+                yield next_result()
         while pending:
-            yield pending.popleft().result()
+            yield next_result()
     except BrokenProcessPool as error:
         raise DataError("A worker process died, perhaps for lack of memory: use fewer --workers.") from error
     finally:

@@ -4,10 +4,12 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from types import FrameType
+from typing import Any, NoReturn, Self
 
 from megatron.command_line.parser import parse, parse_command
 from megatron.errors import ConfigError, UserError, report
@@ -63,6 +65,38 @@ def run_on_ranks(
         return run_tool(flags, lambda config: work(config, rank), description, arguments)
     except KeyboardInterrupt:
         return 130
+
+
+class HeldSignals:
+    """A context in which SIGINT and SIGTERM wait for :meth:`raise_received`.
+
+    Their handlers raise. From within a lock or a join of a pool of processes this would leave it locked, or half joined
+    (``Thread.join`` takes a thread for ended when it is interrupted), and from within a finalizer it would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[tuple[int, FrameType | None]] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # in which alone Python handles signals
+            handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+            for number in self._handlers:
+                signal.signal(number, lambda *received: self._received.append(received))
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        if error is None:
+            self.raise_received()
+
+    def raise_received(self) -> None:
+        """Call the handler of the first signal that has arrived."""
+        if self._received:
+            number, frame = self._received[0]
+            self._handlers[number](number, frame)
 
 
 def exit_at_once(exit_code: int) -> NoReturn:

@@ -21,6 +21,7 @@ import pytest
 from megatron.commands.datasets import find_prefixes
 from megatron.commands.preprocess_data import PreprocessConfig, preprocess
 from megatron.commands.preprocess_work import Counts, EncodedKey, EncodeTask, Work, encode_batch
+from megatron.commands.tool import HeldSignals
 from megatron.config.data import TokenizerConfig
 from megatron.data.corpus_writer import IndexedDatasetWriter, merge_datasets
 from megatron.data.indexed_dataset import IndexedDataset
@@ -527,9 +528,37 @@ def test_a_bad_line_or_a_full_disk_is_one_sentence_and_leaves_nothing(
     assert os.listdir(tmp_path) == ["in.jsonl"]
 
 
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_until_no_lock_is_held(tmp_path: Path, sign: signal.Signals) -> None:
+    # An exception in the middle of a lock, a join or a finalizer of the pool made a terminated run hang, or was lost.
+    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 1000)
+    form = InputFormat(batch_bytes=300)
+    reports = []
+
+    def report(_: Counts) -> None:
+        os.kill(os.getpid(), sign)
+        reports.append("not interrupted")
+
+    before = signal.signal(sign, lambda *_: sys.exit(143))
+    try:
+        ranges = tuple(whole_ranges(list_sources([str(tmp_path / "in.jsonl")])))
+        work = Work(ranges, EncodeTask(NULL, form, True, False), str(tmp_path / "out"), 1000, 2)
+        with pytest.raises(SystemExit, match="143"):
+            work.run(report)
+        assert reports == ["not interrupted"] and os.listdir(tmp_path) == ["in.jsonl"]
+        with pytest.raises(SystemExit), HeldSignals():
+            os.kill(os.getpid(), sign)
+            reports.append("the end of the context")
+        assert reports[1:] == ["the end of the context"]
+        with pytest.raises(SystemExit):
+            os.kill(os.getpid(), sign)
+    finally:
+        signal.signal(sign, before)
+
+
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_run_leaves_no_output_and_no_worker(tmp_path: Path, sign: signal.Signals) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3"}] * 300_000)
+    write_lines(tmp_path / "in.jsonl", [{"text": "1 2 3 " * 50}] * 100_000)  # eight batches
     flags = ["--input", "in.jsonl", "--output-prefix", "out", "--workers", "2", *NULL_FLAGS]
     process = subprocess.Popen([sys.executable, str(TOOL), *flags], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None and "documents" in process.stderr.readline()
