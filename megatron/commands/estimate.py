@@ -6,7 +6,6 @@ python tools/estimate.py memory --parameters 70e9 --gpus 8 --json
 COMMAND --help has an example of each command. docs/checking_the_lessons.md checks published figures with them.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Annotated
 
 from megatron.architectures.catalog import PRESET_VOCABULARIES, PRESETS
 from megatron.command_line.flag import flags_of
-from megatron.commands.tool import run_tool, write_file
+from megatron.commands.tool import run_tool, write_json
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
 from megatron.errors import ConfigError
@@ -477,14 +476,11 @@ def estimate(config: Estimate) -> None:
         figures = list(config.figures())
     except (ArithmeticError, ScheduleError) as error:
         raise ConfigError(f"These numbers have no result ({error}): change them.") from error
-    text = as_text(figures)
-    if config.json is not None:
-        found = [asdict(one) | {"name": one.name, "formula": one.formula} for one in figures]
-        text = json.dumps({"flags": vars(config), "figures": found}, indent=1, allow_nan=False)
-    if config.json in (None, "-"):
-        print(text)
-    else:
-        write_file("--json", config.json, text + "\n")
+    if config.json is None:
+        print(as_text(figures))
+        return
+    found = [asdict(one) | {"name": one.name, "formula": one.formula} for one in figures]
+    write_json(config.json, {"flags": vars(config), "figures": found})
 
 
 def as_text(figures: Sequence[Figure]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.command_line.parser import parse_known
 from megatron.commands import pretrain_llama
-from megatron.commands.tool import exit_at_once, run_on_ranks, write_file
+from megatron.commands.tool import exit_at_once, run_on_ranks, write_file, write_json
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
 from megatron.config.data import DataConfig, TokenizerConfig
@@ -210,7 +210,7 @@ class Results(MetricsWriter):
                 "texts": rows,
                 "total": total,
             }
-            write_file("--json", self.evaluate.json, json.dumps(result, indent=2) + "\n")
+            write_json(self.evaluate.json, result)
 
 
 def figures(one: SetLoss) -> dict[str, float | int | None]:

@@ -1,7 +1,6 @@
 """Measurements of a machine: its prices for the planner, and the checks of its nodes before a job."""
 
 import datetime
-import json
 import os
 import socket
 import sys
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from megatron.commands.tool import run_on_ranks, run_tool, write_file
+from megatron.commands.tool import run_on_ranks, run_tool, write_file, write_json
 from megatron.config.checks import check_run
 from megatron.errors import ConfigError, ExitCode
 from megatron.flags import require_at_least
@@ -207,7 +206,7 @@ def check_nodes(config: CheckNodeConfig, rank: int) -> ExitCode:
                     "seconds": round(preflight.seconds, 3),
                     "results": [one.to_json() for one in preflight.results],
                 }
-                write_file("--json", config.json, json.dumps(record, indent=1) + "\n")
+                write_json(config.json, record)
             sys.stdout.flush()
         board.wait_for_rank0("printed")
         if code != ExitCode.COMPLETE:

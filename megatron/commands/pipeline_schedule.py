@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.commands.pages.schedule_chart import schedule_picture, schedule_text
-from megatron.commands.tool import run_tool, write_file
+from megatron.commands.tool import run_tool, write_file, write_json
 from megatron.errors import ConfigError, DataError
 from megatron.flags import require_at_least, values_of
 from megatron.reports.page import plural
@@ -281,7 +281,7 @@ def study(config: PipelineScheduleConfig) -> None:
     except ScheduleError as error:
         raise ConfigError(str(error)) from error
     if config.json is not None:
-        write_file("--json", config.json, json.dumps(to_json(found), indent=1) + "\n")
+        write_json(config.json, to_json(found))
     if config.svg is not None:
         write_file("--svg", config.svg, picture(found))
     if config.png is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatron.command_line.parser import parse_known
-from megatron.commands.tool import write_file
+from megatron.commands.tool import write_file, write_json
 from megatron.config.activations import ActivationConfig
 from megatron.config.checks import check_run
 from megatron.config.command_line import CommandLine
@@ -175,7 +175,7 @@ def show(result: "SearchResult", top: int, files: Mapping[str, str | None]) -> N
     print_result(result, console, top)
     (json_flag, json_file), (html_flag, html_file) = files.items()
     if json_file is not None:
-        write_file(json_flag, json_file, json.dumps(as_json(result), indent=1, allow_nan=False) + "\n")
+        write_json(json_file, as_json(result), json_flag)
     if html_file is not None:
         write_file(html_flag, html_file, plan_page(result))
 

@@ -4,7 +4,6 @@ Columns of measured values may be empty; where a row has one, the error is print
 the model and its errors.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.commands.tool import run_tool
+from megatron.commands.tool import run_tool, write_json
 from megatron.urls import refuse_urls
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def predict_table(config: PredictRunsConfig) -> None:
 
     runs = read_published(Path(config.csv))
     rows = predict_rows(runs)
-    Path(config.json).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    write_json(config.json, {"rows": rows})
     print(report(runs, rows))
 
 

@@ -4,7 +4,6 @@ the save interval that fits its numbers.
 Reads the records in the run directory (--run-dir of the training, by default its --save). Works while the run trains.
 """
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -24,7 +23,7 @@ from megatron.commands.pages.run_charts import (
     timeline,
     training_charts,
 )
-from megatron.commands.tool import run_tool, write_file
+from megatron.commands.tool import run_tool, write_file, write_json
 from megatron.errors import DataError
 from megatron.flags import Argument
 from megatron.metrics.jsonl import History, read_history
@@ -97,7 +96,7 @@ def write_report(config: ReportConfig) -> None:
     if config.json is not None:
         attempts = [{**asdict(attempt), "hosts": len(attempt.hosts)} for attempt in report.run.attempts]
         figures = {**to_json(report.summary), "records": attempts}
-        write_file("--json", config.json, json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        write_json(config.json, figures)
     if config.html is not None:
         write_file("--html", config.html, report_page(report))
     print(report_text(report))

@@ -8,7 +8,6 @@ Every input is printed with its source. --from estimates them from the records o
 attempts (docs/effective_time.md).
 """
 
-import json
 import math
 import sys
 from collections import Counter, defaultdict
@@ -22,7 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from megatron.command_line.flag import flags_of
 from megatron.command_line.parser import Parser, parse
 from megatron.command_line.words import split_words
-from megatron.commands.tool import run_tool, write_file
+from megatron.commands.tool import run_tool, write_file, write_json
 from megatron.errors import ConfigError
 from megatron.flags import Argument, require_at_least, require_fraction, require_positive, values_of
 from megatron.operation import run_summary
@@ -306,8 +305,7 @@ def simulate_run(arguments: Sequence[str] | None, config: SimulateRunConfig) -> 
         return
     found = {**vars(report), "flags": vars(report.config), "best_minute": report.best_minute}
     found |= report.figures._asdict() | {"lost": [[*key, hours] for key, hours in report.figures.lost.items()]}
-    text = json.dumps({key: found[key] for key in found if key not in ("config", "figures")}, indent=1, allow_nan=False)
-    print(text) if report.config.json == "-" else write_file("--json", report.config.json, text + "\n")
+    write_json(report.config.json, {key: found[key] for key in found if key not in ("config", "figures")})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """What the tools share: flags, a sentence for an error, the exit code, and files that appear as a whole."""
 
 import io
+import json
 import os
 import signal
 import sys
@@ -126,6 +127,12 @@ def write_file(flag: str, path: str | Path, content: str | bytes) -> None:
                 partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be written ({error.strerror}): choose another path.") from error
+
+
+def write_json(path: str, content: Any, flag: str = "--json") -> None:
+    """Write ``content`` as JSON, as :func:`write_file`; ``-`` is standard output."""
+    text = json.dumps(content, indent=1, allow_nan=False)
+    print(text) if path == "-" else write_file(flag, path, text + "\n")
 
 
 def import_pyplot(flag: str) -> Any:
