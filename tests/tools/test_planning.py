@@ -56,6 +56,10 @@ def test_layouts_are_marked_and_their_flags_can_be_copied(result: SearchResult) 
         assert text.count(f'class="{name}"') == 1
     flags, simulation = [shlex.join(command(result.job, one)) for one in result.layouts], simulation_command(result)
     assert copied(text) == [flags[0], f"{simulation} --html simulated.html", *flags[1:]]
+    assert "--start-s" not in simulation, "the phases of a restart have the plan's five minutes"
+    operation = replace(result.job.operation, restart_s=600.0)
+    slow = simulation_command(replace(result, job=replace(result.job, operation=operation)))
+    assert slow == f"{simulation} --notice-s 30 --decide-s 90 --start-s 240 --load-s 120 --warm-up-s 120"
 
 
 def test_the_timeline_has_the_durations_of_its_units(result: SearchResult, page: Page) -> None:

@@ -30,6 +30,7 @@ from megatron.commands.pages.plan_charts import (
 )
 from megatron.commands.pages.schedule_chart import Tail, schedule_figure
 from megatron.explorer.options import fragment_of
+from megatron.operation.simulated_run import RunModel
 from megatron.planner.rehearsal.launch_prices import Product
 from megatron.planner.search.result import PlannedLayout, SearchResult, command, first_of_families
 from megatron.planner.step_time.workload import Cluster
@@ -258,7 +259,11 @@ def simulation_command(result: SearchResult) -> str:
     job, one = result.job, result.best
     words = f"megatron-llama simulate-run --gpus {job.num_gpus} --gpus-per-node {job.cluster.node_size}"
     words += f" --step-s {one.step_time_s:.4g} --steps {math.ceil(job.operation.tokens / job.tokens_per_step)}"
-    return f"{words} --save-s {job.operation.save_s:g} --gpu-hours-per-failure {job.gpu_hours_per_failure:g}"
+    words += f" --save-s {job.operation.save_s:g} --gpu-hours-per-failure {job.gpu_hours_per_failure:g}"
+    phases = {name: getattr(RunModel, f"{name}_s") for name in ("notice", "decide", "start", "load", "warm_up")}
+    if (longer := job.operation.restart_s / sum(phases.values())) != 1.0:  # each phase by the same factor
+        words += "".join(f" --{name.replace('_', '-')}-s {longer * time:g}" for name, time in phases.items())
+    return words
 
 
 def _tokens(count: float) -> str:
