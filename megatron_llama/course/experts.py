@@ -99,6 +99,11 @@ def check_dispatch(one: Any, tokens: Tensor, experts: Tensor, case: Case) -> Non
             "token is one row, so a token of two experts is sent twice."
         )
     if not chosen[choices].equal(chosen.sort().values):
+        if chosen.view_as(experts).T.flatten()[choices].equal(chosen.sort().values):
+            raise Wrong(
+                f"{case}, choices numbers the first choices of all tokens, then the second ones: choice i k + j is "
+                "choice j of token i, so flatten experts [n, k] as it is."
+            )
         raise Wrong(
             f"{case}, the rows are for the experts {chosen[choices].tolist()} in this order: sort ascending, so that "
             "the rows of an expert are one matrix and those of a rank one message."
@@ -122,6 +127,8 @@ def check_dispatch(one: Any, tokens: Tensor, experts: Tensor, case: Case) -> Non
 
 def check_counts(name: str, found: list[int], wanted: Tensor, experts: Tensor, case: Case) -> None:
     """The rows of each expert, or for each rank."""
+    if not isinstance(found, list):
+        raise Wrong(f"{case}, {name} is of type {type(found).__name__}: return a list of int, by tolist().")
     if found == wanted.tolist():
         return
     counts = count_choices(experts, case.experts)
@@ -149,18 +156,25 @@ def check_outputs(
     def sums(by_choice: Tensor) -> Tensor:
         return by_choice.view(rows.shape).sum(dim=1)
 
+    neighbours = (
+        "the sum of neighbouring rows: rows are sorted by expert, so bring them back to the order of the choices"
+    )
+    again = (
+        "the sum of rows that were sorted a second time: outputs[choices] is not the inverse of tokens[choices // k]"
+    )
     known = {
         "the sum of the outputs without weights: multiply each by its weight": rows.sum(dim=1),
         "the weighted sum divided by k: the weights say already how much of each output counts": wanted / topk,
         "the sum with weights in the order of the tokens: row i has the weight of choice choices[i]": (
             sums((outputs * factors)[inverse])
         ),
-        "the sum of neighbouring rows: rows are sorted by expert, so bring them back to the order of the choices": (
-            sums(outputs * factors[choices])
+        "the sum with weights that were divided by their sum: the router has made them, so use them as they are": (
+            wanted / weights.sum(dim=1, keepdim=True)
         ),
-        "the sum of rows that were sorted a second time: outputs[choices] is not the inverse of tokens[choices // k]": (
-            sums((outputs * factors[choices])[choices])
-        ),
+        neighbours: sums(outputs * factors[choices]),
+        f"{neighbours} before weights multiply them": sums(outputs * factors),
+        again: sums((outputs * factors[choices])[choices]),
+        f"{again}, choices.argsort() is": sums(outputs[choices] * factors),
         "one output of each token: assignment keeps the last row of a token, so add them": (
             torch.zeros_like(wanted).index_put((choices // topk,), outputs * factors[choices])
         ),

@@ -188,6 +188,8 @@ def check_end(disk: Disk, iteration: int, what: str) -> None:
     """One checkpoint and the tracker are left."""
     name = iteration_directory(Path(), iteration).name
     tree, left = disk.moments[-1][0], {*disk.names()} - {name, TRACKER}
+    if name not in tree and any(step.endswith(f", {name})") for step in disk.steps):
+        raise Wrong(f"At the end of {what} there is no {name}, which it has committed: delete the earlier ones alone.")
     if name not in tree:
         raise Wrong(f"At the end of {what} there is no {name}: rename the draft to the name that readers look for.")
     if tree.get(TRACKER, (b"", 0))[0] != str(iteration).encode():

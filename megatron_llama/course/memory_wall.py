@@ -19,6 +19,8 @@ Checkpointed = Callable[..., Tensor]
 ERRORS = {
     "incorrect number of gradients": "Checkpoint.backward returns a wrong number of values: return one for each "
     "argument of forward, and None for the function, which is the first.",
+    "One of the differentiated Tensors does not require grad": "torch.autograd.grad was asked for the gradient of an "
+    "input that has none, such as token ids: torch.autograd.backward adds to the grad of those that have one.",
     "does not require grad": "The second run has no graph: autograd calls backward with gradients disabled, so run the "
     "function under torch.enable_grad().",
     "graph a second time": "The second run is connected to the graph above the inputs, and its backward pass runs "
@@ -152,7 +154,10 @@ def check_gradients(found: Step, wanted: Step, of_ones: Step) -> None:
             "torch.autograd.backward also adds to those of the parameters that the function uses."
         )
     if absent:
-        raise Wrong(f"The gradient of {absent[0]} is missing: return the grad of every input that has one.")
+        raise Wrong(
+            f"The gradient of {absent[0]} is missing: what detach() returns requires no gradient, so set "
+            "requires_grad_ as the input has it, and return the grad of each."
+        )
     if not found.differs(of_ones):
         raise Wrong(
             "The gradients are those of output.sum(): the second run must continue with the gradient that backward "
@@ -195,8 +200,13 @@ def check_memory(found: Step, runs: int) -> None:
 
 def check_random_state(checkpointed: Checkpointed) -> None:
     """Dropout must draw the same numbers again, and nothing must change for who draws next."""
-    found = step(checkpointed, [Block(0, 0.5)])
-    if found.differs(step(plain, [Block(0, 0.5)])):
+    found, wanted = (step(function, [Block(0, 0.5)]) for function in (checkpointed, plain))
+    if not torch.equal(found.output, wanted.output):
+        raise Wrong(
+            "With dropout the output is another one than without checkpoints: the first run draws from the "
+            "random state as it is, so read the state before it, and set no seed."
+        )
+    if found.differs(wanted):
         raise Wrong(
             "With dropout the gradients differ: the second run draws other random numbers than the first, so save the "
             "random state in forward and set it before the second run."

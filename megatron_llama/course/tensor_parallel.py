@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -209,10 +210,15 @@ def right_shards(gate_up: Tensor, down: Tensor, size: int, rank: int) -> tuple[T
 def check_block(answer: ModuleType, size: int, sequence_parallel: bool) -> None:
     """The output and every gradient on every rank, and the number of collectives."""
     model, mode = whole_model(), "with" if sequence_parallel else "without"
+    rms_norm, rows = answer.rms_norm, [0]
     weighting = torch.randn(ROWS, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(12))
 
     def rows_of(tensor: Tensor, rank: int) -> Tensor:
         return tensor.chunk(size)[rank] if sequence_parallel else tensor
+
+    def counting(x: Tensor, weight: Tensor) -> Tensor:
+        rows.append(len(x))
+        return rms_norm(x, weight)
 
     def run(communicator: ThreadCommunicator) -> Trained:
         rank = communicator.rank
@@ -235,15 +241,33 @@ def check_block(answer: ModuleType, size: int, sequence_parallel: bool) -> None:
         return Trained(output.detach(), gradients, *kinds)
 
     output, gradients = one_process(model, weighting)
-    for rank, seen in enumerate(run_ranks(size, run).results):
+    with patch.object(answer, "rms_norm", counting):
+        ranks = run_ranks(size, run).results
+    if sequence_parallel and max(rows) > ROWS // size:
+        raise Wrong(
+            f"block with sequence parallelism on {size} ranks gives rms_norm {max(rows)} rows, and a rank has "
+            f"{ROWS // size}: the norm stands before gather_rows, or every rank computes and keeps all of it again."
+        )
+    for rank, seen in enumerate(ranks):
         where = f"on rank {rank} of {size} {mode} sequence parallelism"
         wanted = rows_of(output, rank)
         if size > 1 and equal(seen.output, wanted + (size - 1) * rows_of(model["x"], rank)):
             raise Wrong(f"The output {where} has x {size} times: add the residual after the sum over the ranks.")
         if not equal(seen.output, wanted):
+            if size == 1:
+                raise Wrong(
+                    "The output of block on one rank, where no operator does anything, is not that of its docstring: "
+                    "look at gate, up and down, at the norm and at the residual."
+                )
+            check_block(answer, 1, sequence_parallel)
             raise Wrong(f"The output {where} is not that of one process: sum the partial products once, after down.")
         gate_up, down = right_shards(gradients["gate_up"], gradients["down"], size, rank)
         right = {"x": rows_of(gradients["x"], rank), "norm": gradients["norm"], "gate_up": gate_up, "down": down}
+        if size > 1 and equal(seen.gradients["norm"], size * right["norm"]):
+            raise Wrong(
+                f"The gradient of norm {where} is {size} times the right one: one operator has summed it already, so a "
+                "second one that sums is too many."
+            )
         wrong = {name for name, gradient in right.items() if not equal(seen.gradients[name], gradient)}
         if wrong:
             raise Wrong(wrong_gradients(wrong, where, sequence_parallel))
@@ -282,8 +306,9 @@ def wrong_gradients(wrong: set[str], where: str, sequence_parallel: bool) -> str
         )
     if "x" in wrong and not wrong & {"gate_up", "down"}:
         return (
-            f"The gradient of x {where} has the part of the rank's own columns alone: before a column-parallel product "
-            "stands an operator that sums in the backward pass."
+            f"The gradient of x {where} is not the residual's plus the sum of what the columns of all ranks give: "
+            "an operator that sums in the backward pass stands before the column-parallel product, and the residual "
+            "passes by it."
         )
     names = ", ".join(sorted(wrong))
     return f"The gradients of {names} {where} are wrong: what is behind the sum must go back to each rank once."

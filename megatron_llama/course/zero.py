@@ -165,11 +165,27 @@ def check_gradient(job: Job, rank: int, seen: Seen, where: str) -> None:
             ),
             (mean, "is not clipped: multiply by max_norm / (norm + 1e-6) if that is below 1."),
             (
+                mean * (job.adam.max_norm / mean.norm()).clamp(max=1),
+                "is clipped without the 1e-6 that clip_grad_norm_ adds to the norm.",
+            ),
+            (
+                mean * (job.adam.max_norm / (job.shards(mean)[rank].norm() + 1e-6)).clamp(max=1),
+                "is clipped by the norm of the rank's own shard: clip by that of the whole, or the direction changes.",
+            ),
+            (
+                mean * clipping.clamp(max=1) * job.adam.beta1 / (1 - job.adam.beta1),
+                "has the weight beta1, and the old moment 1 - beta1: exchange them.",
+            ),
+            (
                 mean * job.ranks,
                 "is the sum over the ranks: divide it by their number, which Adam and clipping would hide.",
             ),
             (mean / job.ranks, "is divided twice by the number of ranks: the mean divides once."),
             (own, "is that of the rank's own samples: reduce it over the ranks first."),
+            (
+                own / job.ranks,
+                "is a part of the rank's own samples: reduce it over the ranks, which sums, then divide.",
+            ),
             (
                 mean + job.adam.weight_decay * job.weights,
                 "has the weight decay in it: AdamW decays the weights instead.",
@@ -201,6 +217,7 @@ def check_norm(job: Job, rank: int, seen: Seen, where: str, number: int, norm: f
         ),
         (sum(shards), "the sum of the norms of the shards, so add their squares, and take the root of the sum."),
         (norm**2, "its square, so take the root."),
+        (norm * job.ranks, "that of the sum over the ranks, so divide the gradient before its norm is taken."),
         (
             job.gradients[number - 1, rank].norm().item(),
             "that of the rank's own gradient, so reduce the gradients first.",
@@ -233,6 +250,14 @@ def wrong_weights(job: Job, number: int, rank: int, before: Tensor, after: Tenso
             before * decay - rate * mean / (square.sqrt() + adam.eps),
             "have no bias correction: divide by 1 - beta^step.",
         ),
+        (
+            before * decay - rate * gradient / (square.sqrt() + adam.eps),
+            "have a bias correction of exp_avg alone: divide exp_avg_sq by 1 - beta2^step, too.",
+        ),
+        (
+            before * (1 - adam.weight_decay) - update,
+            "decay by weight_decay in each step: AdamW decays by learning_rate * weight_decay.",
+        ),
         (before - update, "have no weight decay: multiply them by 1 - learning_rate * weight_decay before the update."),
         ((before - update) * decay, "are decayed after the update, where AdamW decays before it."),
         (
@@ -248,7 +273,7 @@ def wrong_weights(job: Job, number: int, rank: int, before: Tensor, after: Tenso
 
 
 def check_master_weights(answer: ModuleType) -> None:
-    """Ten updates that are each below the spacing of bf16, and together are not lost."""
+    """Thirty updates that are each below the spacing of bf16, and together are not lost."""
     job = Job.of(answer, 2, 4, UNCLIPPED)
     adam = replace(job.adam, learning_rate=1e-4, weight_decay=0.0, eps=1e-12)
 
@@ -258,6 +283,12 @@ def check_master_weights(answer: ModuleType) -> None:
         require_tensor(state.master, "master for weights in bf16", (2,), torch.float32)
         for _ in range(30):
             answer.update(communicator, weights, torch.ones_like(weights), state, adam)
+        sent = max((one.num_bytes for one in communicator.records if one.kind == "all_gather"), default=0)
+        if sent > weights.nbytes:
+            raise Wrong(
+                f"The all_gather of 4 weights in bf16 has {sent} bytes instead of {weights.nbytes}: round the master "
+                "weights before they are sent, and not after."
+            )
         return state.master, weights
 
     for master, weights in run_ranks(2, run).results:

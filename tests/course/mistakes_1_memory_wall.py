@@ -62,5 +62,16 @@ MISTAKES = [
         "not as attributes of ctx",
     ),
     (SECOND_RUN, SECOND_RUN.replace("output = ctx", "ctx.function(*inputs)\n            output = ctx"), "runs 3 times"),
+    (
+        "        torch.autograd.backward(output, gradient)\n        return None, *(one.grad for one in inputs)\n",
+        "        return None, *torch.autograd.grad(output, inputs, gradient)\n",
+        "that has none, such as token ids",
+    ),
+    ("one.detach().requires_grad_(one.requires_grad)", "one.detach()", "what detach() returns requires no gradient"),
+    (
+        "        return function(*inputs)\n",
+        "        torch.manual_seed(0)\n        return function(*inputs)\n",
+        "With dropout the output is another one",
+    ),
     (APPLY, APPLY.replace("    output", "    torch.set_grad_enabled(True)\n    output"), "which evaluation would keep"),
 ]

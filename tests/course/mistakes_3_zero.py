@@ -25,6 +25,18 @@ MISTAKES = [
         "is enlarged to the norm of the limit",
     ),
     ("shard * min(1.0, adam.max_norm / (norm + 1e-6))", "shard", "is not clipped"),
+    ("(norm + 1e-6)", "norm", "is clipped without the 1e-6"),
+    ("(norm + 1e-6)", "(shard.norm().item() + 1e-6)", "is clipped by the norm of the rank's own shard"),
+    ("mul_(adam.beta1).add_(shard, alpha=1 - adam.beta1)", "lerp_(shard, adam.beta1)", "has the weight beta1"),
+    (REDUCE, "communicator.own_part(padded)", "is a part of the rank's own samples"),
+    (
+        f".to(state.master.dtype) / communicator.size\n    norm = {NORM}\n",
+        f".to(state.master.dtype)\n    norm = {NORM}\n    shard = shard / communicator.size\n",
+        "before its norm is taken",
+    ),
+    ("state.exp_avg_sq / (1 - adam.beta2**state.step)", "state.exp_avg_sq", "correction of exp_avg alone"),
+    (DECAY, DECAY.replace("adam.learning_rate * ", ""), "decay by weight_decay in each step"),
+    ("all_gather(state.master.to(weights.dtype))", "all_gather(state.master)", "round the master weights before"),
     (DECAY, "", "have no weight decay"),
     (DECAY + UPDATE, UPDATE + DECAY, "are decayed after the update"),
     (

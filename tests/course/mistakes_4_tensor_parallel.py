@@ -41,8 +41,23 @@ MISTAKES = [
         "rms_norm(copy_to_ranks(communicator, x), norm)",
         "between the norm and",
     ),
-    ("copy_to_ranks(communicator, rms_norm(x, norm))", "rms_norm(x, norm)", "the part of the rank's own columns alone"),
+    ("copy_to_ranks(communicator, rms_norm(x, norm))", "rms_norm(x, norm)", "and the residual passes by it"),
     (LAST, LAST.replace("x + (", "(").replace("partial)", "x + partial)"), "add the residual after the sum"),
     (PRODUCT, TWICE, "gate and up share their"),
-    ("functional.silu(gate)", "functional.gelu(gate)", "is not that of one process"),
+    ("functional.silu(gate)", "functional.gelu(gate)", "is not that of its docstring"),
+    (
+        PRODUCT,
+        PRODUCT.replace("y @ gate_up.T", "reduce_from_ranks(communicator, y @ gate_up.T)"),
+        "is not that of one process",
+    ),
+    (
+        "gather_rows(communicator, rms_norm(x, copy_to_ranks(communicator, norm)))",
+        "rms_norm(gather_rows(communicator, x), copy_to_ranks(communicator, norm))",
+        "the norm stands before gather_rows",
+    ),
+    (
+        "copy_to_ranks(communicator, rms_norm(x, norm))",
+        "copy_to_ranks(communicator, rms_norm(x, copy_to_ranks(communicator, norm)))",
+        "second one that sums is too many",
+    ),
 ]

@@ -55,6 +55,7 @@ MISTAKES = (
         "half of a deletion",
     ),
     (REMOVAL, "", "fills any disk"),
+    (" and name != final_name(iteration)", "", "delete the earlier ones alone"),
     (LEFTOVERS, "if False:", "remove what a crash has left"),
     (LEFTOVERS, 'if name.endswith(".saving-00000000"):', "every crash would leave another terabyte"),
 )

@@ -44,6 +44,7 @@ def update(communicator: Communicator, weights: Tensor, gradient: Tensor, state:
     """Write the next weights into ``weights`` ``[length]``, all of them on each rank, and change ``state``.
 
     ``gradient`` ``[length]`` is that of this rank's samples; the model's is the mean over the ranks. Returns the norm
-    of that mean before it is clipped to ``adam.max_norm``.
+    of that mean before it is clipped to ``adam.max_norm``. ``communicator.reduce_scatter(t)`` is this rank's part of
+    the sum of all ranks, ``all_gather(t)`` joins their parts, and ``all_reduce(t)`` overwrites t with the sum.
     """
     raise NotImplementedError("fill this hole")

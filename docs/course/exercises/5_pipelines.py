@@ -30,6 +30,6 @@ def one_forward_one_backward(stage: int, num_stages: int, num_microbatches: int)
     2. One forward pass and one backward pass in turn.
     3. Cooldown: the backward passes that are left.
 
-    The bubble must be that of ``gpipe``, and stage p may hold the activations of ``num_stages - p`` microbatches.
+    The bubble must be that of ``gpipe``, and ``stage`` may hold the activations of ``num_stages - stage`` microbatches.
     """
     raise NotImplementedError("fill this hole")
