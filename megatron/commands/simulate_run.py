@@ -272,7 +272,7 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
         days = None if "steps" in given else time.wall_s / 86400.0
         config = parse(SimulateRunConfig, None, words, SimulateRunConfig(**{**vars(known.run), "days": days}))
         # Without a failure, the rate of Llama 3.
-        table = known.table if known.table.mtbf_s(1) < math.inf and config.causes is None else None
+        table = known.table if 0 < known.table.mtbf_s(1) < math.inf and config.causes is None else None
     config.check()
     table = table or read_table(config.causes or LLAMA_3)
     hours = table.mtbf_s(1) / 3600.0

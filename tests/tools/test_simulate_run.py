@@ -1,6 +1,7 @@
 """The command that simulates runs: its text, JSON and page, and what --from takes from records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,10 @@ def test_records_give_the_inputs_that_are_not_given(tmp_path: Path, capsys: pyte
     recorded, replayed = (float(row[3]) for row in rows if row[:2] == ["effective", "time,"] and row[2] != "Daly's")
     assert recorded == pytest.approx(replayed, abs=1.0) and recorded < 95.0
     assert lost_gpu_seconds(found, 1)["unknown", "start"] > 0
+
+
+def test_a_record_that_ends_before_it_starts_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, table = of_costs(Costs(3000.0, 60.0, 4.0), 300.0, days=1)
+    damaged = simulate(model, random_events(model, table, seed=1)).attempts[0]
+    append_attempt(tmp_path, replace(damaged, end=damaged.start - 5.0))
+    assert "The Llama 3 Herd of Models" in call(capsys, "--from", tmp_path, "--seeds", 1)
