@@ -71,8 +71,6 @@ class SimulateRunConfig(RunModel):
                 f"--gpus {self.gpus} are {self.nodes} nodes: --nodes-per-replica {self.nodes_per_replica} must divide "
                 "them, and --elastic-min-nodes must not be more."
             )
-        if not self.save_interval_s and not self.save_s:
-            raise ConfigError("--save-s 0 has no best save interval: set --save-interval-s.")
 
 
 class Figures(NamedTuple):
@@ -236,15 +234,17 @@ def simulation_page(report: Report) -> str:
 
 def binned(name: str, values: Sequence[float], count: int = 8) -> dict[str, dict[str, float]]:
     """The number of runs in equal intervals of a figure."""
-    width = (max(values) - min(values)) / count or 1.0
-    bins = Counter(min(count - 1, int((value - min(values)) / width)) for value in values)
+    width, found = (max(values) - min(values)) / count, Counter[str]()
+    bins = Counter(min(count - 1, int((value - min(values)) / (width or 1.0))) for value in values)
     edges = [shown(name, min(values) + place * width) for place in range(count + 1)]
-    return {f"{edges[place]} to {edges[place + 1]}": {"runs": float(bins[place])} for place in range(max(bins) + 1)}
+    for place in range(count):  # narrow intervals may have equal edges in these digits
+        found[f"{edges[place]} to {edges[place + 1]}"] += bins[place]
+    return {label: {"runs": float(number)} for label, number in found.items()}
 
 
 def bars(rows: Mapping[str, Mapping[str, float]]) -> str:
     """Stacked bars by name and part."""
-    drawn, end = [], max(1.0, *(sum(parts.values()) for parts in rows.values()))
+    drawn, end = [], max([1.0, *(sum(parts.values()) for parts in rows.values())])
     for name, parts in rows.items():
         boxes = [
             svg.Part(part, _COLOURS.get(part, "teal"), size, f"{name}, {part}: {written(size)}")
@@ -272,7 +272,7 @@ def build_report(config: SimulateRunConfig, words: Sequence[str]) -> Report:
         days = None if "steps" in given else time.wall_s / 86400.0
         config = parse(SimulateRunConfig, None, words, SimulateRunConfig(**{**vars(known.run), "days": days}))
         # Without a failure, the rate of Llama 3.
-        table = known.table if known.table.mtbf_s(1) < math.inf and config.causes is None else None
+        table = known.table if 0 < known.table.mtbf_s(1) < math.inf and config.causes is None else None
     config.check()
     table = table or read_table(config.causes or LLAMA_3)
     hours = table.mtbf_s(1) / 3600.0

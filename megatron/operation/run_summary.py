@@ -68,7 +68,7 @@ def daly_interval_s(costs: Costs) -> float:
     """
     mtbf, save = costs.mtbf_s, costs.save_s
     # The logarithm of the left side, which does not overflow; the side itself is at least 1 at 0, and 0 at M.
-    return _root(lambda interval: math.log1p(-interval / mtbf) + (interval + save) / mtbf, 0.0, mtbf)
+    return _root(lambda interval: math.log1p(-interval / mtbf) + (interval + save) / mtbf, 0.0, mtbf * (1.0 - 1e-15))
 
 
 def effective_time(interval_s: float, costs: Costs) -> float:

@@ -104,7 +104,8 @@ class RunModel:
     """Steps of the whole run, which then ends when they are done. Source: not given, until --days are over."""
 
     save_interval_s: float = 0.0
-    """Seconds of training between two saves; 0: the best interval. Source: Daly 2006, for these failures and saves."""
+    """Seconds of training between two saves; 0: the best, a step at least. Source: Daly 2006, for these failures and
+    saves."""
     save_s: float = 5.0
     """Seconds for which a save blocks training. Source: assumed, as in estimate failures."""
     commit_s: float = 30.0
@@ -157,9 +158,9 @@ class RunModel:
         return math.ceil(self.nodes / 128) if self.spares is None else self.spares
 
     def with_interval(self, table: FailureTable) -> Self:
-        """The model with the best save interval, if it has none."""
+        """The model with the best save interval, a step at least, if it has none."""
         costs = Costs(table.mtbf_s(self.gpus), 0.0, self.save_s)
-        return self if self.save_interval_s else replace(self, save_interval_s=daly_interval_s(costs))
+        return self if self.save_interval_s else replace(self, save_interval_s=max(self.step_s, daly_interval_s(costs)))
 
 
 def of_costs(costs: Costs, interval_s: float, days: float, **others: float) -> tuple[RunModel, FailureTable]:
@@ -264,6 +265,9 @@ class Simulation:
         self.cause = FailureCause("first start")  # what the next attempt follows
         self.work, self.remote = 0.0, 0.0  # where it resumes, and the newest checkpoint on the remote storage
         self.repairs: list[float] = []  # when lost nodes are back
+        self.slow: list[tuple[float, Event]] = []  # seconds until each slow node is found, and what it then ends
+        # By attempt the work at its start and its newest copy, the work done, and what is hidden of it.
+        self.kept: list[tuple[float, float, float, dict[tuple[str, str], float]]] = []
 
     def run_attempt(self) -> None:
         nodes = self._allocate()
@@ -272,7 +276,7 @@ class Simulation:
         life, slow_s, event = self._life(gpus, nodes, cycle)
         self._record(gpus, cycle, life, slow_s, event)
         self.repairs += [self.now + self.run.repair_s] * event.nodes
-        self.now += self.run.decide_s
+        self.now = min(self.now + self.run.decide_s, max(self.now, self.end))
 
     def _free(self) -> int:
         self.repairs = sorted(back for back in self.repairs if back > self.now)
@@ -290,26 +294,30 @@ class Simulation:
     def _life(self, gpus: int, nodes: int, cycle: Cycle) -> tuple[float, float, Event]:
         """Seconds from the start of the processes to the event that ends the attempt, seconds of them with a slow node,
         and the event."""
-        run, life, slow_from, straggler = self.run, 0.0, math.inf, None
+        run, life, slow_from = self.run, 0.0, 0.0 if self.slow else math.inf
         while True:
             event = next(self.events)
             life += event.gpu_s / gpus
-            if event.cause.kind != "slow":
+            if event.cause.kind != "slow" or (self.slow and self.slow[0][0] <= life):
                 break
-            slow_from, straggler = min(slow_from, life), straggler or event
-        if straggler is not None and life >= slow_from + run.straggler_s:
-            life, event = slow_from + run.straggler_s, straggler
+            slow_from = min(slow_from, life)
+            self.slow.append((life + run.straggler_s, event))
+        if self.slow and self.slow[0][0] <= life:
+            life, event = self.slow[0]
         if nodes < run.nodes:  # it restarts as soon as a replica more has its nodes
             missing = nodes + run.nodes_per_replica - self._free()
             if (back := self.repairs[missing - 1] - self.now) < life:
                 life, event = back, Event(0.0, _RETURNED)
         if run.steps is not None:
             left = run.start_s + self.load_s + run.warm_up_s + cycle.seconds_to(run.steps * run.step_s - self.work)
-            left += max(0.0, left - slow_from) * (run.straggler_factor - 1.0)
+            left += max(0.0, left - max(slow_from, run.start_s + self.load_s)) * (run.straggler_factor - 1.0)
             if left <= life:
                 life, event = left, Event(0.0, COMPLETE)
         if self.end - self.now <= life:
             life, event = max(0.0, self.end - self.now), Event(0.0, CUT)
+        # A slow node that is not found is in the next attempt, too.
+        left_of = [(found - life, one) for found, one in self.slow if one is not event]
+        self.slow = [(found, one) for found, one in left_of if found < run.straggler_s]
         return life, max(0.0, life - slow_from), event
 
     def _record(self, gpus: int, cycle: Cycle, life: float, slow_s: float, event: Event) -> None:
@@ -324,7 +332,8 @@ class Simulation:
         base, saves = self.work, trained > 0.0 and (cause is COMPLETE or cause.kind in ("planned", "slow"))
         if done.commits:
             self.remote = base + done.commits * run.save_interval_s
-        has_local = run.local_interval_s > 0.0 and event.nodes <= 1
+        # One other node holds a copy; on one node nothing does.
+        has_local = run.local_interval_s > 0.0 and event.nodes < min(2, run.nodes * gpus // run.gpus)
         self.load_s = run.local_load_s if has_local else run.load_s
         if cause.is_failure:
             self.work = base + done.copied if has_local else self.remote
@@ -333,9 +342,15 @@ class Simulation:
             self.remote = self.work if saves else self.remote
         kept = max(0.0, self.work - base)
         stretch, first_s = run.gpus / gpus, warm + slow if kept else 0.0
+        # What a lost copy takes back is in lost steps, in proportion, as :func:`settle` divides it.
+        for number, (first, newest, all_s, hidden) in enumerate(self.kept if self.work < base else ()):
+            if self.work < newest:
+                share = max(0.0, self.work - first) / all_s
+                hidden = {key: gpu_s * share for key, gpu_s in hidden.items()}
+                self.kept[number] = (first, self.work, all_s, hidden)
         if kept:
-            self.hidden[self.cause.name, "warm-up"] += warm * gpus
-            self.hidden["slow node", "slow steps"] += slow * gpus
+            hidden = {(self.cause.name, "warm-up"): warm * gpus, ("slow node", "slow steps"): slow * gpus}
+            self.kept.append((base, self.work, done.work, hidden))
         is_hang = cause.kind == "hang"
         seconds: dict[TimeClass, float] = {
             "start": begun,
@@ -344,13 +359,14 @@ class Simulation:
             "lost": (done.work - kept) * stretch + warm + slow - first_s,
             "data": done.work * stretch * run.data_share,
             "save": done.blocked_s + (run.save_s + run.commit_s) * saves,
-            "hang": run.hang_s * is_hang,
+            "hang": min(run.hang_s, self.end - self.now - life) * is_hang,
             "idle": 0.0 if is_hang or cause is CUT else run.notice_s,
         }
         end = self.now + sum(seconds.values())
         outcome: Outcome = "failed" if cause.is_failure else "complete" if cause is COMPLETE else "stopped"
         after_s = begun + loaded + warm + run.commit_s
-        commits = [(after_s + number * cycle.whole_s, number) for number in range(1, done.commits + 1)]
+        numbers = range(1, done.commits + 1, 1 + done.commits // 1000)
+        commits = [(after_s + number * cycle.whole_s, number) for number in numbers]
         attempt = Attempt(
             attempt=len(self.attempts) + 1,
             start=self.now,
@@ -379,4 +395,7 @@ def simulate(run: RunModel, events: Iterable[Event]) -> Simulation:
     with suppress(StopIteration):  # the last attempt of a replay may have failed
         while found.cause.kind != "end":
             found.run_attempt()
+    for *_, hidden in found.kept:
+        for key, gpu_s in hidden.items():
+            found.hidden[key] += gpu_s
     return found

@@ -90,6 +90,13 @@ def test_local_copies_save_what_a_lost_rack_does_not() -> None:
     assert (later.last_iteration, later.committed_iteration, later.seconds["save"]) == (205, 200, 2 * 19.0)
 
 
+def test_a_run_on_one_node_has_no_copy_on_another() -> None:
+    run = replace(SMALL, gpus=4, local_interval_s=100.0, spares=9)
+    for cause, nodes, resumed in ((CRASH, 0, 80), (LOST_NODE, 1, 0)):
+        _, after = simulate(run, [event(1000.0, cause, nodes, gpus=4), event(1e9, CRASH)]).attempts
+        assert after.first_iteration == resumed
+
+
 @pytest.mark.parametrize(("spares", "least", "expected"), [(1, None, "spare"), (0, None, "waits"), (0, 3, "smaller")])
 def test_a_lost_node_is_replaced_or_waited_for_or_missing(spares: int, least: int | None, expected: str) -> None:
     run = replace(SMALL, spares=spares, elastic_min_nodes=least, repair_s=5000.0)
@@ -129,11 +136,38 @@ def test_a_slow_node_is_found_and_replaced() -> None:
     assert never.seconds["step"] > 30.0 + 2 * (10_000.0 - 300.0)
 
 
-@pytest.mark.parametrize("changes", [{}, {"elastic_min_nodes": 40, "repair_s": 2e5}, {"local_interval_s": 300.0}])
+def test_a_slow_node_that_is_not_found_is_in_the_next_attempt_too() -> None:
+    slow = FailureCause("slow node", kind="slow", loses_node=True)
+    run = replace(SMALL, straggler_factor=2.0, straggler_s=3000.0, spares=9)
+    events = [event(480.0, slow, 1), event(1000.0, CRASH), NEVER, NEVER]
+    first, second, last = simulate(run, events).attempts
+    assert (first.cause, second.cause, last.outcome) == ("crash", "slow node", "complete")
+    # It was slow for 1,000 s of the first, and for the 2,000 s that are left of the second, 150 of them without a step.
+    assert second.wall_s - second.second("idle") - second.second("save") == pytest.approx(2000.0)
+    # A slow node that is not found slows steps, not the start: there are not more of them than were to be done.
+    late = simulate(replace(run, straggler_s=1e9), [event(10.0, slow), NEVER]).attempts[-1]
+    assert (late.outcome, late.last_iteration) == ("complete", 1000)
+
+
+def test_a_run_of_days_ends_when_they_are_over() -> None:
+    """In a hang, and in the wait for a decision."""
+    run = replace(SMALL, steps=None, days=0.1, decide_s=9000.0)
+    for cause, hang_s in ((CRASH, 0.0), (HANG, 9000.0)):
+        found = simulate(replace(run, hang_s=hang_s), [event(1000.0, cause), NEVER, NEVER]).attempts
+        assert account(found).wall_s == pytest.approx(8640.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"elastic_min_nodes": 40, "repair_s": 2e5},
+        {"local_interval_s": 300.0, "save_interval_s": 9e3, "correlated_share": 0.3},
+    ],
+)
 def test_every_gpu_second_is_work_or_has_a_cause(changes: dict[str, float]) -> None:
     """What is not lost is the work that was done, at full size and speed."""
     table = read_table(LLAMA_3).changed(30.0, 100.0)
-    run = RunModel(gpus=512, steps=50_000, spares=2, correlated_share=0.0, **changes)  # type: ignore[arg-type]
+    run = RunModel(**{"gpus": 512, "steps": 50_000, "spares": 2, "correlated_share": 0.0, **changes})  # type: ignore[arg-type]
     run = run.with_interval(table)
     found = simulate(run, random_events(run, table, seed=1))
     losses = lost_gpu_seconds(found.attempts, run.gpus)

@@ -1,6 +1,7 @@
 """The command that simulates runs: its text, JSON and page, and what --from takes from records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,25 @@ def test_the_page_shows_every_cause(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert any(tip.startswith("slow node, start: ") for tip in page.attributes["data-tip"])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--save-s 0 --save-interval-s 600",  # of which there is a best interval: a step
+        "--gpu-hours-per-failure 1e-4 --days 0.1",  # no attempt comes to a step
+        "--gpus 8 --spares 0 --start-s 0 --load-s 0 --warm-up-s 0 --save-interval-s 1e9",  # nothing is lost
+    ],
+)
+def test_extreme_runs_have_a_page(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "page.html"
+    call(capsys, "--days", 0.01, "--seeds", 1, *words.split(), "--html", path)
+    assert not {"nan", "None", "inf"} & set(Page(path.read_text()).text.split())
+
+
+def test_equal_runs_are_in_one_interval() -> None:
+    assert simulate_run.binned("effective time", [0.9] * 5) == {"90.00 % to 90.00 %": {"runs": 5.0}}
+    assert sum(row["runs"] for row in simulate_run.binned("effective time", [0.9, 0.9, 0.90002]).values()) == 3.0
+
+
 def test_records_give_the_inputs_that_are_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, table = of_costs(Costs(3000.0, 60.0, 4.0), 300.0, days=1, step_s=2.0)
     found = simulate(model, random_events(model, table, seed=1)).attempts
@@ -62,3 +82,10 @@ def test_records_give_the_inputs_that_are_not_given(tmp_path: Path, capsys: pyte
     recorded, replayed = (float(row[3]) for row in rows if row[:2] == ["effective", "time,"] and row[2] != "Daly's")
     assert recorded == pytest.approx(replayed, abs=1.0) and recorded < 95.0
     assert lost_gpu_seconds(found, 1)["unknown", "start"] > 0
+
+
+def test_a_record_that_ends_before_it_starts_has_no_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, table = of_costs(Costs(3000.0, 60.0, 4.0), 300.0, days=1)
+    damaged = simulate(model, random_events(model, table, seed=1)).attempts[0]
+    append_attempt(tmp_path, replace(damaged, end=damaged.start - 5.0))
+    assert "The Llama 3 Herd of Models" in call(capsys, "--from", tmp_path, "--seeds", 1)

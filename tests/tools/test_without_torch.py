@@ -75,7 +75,7 @@ COMMANDS = [
     ("simulate-run", "--gpus 12 --days 1", 2, "--gpus 12 is no multiple of --gpus-per-node 8"),
     ("simulate-run", "--days 1 --correlated-share 1.5", 2, "--correlated-share 1.5 must be from 0 to 1"),
     ("simulate-run", "--days 1 --save-s -1", 2, "--save-s -1.0 must be finite and not negative"),
-    ("simulate-run", "--days 1 --save-s 0", 2, "--save-s 0 has no best save interval"),
+    ("simulate-run", "--days 1 --seeds 0", 2, "--seeds 0 must be positive"),
     ("simulate-run", "--days 1 --gpus 64 --elastic-min-nodes 9", 2, "--gpus 64 are 8 nodes"),
     ("simulate-run", "--days 1 --causes none.toml", 2, "--causes none.toml is no table"),
     ("simulate-run", "--from none", 2, "none has no record of an attempt"),
