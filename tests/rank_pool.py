@@ -52,7 +52,7 @@ class RankPool:
             self._processes.append(process)
 
     def run(
-        self, case: Callable[..., Any], *arguments: Any, world_size: int | None = None, timeout: float = 60.0
+        self, case: Callable[..., Any], *arguments: Any, world_size: int | None = None, timeout: float = 240.0
     ) -> list[Any]:
         """Run ``case`` on a world of ``world_size`` ranks; the results, by rank.
 

@@ -234,7 +234,8 @@ class Agent(LocalElasticAgent):
         ranks = [worker.global_rank for worker in workers]
         world_size = workers[0].world_size if workers else 0
         self._attempts.begin(ranks, world_size, Beginning.now())
-        pids = super()._start_workers(worker_group)
+        with self._signals.held():  # torch records the processes when all have started, and only then can end them
+            pids = super()._start_workers(worker_group)
         self._watch.start(ranks, world_size, pids, self._nodes, worker_group.group_rank or 0, self._restarts)
         return pids
 

@@ -54,8 +54,8 @@ def watch_signals(config: TrainingConfig) -> Iterator[SignalWatch]:
 
 
 class StopSignals:
-    """The signals that stop a job. The first one raises torch's ``SignalException``; the same again are ignored, except
-    SIGINT, whose second one kills the ranks."""
+    """The signals that stop a job. The first one raises torch's ``SignalException``; others are ignored then, except
+    SIGINT, which kills the ranks."""
 
     def __init__(self, names: str) -> None:
         """``names`` is the value of --signals-to-handle; raises :class:`ConfigError`."""
@@ -68,14 +68,25 @@ class StopSignals:
         from megatron.torch_compat import handle_signals_by  # imports torch
 
         self._received: signal.Signals | None = None
+        self._are_held = False
         handle_signals_by(self._stop)
         for number in self.numbers:
             signal.signal(number, self._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        for repeated in self.numbers - {signal.SIGINT}:
-            signal.signal(repeated, signal.SIG_IGN)
-        self._received = signal.Signals(number)
+        if self._received is None or number == signal.SIGINT:
+            self._received = signal.Signals(number)
+            if not self._are_held:
+                self.raise_received()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A signal that arrives meanwhile raises at the end."""
+        self._are_held = True
+        try:
+            yield
+        finally:
+            self._are_held = False
         self.raise_received()
 
     def raise_received(self) -> None:

@@ -23,7 +23,7 @@ from megatron.errors import UserError
 from tests.comparison.faults import PATCHES
 
 REPOSITORY = Path(__file__).parents[2]
-_PATIENCE_S = 120.0
+_PATIENCE_S = 400.0
 
 
 def run_steps(yaml: str, request: str, fault: str) -> None:

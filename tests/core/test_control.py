@@ -22,7 +22,7 @@ from tests.forked import fork_context
 from tests.rank_pool import RankPool
 
 CPU = torch.device("cpu")
-PATIENCE = 60.0
+PATIENCE = 240.0
 """Seconds after which a rank counts as waiting for hours."""
 
 
@@ -52,7 +52,8 @@ def wait_for_long_work(timeout: float, work: float) -> tuple[str, str]:
     ranks = topology.tensor_parallel
     # Not before: connections may take longer on a busy machine, and ranks may connect at their first message.
     dist.barrier(group=ranks.process_group)
-    set_group_timeout(ranks.process_group, timedelta(seconds=timeout))
+    # Ranks 2 and 3 come to their collective alone, and have time for it.
+    set_group_timeout(ranks.process_group, timedelta(seconds=timeout if topology.rank < 2 else PATIENCE))
 
     def build() -> str:
         time.sleep(work)

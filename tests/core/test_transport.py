@@ -169,11 +169,14 @@ def test_ranks_that_disagree_on_a_size_are_told(four_ranks: RankPool) -> None:
 
 # Ends of ranks: processes of their own, because they do not survive
 
+PATIENCE = 120.0
+"""Seconds that a rank waits for the other, which begins or ends late on a busy machine."""
+
 
 def _rank(rank: int, store: str, case: Callable[[Communicator], str], results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    ranks = everyone(timeout=2.0)
+    ranks = everyone(timeout=PATIENCE)
     ranks.all_reduce(torch.ones(3))
     results.put((rank, case(ranks)))
     results.close()
@@ -191,7 +194,7 @@ def _ends(case: Callable[[Communicator], str], tmp_path: Path, answers: int) -> 
     for process in processes:
         process.start()
     try:
-        return dict(results.get(timeout=60) for _ in range(answers))
+        return dict(results.get(timeout=2 * PATIENCE) for _ in range(answers))
     finally:
         for process in processes:
             process.kill()
@@ -206,11 +209,10 @@ def killed(ranks: Communicator) -> str:
 
 
 def failure(action: Callable[[], object]) -> str:
-    start = time.monotonic()
     try:
         action()
     except RuntimeError as error:
-        return f"{error} after {time.monotonic() - start:.0f} s"
+        return str(error)
     return "nothing"
 
 
@@ -219,7 +221,7 @@ def leaving(ranks: Communicator) -> str:
     if ranks.rank == 1:
         del ranks.__dict__["transport"], ranks.__dict__["group_transport"]
         gc.collect()
-        time.sleep(60)
+        time.sleep(600)
     return failure(lambda: ranks.all_reduce(torch.ones(3)))
 
 
@@ -233,18 +235,21 @@ def last_words(ranks: Communicator) -> str:
 
 
 def hanging(ranks: Communicator) -> str:
+    """Only this wait is short: the ranks may begin long after each other."""
     if ranks.rank == 1:
-        time.sleep(60)
-    return failure(lambda: ranks.start_receive(torch.ones(3), 1).wait())
+        time.sleep(600)
+    vars(ranks.transport)["_timeout"] = 2.0
+    start = time.monotonic()
+    return f"{failure(lambda: ranks.start_receive(torch.ones(3), 1).wait())} {time.monotonic() - start >= 2.0}"
 
 
 @pytest.mark.parametrize(
     ("case", "wanted"),
     [
-        (killed, "Connection closed by peer: a rank that shares memory with this one has ended. after 0 s"),
-        (leaving, "Connection closed by peer: a rank that shares memory with this one has ended. after 0 s"),
+        (killed, "Connection closed by peer: a rank that shares memory with this one has ended."),
+        (leaving, "Connection closed by peer: a rank that shares memory with this one has ended."),
         (last_words, "[6.0, 6.0, 6.0]"),
-        (hanging, "Timed out waiting 2 s for a message of another rank in shared memory. after 2 s"),
+        (hanging, "Timed out waiting 2 s for a message of another rank in shared memory. True"),
     ],
     ids=["killed", "left", "last words", "hangs"],
 )

@@ -85,7 +85,7 @@ def test_an_answer_that_hangs_ends_with_the_line_where_it_stood(
     answer = changed(tmp_path, line)
     started = time.monotonic()
     code, said = check(capsys, 2, "--answer", answer, "--time-limit", 4)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240
     place = f"it stood in reduce_scatter, line {number_of(line, answer)}"
     assert code == 3 and f"No result after 4 s, {place}: look for a loop" in said, said
 
@@ -94,10 +94,10 @@ def test_a_thread_or_a_process_that_is_left_behind_does_not_delay_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = "import subprocess, threading\nthreading.Thread(target=threading.Event().wait).start()\n"
-    answer = changed(tmp_path, f"{lines}subprocess.Popen(['sleep', '99'])\n", "from torch import Tensor")
+    answer = changed(tmp_path, f"{lines}subprocess.Popen(['sleep', '999'])\n", "from torch import Tensor")
     started = time.monotonic()
     assert check(capsys, 2, "--answer", answer)[0] == 0
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 240
 
 
 @pytest.mark.parametrize(

@@ -438,6 +438,6 @@ def test_a_page_that_does_not_come_stops_only_the_thread_that_reads_it(tmp_path:
     arguments = (prefix, str(tmp_path / "cache"), sample_order)
     process = fork_context().Process(target=read_stalled_arrays, args=arguments)
     process.start()
-    process.join(60)
+    process.join(240)
     process.kill()
     assert process.exitcode == 0

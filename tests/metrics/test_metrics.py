@@ -107,17 +107,19 @@ def test_a_point_has_the_latest_value_of_each_key_since_the_last_one() -> None:
 # --- timers ---------------------------------------------------------------------------------------------------
 
 
-def test_spans_are_measured_in_milliseconds_and_add_up_until_they_are_read() -> None:
+def test_spans_are_measured_in_milliseconds_and_add_up_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 7.0
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
     timers = Timers(level=1)
     for _ in range(2):
         with timers("forward-backward"):
-            time.sleep(0.02)
-    assert 20 <= timers.elapsed(iterations=2)["forward-backward"] < 200
+            seconds += 0.02
+    assert timers.elapsed(iterations=2) == {"forward-backward": pytest.approx(20)}
     assert timers.elapsed() == {}
     with timers("interval"):
-        time.sleep(0.01)
+        seconds += 0.01
         assert timers.elapsed() == {}, "a span counts when it ends"
-    assert timers.elapsed()["interval"] >= 10
+    assert timers.elapsed() == {"interval": pytest.approx(10)}
 
 
 @pytest.mark.parametrize(("level", "measured"), [(0, set()), (1, {"outer"}), (2, {"outer", "inner"})])

@@ -79,7 +79,7 @@ def rank(path: str, local_rank: int, directory: Path) -> None:
     heartbeat.committed(6, 123)
     heartbeat.enter(Section.OPTIMIZER)
     (directory / f"ready.{local_rank}").touch()
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_the_launcher_reads_a_rank_while_it_hangs_and_after_it_is_killed(tmp_path: Path) -> None:

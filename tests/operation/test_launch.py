@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 
 from megatron.errors import ExitCode
 from megatron.operation import agent, ranks
@@ -15,7 +18,7 @@ from megatron.operation.agent import final_code
 from megatron.operation.attempts import failures_without_progress, history, read_current
 from megatron.operation.signals import StopSignals
 from tests.end_to_end.run_process import REPOSITORY, environment, wait_until
-from tests.operation.jobs import PATIENCE, children, kill_all, rendezvous
+from tests.operation.jobs import PATIENCE, children, is_alive, kill_all, rendezvous
 from tests.operation.scripted_ranks import TWO, attempts, start, start_nodes, waiting, write_script
 
 CODES = [([0, 0], None), ([1, -15], None), ([-9], None), ([75, 75], 75), ([75, -15], 75), ([1, 2], 2), ([2, 93], 93)]
@@ -57,16 +60,15 @@ def test_the_command_restarts_its_ranks_and_ends_with_their_code(tmp_path: Path)
 
 
 def shorten_waits() -> None:
-    ranks.CRASH_SECONDS = 1
+    """The limits that do not matter, of torch and of a save, are longer than the patience."""
+    ranks.CRASH_SECONDS, close = 1, SubprocessContext._close
+    setattr(SubprocessContext, "_close", lambda self, death_sig, timeout=0: close(self, death_sig, 600))  # noqa: B010
 
 
 def test_a_rank_that_hangs_beside_one_that_crashed_is_killed_soon(tmp_path: Path) -> None:
     """SIGTERM does not end it: it waits for a rank that is no more."""
     node = start(tmp_path, "hang() if RANK else (wait_until_others_wait(), sys.exit(1))", *TWO, prepare=shorten_waits)
-    wait_until((tmp_path / "waits.1").exists, PATIENCE)
-    started = time.monotonic()
     assert node.exit_code() == ExitCode.CRASH
-    assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
@@ -74,13 +76,14 @@ def test_a_signal_is_passed_on_and_the_save_is_waited_for_however_often_it_is_re
     tmp_path: Path, name: str
 ) -> None:
     """SLURM's daemon sends SIGTERM, and srun once more."""
-    save = f"signal.signal(signal.{name}, lambda *_: (time.sleep(1.5), touch(f'saved.{{RANK}}'), os._exit(75)))"
+    save = f"signal.signal(signal.{name}, lambda *_: (wait_for_file('go'), touch(f'saved.{{RANK}}'), os._exit(75)))"
     flags = ["--max-restarts", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     node = start(tmp_path, f"{save}; touch(f'waits.{{RANK}}'); time.sleep(600)", *TWO, *flags)
     wait_until(lambda: waiting(tmp_path) == 2, PATIENCE)
     for _ in range(3 if name == "SIGTERM" else 1):
         node.signal(signal.Signals[name])
-        time.sleep(0.3)
+        time.sleep(0.5)
+    (tmp_path / "go").touch()
     assert node.exit_code() == ExitCode.STOPPED
     assert attempts(tmp_path) == 1 and len(list(tmp_path.glob("saved.*"))) == 2
     assert "FAILED" not in node.text() and "Traceback" not in node.text()
@@ -91,10 +94,8 @@ def test_a_rank_that_waits_for_one_that_the_stop_has_ended_is_killed_soon(tmp_pa
     body = "hang() if RANK else (wait_until_others_wait(), touch('ready'), time.sleep(600))"
     node = start(tmp_path, body, *TWO, prepare=shorten_waits)
     wait_until((tmp_path / "ready").exists, PATIENCE)
-    started = time.monotonic()
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
-    assert time.monotonic() - started < 5 * ranks.CRASH_SECONDS
 
 
 def send_a_signal_while_ranks_are_forked() -> None:
@@ -111,13 +112,37 @@ def test_a_signal_that_arrives_while_ranks_are_forked_stops_the_job(tmp_path: Pa
     assert node.exit_code() == ExitCode.STOPPED
 
 
+def send_a_signal_when_a_rank_is_started(directory: Path) -> None:
+    start_rank = vars(agent)["start_rank"]
+
+    def start_and_stop(*arguments: Any) -> Any:
+        process = start_rank(*arguments)
+        (directory / f"{process.pid}.pid").touch()
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
+    vars(agent)["start_rank"] = start_and_stop
+
+
+def test_a_signal_between_the_starts_of_two_ranks_ends_both(tmp_path: Path) -> None:
+    """torch has no record of the first one yet."""
+    node = start(tmp_path, "time.sleep(600)", *TWO, prepare=partial(send_a_signal_when_a_rank_is_started, tmp_path))
+    assert node.exit_code() == ExitCode.STOPPED
+    assert [is_alive(int(path.stem)) for path in tmp_path.glob("*.pid")] == [False, False]
+
+
+def wait_long_for_a_signal() -> None:
+    agent.SIGNAL_SECONDS = PATIENCE
+
+
 def test_a_job_that_is_stopped_before_its_ranks_handle_signals_has_not_failed(tmp_path: Path) -> None:
     """SLURM also signals the ranks themselves, some of them before the launcher."""
-    node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2")
-    wait_until(lambda: attempts(tmp_path) == 1, PATIENCE)
-    for rank in children(node.pid):
+    node = start(tmp_path, "time.sleep(600)", *TWO, "--max-restarts", "2", prepare=wait_long_for_a_signal)
+    wait_until(lambda: len(list(tmp_path.glob("started.*"))) == 2, PATIENCE)
+    running = children(node.pid)
+    for rank in running:
         os.kill(rank, signal.SIGTERM)
-    time.sleep(0.3)
+    wait_until(lambda: children(node.pid) != running, PATIENCE)  # the launcher knows it
     node.signal(signal.SIGTERM)
     assert node.exit_code() == ExitCode.STOPPED
     assert attempts(tmp_path) == 1
@@ -158,10 +183,10 @@ def test_a_preemption_that_leaves_no_time_to_save_is_no_failed_attempt(tmp_path:
     for number in range(4):
         node = start(tmp_path, COUNTED, "--standalone", "--nproc-per-node", "1")
         wait_until((tmp_path / "waits.0").exists, PATIENCE)
-        wait_until(lambda: counts_from(tmp_path) == 0, 10)
+        wait_until(lambda: counts_from(tmp_path) == 0, PATIENCE)
         ranks = children(node.pid)
         node.signal(signal.SIGTERM)
-        wait_until(lambda: counts_from(tmp_path) is None, 10)
+        wait_until(lambda: counts_from(tmp_path) is None, PATIENCE)
         kill_all([node.pid, *ranks])
         node.process.join(PATIENCE)
         (tmp_path / "waits.0").unlink()

@@ -56,6 +56,7 @@ def test_a_process_that_does_not_end_is_named_within_a_limit() -> None:
         sent.append((pid, number))
         if pid == ordinary.pid:
             ordinary.send_signal(number)
+            ordinary.wait(PATIENCE)
 
     processes: dict[int, RunningProcess] = {0: ordinary, 1: Unkillable()}
     assert end_processes(processes, signal.SIGTERM, 0.2, 0.2, send) == [1]
@@ -76,8 +77,9 @@ class Ended(Unkillable):
 def test_only_a_crash_shortens_the_wait_for_the_others(exit_code: int, is_crash: bool) -> None:
     processes: dict[int, RunningProcess] = {0: Ended(exit_code), 1: Unkillable()}
     sent: list[float] = []
-    end_processes(processes, signal.SIGTERM, 0.5, 0.0, lambda pid, number: sent.append(time.monotonic()), 0.05)
-    assert (sent[1] - sent[0] < 0.4) == is_crash
+    seconds = PATIENCE if is_crash else 0.5
+    end_processes(processes, signal.SIGTERM, seconds, 0.0, lambda pid, number: sent.append(time.monotonic()), 0.05)
+    assert (sent[1] - sent[0] < seconds) == is_crash
 
 
 def config_of(**changes: FlagValue) -> RunConfig:
@@ -147,7 +149,7 @@ def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Launc
     with ended() as started:
         for node in range(2):
             flags = ["--nnodes", "1:2", "--nproc-per-node", str(2 - node), *rendezvous("c10d", port)]
-            flags += ["--rdzv-conf", f"is_host={'false' if node else 'true'},last_call_timeout=4"]
+            flags += ["--rdzv-conf", f"is_host={'false' if node else 'true'},last_call_timeout={PATIENCE:.0f}"]
             started.append(Launcher([*flags, PRETRAIN, *words], tmp_path / f"{node}.log"))
         yield started
 
@@ -188,7 +190,7 @@ def ranks_of(directory: Path, nodes: str, hosts: str) -> set[str]:
     port, launchers = free_port(), []
     for host in hosts:
         flags = ["--nnodes", nodes, "--nproc-per-node", "2", *rendezvous("c10d", port)]
-        flags += ["--rdzv-conf", f"is_host={'true' if host == hosts[0] else 'false'}"]
+        flags += ["--rdzv-conf", f"is_host={'true' if host == hosts[0] else 'false'},last_call_timeout={PATIENCE:.0f}"]
         prepare = partial(be_host, host)
         launchers.append(
             start(directory, body, *flags, node=host, prepare=prepare, script_flags=["--run-dir", str(directory)])
