@@ -134,7 +134,10 @@ def write_file(flag: str, path: str | Path, content: str | bytes) -> None:
 
 def write_json(path: str, content: Any, flag: str = "--json") -> None:
     """Write ``content`` as JSON, as :func:`write_file`; ``-`` is standard output."""
-    text = json.dumps(content, indent=1, allow_nan=False)
+    try:
+        text = json.dumps(content, indent=1, allow_nan=False)
+    except ValueError as error:  # JSON has no infinity
+        raise ConfigError(f"{flag} {path} would have a number that is not finite: use smaller values.") from error
     print(text) if path == "-" else write_file(flag, path, text + "\n")
 
 

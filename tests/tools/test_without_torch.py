@@ -65,6 +65,7 @@ COMMANDS = [
     ("train", f"{PLAN} --micro-batch-size 3", 2, "--global-batch-size 128 is not divisible by --micro-batch-size 3"),
     ("schedule", "--schedule zb-v --stages 2 --microbatches 4", 0, "stage 0  F0"),
     ("schedule", "--schedule 1f1b --stages 2 --microbatches 4 --virtual 2", 2, "1f1b runs one chunk per stage"),
+    ("schedule", "--schedule 1f1b --stages 2 --microbatches 2 --send-time 1e308", 2, "--send-time 1e+308 is too long"),
     ("explore", "--help", 0, "--clusters"),
     ("explore", "--out a --models llama9", 2, "--models has llama9, which does not exist: use one or more of tiny"),
     ("explore", "--out a --precisions fp4", 2, "--precisions has fp4, which does not exist: use one or more of bf16"),
