@@ -39,6 +39,9 @@ CULPRIT_SECONDS = 2.0
 # Numbers of an OSError for which a disk or a file system is at fault.
 _DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
+# Numbers of an OSError that no later attempt can mend: the path itself is wrong.
+_PATH = frozenset({errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR})
+
 
 class UserError(Exception):
     """An error that the user can correct; the message names the cause and the remedy."""
@@ -188,6 +191,13 @@ def report_crash(traceback: str, error: BaseException, error_file: str | None) -
     """Write the ``traceback`` of any other ``error`` to torchrun's ``error_file``."""
     if error_file:
         write_error_file(Path(error_file), traceback, int(time.time()), {"cause": cause_of(error), "is_local": True})
+
+
+def user_error_of(error: Exception) -> UserError | None:
+    """The error that the user can correct: ``error`` itself, or the wrong path that it names; None for a bug."""
+    if isinstance(error, OSError) and error.errno in _PATH and error.filename:
+        return ConfigError(f"{error.filename} cannot be used ({error.strerror}): correct the path.")
+    return error if isinstance(error, UserError) else None
 
 
 def cause_of(error: BaseException) -> str:

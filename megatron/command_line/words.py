@@ -142,9 +142,13 @@ _UNITS = {"k": 1024, "K": 1024, "m": 2**20, "M": 2**20}
 
 def _whole_number(flag: str, word: str) -> int:
     try:
-        return int(word)
+        number = int(word)
     except ValueError:
         pass
+    else:
+        if abs(number) < 2**63:
+            return number
+        raise ConfigError(f"{flag} {word} is too large: use a number below 2^63.")
     # 8k, 1M and 1e6 are common, and ambiguous: the message has the number in digits.
     remedy = "write it in digits"
     if suffixed := re.fullmatch(r"(\d+)([kKmM])", word):

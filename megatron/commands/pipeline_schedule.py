@@ -66,7 +66,11 @@ class PipelineScheduleConfig:
                     f"{flag} {path} does not end in {suffix}: rename it, or use the other picture's flag."
                 )
         times = values_of(self, "forward_time", "backward_time", "weight_time")
-        require_at_least(0, {**times, "--send-time": self.send_time})
+        times_and_send = {**times, "--send-time": self.send_time}
+        require_at_least(0, times_and_send)
+        too_long = [f"{flag} {value:g}" for flag, value in times_and_send.items() if (value or 0) > 1e30]
+        if too_long:  # sums of them would not be finite
+            raise ConfigError(f"{too_long[0]} is too long for a schedule: use another unit of time.")
         if self.measured is None:
             self._check_schedule()
             return

@@ -42,6 +42,7 @@ from megatron.urls import refuse_urls
 
 MakeProgress = Callable[[int], Progress]
 _MERGED = "merged.json"
+_MOST_PROCESSES = 65536  # more is a mistyped number
 
 
 class Job(NamedTuple):
@@ -293,6 +294,8 @@ class PreprocessConfig:
     def check(self) -> None:
         if self.workers < 1 or self.log_interval < 1:
             raise ConfigError("--workers and --log-interval must be at least 1.")
+        if max(self.workers, self.partitions) > _MOST_PROCESSES:
+            raise ConfigError(f"--workers and --partitions must be at most {_MOST_PROCESSES}.")
         if not self.input or not self.json_keys:
             raise ConfigError("--input and --json-keys need at least one value each.")
         if len(set(self.json_keys)) < len(self.json_keys):

@@ -15,7 +15,7 @@ from megatron.config.command_line import CommandLine, ParsedLine
 from megatron.config.operation import HANG_LIMITS
 from megatron.config.run import RunConfig
 from megatron.console import protect_console
-from megatron.errors import ExitCode, UserError, report, report_crash, write_error_file
+from megatron.errors import ExitCode, UserError, report, report_crash, user_error_of, write_error_file
 from megatron.features.faults.flags import VARIABLE, check_allowed
 from megatron.flags import changed_flags
 from megatron.operation.elastic import ELASTIC, Spares, usable_world_size
@@ -140,11 +140,11 @@ def main(arguments: Sequence[str], start: Start = train) -> int:
     heartbeat.dump_stacks_on_signal()
     try:
         exit_code = start(arguments, rank, world_size, heartbeat)
-    except UserError as error:
-        record_failure(error, f"ERROR: {error}", heartbeat)
-        report(error, rank, error_file)
-        return error.exit_code
     except Exception as error:
+        if (mistake := user_error_of(error)) is not None:
+            record_failure(mistake, f"ERROR: {mistake}", heartbeat)
+            report(mistake, rank, error_file)
+            return mistake.exit_code
         text = traceback.format_exc()
         record_failure(error, text, heartbeat)
         report_crash(text, error, error_file)

@@ -12,6 +12,7 @@ from megatron.core.data_parallel.buffer import plan_buffer
 from megatron.core.parameter import Division, columns_box, sharded_boxes
 from megatron.core.topology import EXPERT_AXES, RankGrid
 from megatron.errors import ConfigError
+from megatron.flags import require_at_least, values_of
 from megatron.training.initialize import rank_grid
 from megatron.urls import refuse_urls
 
@@ -41,6 +42,7 @@ class RankGroupsConfig:
 def grid_of(config: RankGroupsConfig) -> RankGrid:
     """The grid of the layout; raises :class:`ConfigError` if the sizes do not divide the ranks."""
     config.parallel.check()
+    require_at_least(1, values_of(config, "num_gpus", "node_size"))
     parallel = config.parallel
     # Experts fold their own axes out of the ranks of a stage.
     experts = parallel.expert_tensor_size * parallel.expert_model_parallel_size

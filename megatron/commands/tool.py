@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from megatron.command_line.parser import parse, parse_command
-from megatron.errors import ConfigError, UserError, report
+from megatron.errors import ConfigError, report, user_error_of
 
 
 def run_tool(
@@ -26,7 +26,7 @@ def run_tool(
     """Call ``work`` with the dataclass ``flags``, or with one of several by the first word, parsed from ``arguments``
     (default: ``sys.argv``).
 
-    Returns the exit code: that of ``work`` (None: 0), or that of a :class:`UserError`, after its sentence.
+    Returns the exit code: that of ``work`` (None: 0), or of a :class:`UserError`, after its sentence.
     ``interrupted`` says what Ctrl-C leaves behind, for a tool that removes incomplete files.
     """
     rank = int(os.environ.get("RANK", 0))
@@ -44,7 +44,10 @@ def run_tool(
     except BrokenPipeError:  # `head` or a pager has what it wants; what is buffered must not fail at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as the shell reports a process that SIGPIPE ended
-    except UserError as error:
+    except Exception as raised:
+        error = user_error_of(raised)
+        if error is None:
+            raise
         report(error, rank, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         return error.exit_code
     except KeyboardInterrupt:
@@ -131,7 +134,10 @@ def write_file(flag: str, path: str | Path, content: str | bytes) -> None:
 
 def write_json(path: str, content: Any, flag: str = "--json") -> None:
     """Write ``content`` as JSON, as :func:`write_file`; ``-`` is standard output."""
-    text = json.dumps(content, indent=1, allow_nan=False)
+    try:
+        text = json.dumps(content, indent=1, allow_nan=False)
+    except ValueError as error:  # JSON has no infinity
+        raise ConfigError(f"{flag} {path} would have a number that is not finite: use smaller values.") from error
     print(text) if path == "-" else write_file(flag, path, text + "\n")
 
 

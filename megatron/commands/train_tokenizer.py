@@ -25,7 +25,7 @@ from megatron.data.text_inputs import (
 )
 from megatron.data.tokenizer_formats import LLAMA3_SPLIT, byte_characters
 from megatron.errors import ConfigError, DataError
-from megatron.flags import Argument
+from megatron.flags import Argument, require_at_least, values_of
 from megatron.urls import refuse_urls
 
 # Text is fed in pieces of whole lines up to this many bytes, so that newlines are part of what is learned.
@@ -92,6 +92,9 @@ def cut_in_pieces(text: str) -> Iterator[str]:
 def train(config: TrainTokenizerConfig) -> str:
     """Train and write the model; returns its path."""
     refuse_urls({"--model-prefix": config.model_prefix}, "name a local prefix, and copy the result")
+    require_at_least(_BYTE_PIECES, values_of(config, "vocab_size"))
+    require_at_least(1, values_of(config, "num_threads"))
+    require_at_least(0, values_of(config, "input_sentence_size"))
     if config.kind != "sentencepiece" and config.input_sentence_size:
         raise ConfigError(f"--input-sentence-size is for --kind sentencepiece, not {config.kind}: remove it.")
     trainers = {"sentencepiece": train_sentencepiece, "huggingface": train_hugging_face, "tiktoken": train_tiktoken}
@@ -125,7 +128,7 @@ def train_sentencepiece(config: TrainTokenizerConfig) -> bytes:
             unk_surface=" \u2047 ",
             minloglevel=1,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         # The last sentence of SentencePiece's message, without its source position.
         reason = str(error).rsplit("] ", 1)[-1].strip().rstrip(".") or "it gives no reason"
         raise DataError(

@@ -110,7 +110,7 @@ def _read_file(path: Path, environment: Mapping[str, str]) -> dict[str, Recipe]:
         return {path.name: recipe}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): name a recipe.") from None
-    except (ValueError, AttributeError, LookupError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ConfigError(
             f"{path} is no recipe ({error}): name a YAML file, a shell script or a file of flags."
         ) from None

@@ -68,7 +68,7 @@ def read_run_yaml(path: Path) -> list[Given]:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}): name a YAML file of flags.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path} is not YAML ({reason}): correct it.") from None
     if node is None:

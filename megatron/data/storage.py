@@ -71,7 +71,7 @@ def find_files(pattern: str) -> list[SourceFile]:
                 found = {place: system.info(place)}
             else:
                 found = system.find(place, detail=True)
-        except OSError as error:
+        except Exception as error:  # every file system has its own
             raise DataError(f"{pattern} cannot be listed ({error}): check the URL and the access to it.") from error
         files = [(path, info) for path, info in sorted(found.items()) if info["type"] == "file"]
         return [SourceFile(system.unstrip_protocol(path), int(info["size"] or 0)) for path, info in files]

@@ -63,7 +63,7 @@ class JsonlWriter:
             self._file = path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             reason = error.strerror or error
-            raise ConfigError(f"--metrics-jsonl {path} cannot be written: {reason}.") from error
+            raise ConfigError(f"--metrics-jsonl {path} cannot be written ({reason}): choose another file.") from error
 
     def write_iteration(self, record: IterationRecord) -> None:
         run = {} if self._flags is None else {RUN: {"world_size": record.world_size, "flags": self._flags}}

@@ -78,7 +78,7 @@ def read_table(path: str | Path) -> FailureTable:
         wrong = [one.name for one in causes if one.kind not in get_args(Kind)[:-1] or one.count < 0]
         if wrong or not 0 < table.mtbf_s(1) < math.inf:
             raise ValueError(f"kind or count of {wrong[0]}" if wrong else "no failures, or no hours")
-    except (OSError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"--causes {path} is no table ({error}): write it like {LLAMA_3.name}.") from error
     if not math.isclose(total, stated, rel_tol=1e-3):
         raise ConfigError(

@@ -72,6 +72,7 @@ def test_words_become_the_dataclass(words: str, expected: Tool) -> None:
         ("", ["PLACE is missing: add it.", "--count is missing: add it with a whole number."]),
         ("here there --count 1", ["'there' is not a value of any flag"]),
         ("here --count many", ["--count needs a whole number, not 'many'"]),  # and is not missing
+        (f"here --count {10**20}", [f"--count {10**20} is too large: use a number below 2^63."]),
         ("here --cuont 1 --count 1", ["--cuont is not a flag of work.py: did you mean --count?"]),
         ("here --count 1 --kind Slow", ["--kind 'Slow' is unknown: did you mean slow?"]),
         ("here --count 1 --shape 2", ["--shape needs 2 values, not 1"]),

@@ -138,6 +138,8 @@ def test_a_recipe_is_checked_on_the_gpus_that_are_given_or_the_fewest(
         ("a.yaml", "[1", "is no recipe"),
         ("a.yaml", "[1, 2]", "is no recipe"),
         ("a.json", "{", "is no recipe"),
+        ("a.json", "[1]", "is no recipe"),
+        ("a.json", '{"flags": 1, "recipes": {"a": 1}}', "is no recipe"),
     ],
 )
 def test_what_is_no_recipe_is_named(

@@ -129,6 +129,7 @@ def test_a_line_is_a_flag(tmp_path: Path, line: str, words: str) -> None:
         ("lr: {a: 1}", "--lr in {path}, line 1 must be a value, or a list of values"),
         ("[a, b]", "--config {path} must map flags to values"),
         ("lr: [", "--config {path} is not YAML"),
+        ("[" * 5000, "--config {path} is not YAML"),
         ("config: other.yaml", "--config in {path}, line 1 is not allowed .*: copy the flags of other.yaml"),
         ("!!python/object/apply:os.system [false]: 1", "a list in {path}, line 1 is not a flag"),
     ],

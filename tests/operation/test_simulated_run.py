@@ -207,6 +207,8 @@ def test_equal_seeds_meet_equal_events_whatever_the_rate() -> None:
         (('kind = "hang"', 'kind = "hung"'), "no table .kind or count of network switch or cable"),
         (("count = 148", "counts = 148"), "is no table"),
         (("gpu_hours = 21_233_664", ""), "is no table"),
+        (("gpu_hours = 21_233_664", f"gpu_hours = 1{'0' * 400}"), "is no table"),
+        (("gpu_hours = 21_233_664", f"gpu_hours = {'[' * 5000}"), "is no table"),
     ],
 )
 def test_a_wrong_table_is_refused(tmp_path: Path, change: tuple[str, str], message: str) -> None:

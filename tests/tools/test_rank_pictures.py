@@ -121,5 +121,7 @@ def test_the_pictures_are_of_today(name: str, order: str) -> None:
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^The 6 ranks of a pipeline stage .* raise --num-gpus"):
         grid_of(config_of("tp-cp-ep-dp-pp", 12))
+    with pytest.raises(ConfigError, match=r"--num-gpus 0 must be at least 1"):
+        grid_of(RankGroupsConfig(0))
     with pytest.raises(ConfigError, match=re.escape("not a multiple of --tensor-model-parallel-size 2")):
         grid_of(RankGroupsConfig(3, ParallelConfig(tensor_model_parallel_size=2)))

@@ -54,6 +54,7 @@ GENERATIONS = ("ampere", "hopper", "blackwell", "cpu")
 """Architectures that efficiencies belong to. There are fitted ones of GPUs; a calibrated file has those of ``cpu``."""
 
 _TABLES = ("sources", "constants")
+_LARGEST = 1e30  # no figure of a machine is as large; products of several stay finite
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path} is its own base ({' -> '.join(map(str, (*readers, path)))}): remove one.")
     try:
         own: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not a TOML file ({error}): correct it.") from error
     base = own.pop("base", [])
     files = [_base_of(path, name) for name in (base if isinstance(base, list) else [base])]
@@ -274,5 +275,5 @@ def _check(path: Path, values: Mapping[str, Any]) -> None:
 
 def _check_number(path: Path, name: str, value: Any, may_be_zero: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value > 0 or (may_be_zero and value == 0)):
-        raise ConfigError(f"{path} has {name} = {value!r}: use a number above 0.")
+    if not is_number or not (0 < value < _LARGEST or (may_be_zero and value == 0)):
+        raise ConfigError(f"{path} has {name} = {value!r}: use a number above 0 and below {_LARGEST:g}.")

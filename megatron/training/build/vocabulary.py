@@ -57,7 +57,8 @@ def _read(config: RunConfig) -> tuple[Vocabulary, Tokenizer | None]:
     """The vocabulary without the bytes of its tokens, and the tokenizer, if there is one."""
     if config.tokenizer.tokenizer_type is None:
         size = config.mock_vocab_size
-        assert size is not None
+        if size is None:  # flags that no run has checked, such as a cut run.yaml
+            raise ConfigError("The size of the vocabulary is not known: set --tokenizer-type, or --vocab-size.")
         return Vocabulary(size, size - 1), None
     tokenizer = build_tokenizer(config.tokenizer)
     size = tokenizer.vocab_size
