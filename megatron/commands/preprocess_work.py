@@ -290,7 +290,7 @@ def map_in_order(
     pending: deque[Future[list[EncodedBatch]]] = deque()
 
     def next_result() -> list[EncodedBatch]:
-        while not wait(list(pending)[:1], timeout=0.2).done:
+        while not wait([pending[0]], timeout=0.2).done:
             signals.raise_received()
         return pending.popleft().result()
 

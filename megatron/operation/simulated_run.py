@@ -1,7 +1,7 @@
 """A simulator of a run that fails, saves and restarts: its attempts, as a real run records them.
 
-:func:`megatron.operation.attempts.account` and :mod:`megatron.operation.run_summary` therefore give its figures as they
-give those of a real run; ``recorded_run.py`` estimates the model and the events of a real run from its records.
+:func:`megatron.operation.attempts.account` and :mod:`megatron.operation.run_summary` therefore compute its figures as
+the figures of a real run; ``recorded_run.py`` estimates the model and the events of a real run from its records.
 
 Time is divided as the records divide it: processes start, the state is loaded, then steps and saves alternate until an
 event ends the attempt. Nothing fails between attempts. Work is measured in seconds of steps at full size and speed.

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,10 @@ from megatron_llama.course.lesson import LESSONS, REPOSITORY, Lesson
 
 WRONG = 3
 """Exit code of a wrong answer."""
-_MARGIN_SECONDS = 300.0
-"""Seconds that the process of an answer has beside the time limit, to import torch and to end."""
+_IMPORT_SECONDS = 300.0
+"""Seconds that the process of an answer has to import torch, also on a loaded machine."""
+_MARGIN_SECONDS = 30.0
+"""Seconds that it has after the time limit, to write where its threads stand and to end."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +88,24 @@ def course(config: CourseConfig) -> int:
 
 
 def checked(lesson: Lesson, file: Path, seconds: float) -> tuple[bool, str]:
-    """Whether the answer in ``file`` is right, and the sentence about it; after ``seconds`` at most, and a margin."""
+    """Whether the answer in ``file`` is right, and the sentence about it, at most ``seconds`` after the imports."""
     with tempfile.TemporaryDirectory() as directory:
         words = map(str, (lesson.name, file, seconds, directory))
         command = [sys.executable, "-m", "megatron_llama.course", *words]
         paths = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
         child = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True)
-        code: int | None = None
+        verdict, stacks = (Path(directory, name) for name in ("verdict.json", "stacks.txt"))
+        limit, has_begun = time.monotonic() + _IMPORT_SECONDS, False
         try:
-            with suppress(subprocess.TimeoutExpired):
-                code = child.wait(seconds + _MARGIN_SECONDS)
+            while (code := child.poll()) is None and time.monotonic() < limit:
+                if not has_begun and stacks.exists():  # the seconds of the answer begin
+                    limit, has_begun = time.monotonic() + seconds + _MARGIN_SECONDS, True
+                time.sleep(0.05)
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # also the processes that the answer has started
             child.wait()
-        verdict, stacks = (Path(directory, name) for name in ("verdict.json", "stacks.txt"))
         if verdict.exists():
             is_right, sentence = json.loads(verdict.read_text(encoding="utf-8"))
             return is_right, sentence

@@ -170,7 +170,8 @@ def check_gradient(job: Job, rank: int, seen: Seen, where: str) -> None:
             ),
             (
                 mean * (job.adam.max_norm / (job.shards(mean)[rank].norm() + 1e-6)).clamp(max=1),
-                "is clipped by the norm of the rank's own shard: clip by that of the whole, or the direction changes.",
+                "is clipped by the norm of the rank's own shard: use the norm of the whole gradient, or the direction "
+                "changes.",
             ),
             (
                 mean * clipping.clamp(max=1) * job.adam.beta1 / (1 - job.adam.beta1),
@@ -217,7 +218,7 @@ def check_norm(job: Job, rank: int, seen: Seen, where: str, number: int, norm: f
         ),
         (sum(shards), "the sum of the norms of the shards, so add their squares, and take the root of the sum."),
         (norm**2, "its square, so take the root."),
-        (norm * job.ranks, "that of the sum over the ranks, so divide the gradient before its norm is taken."),
+        (norm * job.ranks, "the norm of the sum over the ranks, so divide before its norm is taken."),
         (
             job.gradients[number - 1, rank].norm().item(),
             "that of the rank's own gradient, so reduce the gradients first.",

@@ -90,6 +90,17 @@ def test_an_answer_that_hangs_ends_with_the_line_where_it_stood(
     assert code == 3 and f"No result after 4 s, {place}: look for a loop" in said, said
 
 
+def test_an_answer_that_stops_its_process_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_llama.course.command._MARGIN_SECONDS", 1.0)
+    answer = changed(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n", "from torch import Tensor")
+    started = time.monotonic()
+    code, said = check(capsys, 2, "--answer", answer, "--time-limit", 1)
+    assert time.monotonic() - started < 240
+    assert code == 3 and "No result after 1 s, no thread of it was in its own code" in said, said
+
+
 def test_a_thread_or_a_process_that_is_left_behind_does_not_delay_the_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
